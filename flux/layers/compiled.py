@@ -2,7 +2,7 @@
 
 A graph can hold tensors, numbers and names, but no pools. So these ops take the name of the group
 and find its pool at run time, as functional collectives find their group. The whole backward of a
-layer is one op, which computes the formulas of flux/layers/autograd.py. If the compiler saw a
+layer is one op, which computes the formulas of flux/ops/gradients.py. If the compiler saw a
 gather, two products and a reduction, it could reorder them so that no communication is hidden.
 
     column_linear      y             backward: column_linear_grad -> dx, dw
@@ -18,46 +18,20 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from flux.backends.unfused import all_gather
 from flux.layers import autograd
 from flux.layers.autocast import autocast_off, compute_dtype
-from flux.layers.autograd import (
-    LinearConfig,
-    as_rows,
-    begin_gather,
-    check_sharded,
-    column_grads,
-    column_product,
-    fresh,
-    row_grads,
-    row_product,
-)
-from flux.layers.wgrad import Grad
+from flux.layers.autograd import begin_gather, check_sharded, column_product, row_product
+from flux.layers.config import GRAPH_SETTINGS, LinearConfig
 from flux.ops import torch_internals
+from flux.ops.gradients import Grad, as_rows, column_grads, fresh, row_grads
 from flux.ops.library import define, product_flops
-from flux.ops.pool import User, pool_of
 from flux.ops.transforms import call
 from flux.transport.exchange import resolve_group
-
-
-class Named(NamedTuple):
-    """``LinearConfig`` in a form that a graph can hold, with the name of the group."""
-
-    group_name: str
-    sequence_parallel: bool
-    reduce_dx: bool = True
-    fuse_ag: bool = True
-    fuse_rs: bool = True
-    features: int | None = None
-
-    def config(self, user: User | None = None) -> LinearConfig:
-        """Return the configuration of a layer with this user of ops; None: of one in a graph."""
-        pool = pool_of(self.group_name)
-        return LinearConfig(pool, pool.graphs if user is None else user, *self[1:])
 
 
 def in_graph(*tensors: torch.Tensor | None) -> bool:
@@ -70,29 +44,24 @@ def in_graph(*tensors: torch.Tensor | None) -> bool:
 
 
 def column_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    how: Named,
-    user: User | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: LinearConfig
 ) -> torch.Tensor:
-    """Apply ``flux.layers.autograd.column_linear``; ``user``: the layer, outside of graphs."""
+    """Apply ``flux.layers.autograd.column_linear``, in graphs as an op."""
     if not in_graph(x, weight, bias):
-        return autograd.column_linear(x, weight, bias, how.config(user))
+        return autograd.column_linear(x, weight, bias, config)
     dtype = compute_dtype(x)
     own_bias = bias if bias is not None and bias.dtype == dtype else None
-    y: torch.Tensor = call("column_linear", x.to(dtype), weight.to(dtype), own_bias, *how)
+    settings = config.in_graph()
+    y: torch.Tensor = call("column_linear", x.to(dtype), weight.to(dtype), own_bias, *settings)
     return y if bias is None or own_bias is not None else y + bias
 
 
-def row_linear(
-    x: torch.Tensor, weight: torch.Tensor, how: Named, user: User | None = None
-) -> torch.Tensor:
-    """Apply ``flux.layers.autograd.row_linear``; ``user``: the layer, outside of graphs."""
+def row_linear(x: torch.Tensor, weight: torch.Tensor, config: LinearConfig) -> torch.Tensor:
+    """Apply ``flux.layers.autograd.row_linear``, in graphs as an op."""
     if not in_graph(x, weight):
-        return autograd.row_linear(x, weight, how.config(user))
+        return autograd.row_linear(x, weight, config)
     dtype = compute_dtype(x)
-    z: torch.Tensor = call("row_linear", x.to(dtype), weight.to(dtype), *how)
+    z: torch.Tensor = call("row_linear", x.to(dtype), weight.to(dtype), *config.in_graph())
     return z
 
 
@@ -103,13 +72,14 @@ def _scaled(rows: Any, group_name: str, up: bool) -> Any:
 
 
 def _linear_fake(
-    x: torch.Tensor, weight: torch.Tensor, how: tuple[Any, ...], up: bool
+    x: torch.Tensor, weight: torch.Tensor, settings: tuple[Any, ...], up: bool
 ) -> torch.Tensor:
     """Return the result's shape: x [s, ..., K] -> [s * W, ..., N] (up) or [s / W, ..., N]."""
     lead = list(x.shape[:-1])
-    if Named(*how).sequence_parallel:
+    config = LinearConfig(*settings)
+    if config.sequence_parallel:
         check_sharded(x)
-        lead[0] = _scaled(lead[0], how[0], up)
+        lead[0] = _scaled(lead[0], settings[0], up)
     return x.new_empty(*lead, weight.shape[0])
 
 
@@ -120,7 +90,12 @@ def _grads(dx: Grad, dw: Grad, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _grads_fake(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, need_x: bool, need_w: bool, *how: Any
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    need_x: bool,
+    need_w: bool,
+    *settings: Any,
 ) -> list[torch.Tensor]:
     needed = (x, need_x), (weight, need_w)
     return [tensor.new_empty(tensor.shape) for tensor, need in needed if need]
@@ -128,7 +103,7 @@ def _grads_fake(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs[:2])  # x, weight
-    ctx.how = inputs[-len(Named._fields) :]
+    ctx.settings = inputs[-GRAPH_SETTINGS:]
 
 
 def _backward(grads_of: str, ctx: Any, dy: torch.Tensor) -> tuple[Grad, Grad]:
@@ -137,7 +112,7 @@ def _backward(grads_of: str, ctx: Any, dy: torch.Tensor) -> tuple[Grad, Grad]:
     need_x, need_w = (bool(need) for need in ctx.needs_input_grad[:2])
     if not (need_x or need_w):
         return None, None
-    grads = call(grads_of, dy, x, weight, need_x, need_w, *ctx.how)
+    grads = call(grads_of, dy, x, weight, need_x, need_w, *ctx.settings)
     return (grads[0] if need_x else None), (grads[-1] if need_w else None)
 
 
@@ -145,65 +120,79 @@ def _backward(grads_of: str, ctx: Any, dy: torch.Tensor) -> tuple[Grad, Grad]:
 
 
 def _column(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *settings: Any
 ) -> torch.Tensor:
     with autocast_off(x):
-        return column_product(x, weight, bias, Named(*how).config())
+        return column_product(x, weight, bias, LinearConfig(*settings))
 
 
 def _column_grad(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, need_x: bool, need_w: bool, *how: Any
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    need_x: bool,
+    need_w: bool,
+    *settings: Any,
 ) -> list[torch.Tensor]:
-    parallel = Named(*how).config()
-    deliver = partial(parallel.wgrad.deliver, weight, None) if need_w else None
+    config, rows = LinearConfig(*settings), as_rows(dy)
     with autocast_off(x):
-        wait = begin_gather(parallel, x, weight) if need_w else None
-        dx, dw = column_grads(as_rows(dy), wait, weight, parallel, need_x, deliver)
+        wait = begin_gather(config, x, weight) if need_w else None
+
+        def deliver() -> Grad:
+            return None if wait is None else config.wgrad.deliver(weight, None, rows, wait())
+
+        dx, dw = column_grads(config, rows, weight, need_x, deliver)
     return _grads(dx, dw, x)
 
 
 def _column_fake(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *settings: Any
 ) -> torch.Tensor:
-    return _linear_fake(x, weight, how, True)
+    return _linear_fake(x, weight, settings, True)
 
 
 def _backward_column(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     dx, dw = _backward("column_linear_grad", ctx, dy)
     db = as_rows(dy).sum(0) if ctx.needs_input_grad[2] else None
-    return dx, dw, db, *[None] * len(ctx.how)
+    return dx, dw, db, *[None] * len(ctx.settings)
 
 
 # -- row -------------------------------------------------------------------------------------------
 
 
-def _row(x: torch.Tensor, weight: torch.Tensor, *how: Any) -> torch.Tensor:
+def _row(x: torch.Tensor, weight: torch.Tensor, *settings: Any) -> torch.Tensor:
     with autocast_off(x):
-        return row_product(x, weight, Named(*how).config())
+        return row_product(x, weight, LinearConfig(*settings))
 
 
 def _row_grad(
-    dz: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, need_x: bool, need_w: bool, *how: Any
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    need_x: bool,
+    need_w: bool,
+    *settings: Any,
 ) -> list[torch.Tensor]:
-    parallel, all_x = Named(*how).config(), as_rows(x) if need_w else None
-    deliver = partial(parallel.wgrad.deliver, weight, None)
+    config, rows, all_x = LinearConfig(*settings), as_rows(dz), as_rows(x)
+    deliver = partial(config.wgrad.deliver, weight, None)
     with autocast_off(dz):
-        dx, dw = row_grads(as_rows(dz), all_x, weight, parallel, need_x, deliver)
+        x_or_none = all_x if need_w else None
+        dx, dw = row_grads(config, rows, weight, len(all_x), need_x, x_or_none, deliver)
     return _grads(dx, dw, x)
 
 
-def _row_fake(x: torch.Tensor, weight: torch.Tensor, *how: Any) -> torch.Tensor:
-    return _linear_fake(x, weight, how, False)
+def _row_fake(x: torch.Tensor, weight: torch.Tensor, *settings: Any) -> torch.Tensor:
+    return _linear_fake(x, weight, settings, False)
 
 
 def _backward_row(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
-    if ctx.how[1]:
+    if LinearConfig(*ctx.settings).sequence_parallel:
         dx, dw = _backward("row_linear_grad", ctx, dz)
     else:  # no communication: the compiler sees both products
         (x, weight), rows = ctx.saved_tensors, as_rows(dz)
         dx = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
         dw = rows.t() @ as_rows(x) if ctx.needs_input_grad[1] else None
-    return dx, dw, *[None] * len(ctx.how)
+    return dx, dw, *[None] * len(ctx.settings)
 
 
 # -- features, and gradients of parameters that all ranks have -------------------------------------
@@ -270,24 +259,24 @@ def _linear_flops(x: Any, weight: Any, *args: Any, out_shape: Any) -> int:
 
 
 def _column_grad_flops(
-    dy: Any, x: Any, weight: Any, need_x: bool, need_w: bool, *how: Any, out_shape: Any
+    dy: Any, x: Any, weight: Any, need_x: bool, need_w: bool, *settings: Any, out_shape: Any
 ) -> int:
     return (need_x + need_w) * product_flops(*dy, weight[1])
 
 
 def _row_grad_flops(
-    dz: Any, x: Any, weight: Any, need_x: bool, need_w: bool, *how: Any, out_shape: Any
+    dz: Any, x: Any, weight: Any, need_x: bool, need_w: bool, *settings: Any, out_shape: Any
 ) -> int:
     return (need_x + need_w) * product_flops(*x, weight[0])
 
 
 # -- registration ----------------------------------------------------------------------------------
 
-_HOW = "str group_name, bool sequence_parallel, bool reduce_dx, bool fuse_ag, bool fuse_rs"
-_HOW += ", int? features = None"
-_GRADS = f"(Tensor dy, Tensor x, Tensor weight, bool need_x, bool need_w, {_HOW}) -> Tensor[]"
+_SETTINGS = "str group_name, bool sequence_parallel, bool reduce_dx, bool fuse_ag, bool fuse_rs"
+_SETTINGS += ", int? features = None"
+_GRADS = f"(Tensor dy, Tensor x, Tensor weight, bool need_x, bool need_w, {_SETTINGS}) -> Tensor[]"
 define(
-    f"column_linear(Tensor x, Tensor weight, Tensor? bias, {_HOW}) -> Tensor",
+    f"column_linear(Tensor x, Tensor weight, Tensor? bias, {_SETTINGS}) -> Tensor",
     _column,
     _column_fake,
     setup=_setup,
@@ -295,7 +284,7 @@ define(
     flops=_linear_flops,
 )
 define(
-    f"row_linear(Tensor x, Tensor weight, {_HOW}) -> Tensor",
+    f"row_linear(Tensor x, Tensor weight, {_SETTINGS}) -> Tensor",
     _row,
     _row_fake,
     setup=_setup,

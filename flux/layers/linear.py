@@ -13,6 +13,7 @@ from flux.core.tensors import check_memory
 from flux.layers import compiled
 from flux.layers.autocast import cast_once, compute_dtype
 from flux.layers.autograd import once
+from flux.layers.config import LinearConfig
 from flux.ops.pool import User, pool_of
 from flux.ops.transforms import call
 from flux.transport.exchange import resolve_group
@@ -84,10 +85,11 @@ class ParallelLinear(nn.Module):
         layer._take(whole)
         return layer.train(whole.training)
 
-    def _named(self) -> compiled.Named:
-        """Return the layer's communication settings."""
+    def _config(self) -> LinearConfig:
         fused = self.fused
-        return compiled.Named(self.group_name, self.sequence_parallel, fuse_ag=fused, fuse_rs=fused)
+        return LinearConfig(
+            self.group_name, self.sequence_parallel, fuse_ag=fused, fuse_rs=fused, user=self._user
+        )
 
     def close(self) -> None:
         """Free the ops that no other layer needs. Call it on every rank; the layer stays usable."""
@@ -144,7 +146,7 @@ class ColumnParallelLinear(ParallelLinear):
         Collective.
         """
         bias = self.bias if self.bias is None else cast_once(self.bias, compute_dtype(x))
-        y = compiled.column_linear(x, self.weight, bias, self._named(), self._user)
+        y = compiled.column_linear(x, self.weight, bias, self._config())
         if self.gather_output and self.world > 1:
             y = call("gather_features", y, self.group_name)
         return y
@@ -195,7 +197,7 @@ class RowParallelLinear(ParallelLinear):
         check_memory(type(self).__name__, bias=self.bias)
         if not self.input_is_parallel and self.world > 1:
             x = call("cut_features", x, self.group_name)
-        z = compiled.row_linear(x, self.weight, self._named(), self._user)
+        z = compiled.row_linear(x, self.weight, self._config())
         if self.bias is None:
             return z
         bias: torch.Tensor = cast_once(self.bias, compute_dtype(x))

@@ -28,10 +28,11 @@ from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 
 from flux.layers import compiled
-from flux.layers.autograd import LinearConfig, column_linear, row_linear
+from flux.layers.autograd import column_linear, row_linear
+from flux.layers.config import LinearConfig
 from flux.layers.eligible import reason_unsupported, say_once
-from flux.layers.wgrad import WeightGrad
-from flux.ops.pool import Alone, OpPool, User, pool_of
+from flux.ops.pool import User, pool_of
+from flux.ops.wgrad import WeightGrad
 
 if "_forward_impl" not in vars(megatron_layers.ColumnParallelLinear):
     # Older releases choose the product inside forward, where we cannot replace it.
@@ -99,17 +100,25 @@ class _Fused:
             return "the weight is sharded once more (gtp_remat)"
         return reason_unsupported(self.tp_group.group_name, x, weight)
 
-    def _parallel(self, fuse: bool, communicates: bool, **options: Any) -> LinearConfig:
-        if self._flux_user is None:
+    def _config(
+        self,
+        fuses: bool,
+        sequence_parallel: bool,
+        reduce_dx: bool = True,
+        wgrad: WeightGrad | None = None,
+    ) -> LinearConfig:
+        if self._flux_user is None and not torch.compiler.is_compiling():
             self._flux_user = User()
-        fuse_ag, fuse_rs = self._switches() if fuse else (False, False)
-        pool = pool_of(self.tp_group) if communicates else cast(OpPool, Alone())
-        return LinearConfig(pool, self._flux_user, fuse_ag=fuse_ag, fuse_rs=fuse_rs, **options)
-
-    def _named(self, sequence_parallel: bool, reduce_dx: bool = True) -> compiled.Named:
-        """Return the same settings for a graph."""
-        name = self.tp_group.group_name
-        return compiled.Named(name, sequence_parallel, reduce_dx, *self._switches())
+        switches = self._switches() if fuses else (False, False)
+        name = self.tp_group.group_name if sequence_parallel or reduce_dx else None
+        return LinearConfig(
+            name,
+            sequence_parallel,
+            reduce_dx,
+            *switches,
+            user=self._flux_user,
+            wgrad=wgrad or WeightGrad(),
+        )
 
     def _fuses(self, x: torch.Tensor, weight: torch.Tensor, communicates: bool) -> bool:
         """Return whether to use the fused path; log the reason once if not."""
@@ -166,18 +175,13 @@ class ColumnParallelLinear(_Fused, megatron_layers.ColumnParallelLinear):  # typ
             y: torch.Tensor = super()._forward_impl(input=input, weight=weight, **how)
             return y
         if fuses and compiled.in_graph(input, weight) and buffer is None and not accumulate:
-            named = self._named(sequence_parallel, allreduce_dgrad)
-            return compiled.column_linear(input, weight, how["bias"], named)
+            config = self._config(fuses, sequence_parallel, allreduce_dgrad)
+            return compiled.column_linear(input, weight, how["bias"], config)
         if buffer is not None and not weight.requires_grad:
             raise ValueError("a weight gradient cannot be deferred: the weight is frozen")
-        parallel = self._parallel(
-            fuses,
-            communicates,
-            sequence_parallel=sequence_parallel,
-            reduce_dx=allreduce_dgrad,
-            wgrad=WeightGrad(accumulate, buffer, how["wgrad_deferral_limit"]),
-        )
-        return _eager_column(input, weight, how["bias"], parallel)
+        wgrad = WeightGrad(accumulate, buffer, how["wgrad_deferral_limit"])
+        config = self._config(fuses, sequence_parallel, allreduce_dgrad, wgrad)
+        return _eager_column(input, weight, how["bias"], config)
 
 
 class RowParallelLinear(_Fused, megatron_layers.RowParallelLinear):  # type: ignore[misc, unused-ignore]
@@ -205,11 +209,12 @@ class RowParallelLinear(_Fused, megatron_layers.RowParallelLinear):  # type: ign
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
         if compiled.in_graph(input_, self.weight) and not self.gradient_accumulation_fusion:
-            output = compiled.row_linear(input_, self.weight, self._named(self.sequence_parallel))
+            config = self._config(True, self.sequence_parallel)
+            output = compiled.row_linear(input_, self.weight, config)
         else:
             wgrad = WeightGrad(self.gradient_accumulation_fusion)
-            how = self._parallel(True, True, sequence_parallel=self.sequence_parallel, wgrad=wgrad)
-            output = _eager_row(input_, self.weight, how)
+            config = self._config(True, self.sequence_parallel, wgrad=wgrad)
+            output = _eager_row(input_, self.weight, config)
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
@@ -217,10 +222,8 @@ class RowParallelLinear(_Fused, megatron_layers.RowParallelLinear):  # type: ign
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **how: Any) -> torch.Tensor:
         """Return the local product of Megatron's own path."""
         if how["gradient_accumulation_fusion"] and _megatron_cannot_accumulate():
-            parallel = self._parallel(
-                False, False, sequence_parallel=False, reduce_dx=False, wgrad=WeightGrad(True)
-            )
-            return _eager_column(input, weight, how["bias"], parallel)
+            config = self._config(False, False, reduce_dx=False, wgrad=WeightGrad(True))
+            return _eager_column(input, weight, how["bias"], config)
         y: torch.Tensor = super()._forward_impl(input=input, weight=weight, **how)
         return y
 

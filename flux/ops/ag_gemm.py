@@ -158,6 +158,7 @@ class AGGemm(TensorParallelOp):
         weight: torch.Tensor,
         meanwhile: Callable[[], None] = nothing,
         arrived: Callable[[], None] = nothing,
+        m: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the op without bias and autograd, beside the caller's work.
 
@@ -178,9 +179,9 @@ class AGGemm(TensorParallelOp):
         self._check_types(x_shard, weight)
         hooks = OverlapHooks(meanwhile, arrived)
         if self._plain(x_shard, weight):
-            y, x_full = self._run(x_shard, [weight], [None], gather=True, hooks=hooks)
+            y, x_full = self._run(x_shard, [weight], [None], m, gather=True, hooks=hooks)
         else:
-            rest: tuple[Any, ...] = ([], [False], None, True, self.handle, [])  # no bias, gathered
+            rest: tuple[Any, ...] = ([], [False], m, True, self.handle, [])  # no bias, gathered
             y, x_full = self._dispatched(x_shard, [weight], *rest)
             self._guarded(hooks.both, begun=True)
         return y, x_full

@@ -1,19 +1,12 @@
 """Backward passes of ``torch.ops.flux``: the mirror image of the forward, fused in its turn.
 
-    AGGemm    y_i = gather(x) W_i^T
-              dx = reduce_scatter(sum_i dy_i W_i)    dW_i = dy_i^T gather(x)
-    GemmRS    z = scatter(sum_r x W^T)
-              dx = gather(dz) W                      dW = gather(dz)^T x
-    GemmAR    z = sum_r x W^T
-              dx = dz W                              dW = dz^T x
+flux/ops/gradients.py has the formulas. GemmAR's dz is taken to be equal on all ranks, as it is when
+every rank goes on with the same result (the identity backward of Megatron's
+reduce_from_tensor_model_parallel_region). A bias is added once per result row, so its gradient on a
+rank covers the rows that rank returned.
 
-GemmAR's dz is taken to be equal on all ranks, as it is when every rank goes on with the same result
-(the identity backward of Megatron's reduce_from_tensor_model_parallel_region).
-A bias is added once per result row, so its gradient on a rank covers the rows that rank returned.
-
-Whatever communicates is an op of its own with a fake kernel, so that a backward can be traced.
-The layers have formulas of their own (flux/layers/autograd.py): they multiply while rows travel,
-and deliver weight gradients into Megatron's buffers.
+What communicates is an op of its own with a fake kernel, so that a backward can be traced:
+``ag_gemm_grads`` and ``gemm_rs_grads`` return the gradients that are needed of x and the weights.
 """
 
 from __future__ import annotations
@@ -23,28 +16,44 @@ from typing import Any, TypeVar
 
 import torch
 
-from flux.ops.ag_gemm import AGGemm
 from flux.ops.base import TensorParallelOp, op_of
 from flux.ops.gemm_rs import GemmRS
+from flux.ops.gradients import Grad, column_grads, row_grads
 from flux.ops.library import define, differentiate, product_flops
 from flux.ops.pool import pool_of
 from flux.ops.transforms import call
+from flux.ops.wgrad import weight_grad
 
-Grad = torch.Tensor | None
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
 
 
-def _mirror(
-    op: TensorParallelOp, kind: type[O], m: int, n: int | tuple[int, ...], k: int, dz: torch.Tensor
-) -> O:
-    """Return an op for the backward of ``op`` with ``m`` rows, on weights [K, N]. Collective."""
-    spec, group = op.spec, op._unfused.group
-    if group is None:
-        raise RuntimeError(f"{spec.label}: the backward needs a process group, not a virtual rank")
-    pool = pool_of(group)
-    what = f"the backward of {spec.label}(m {m}, n {spec.n}, k {spec.k}, {dz.dtype})"
-    pool.agree(lambda: what, op.timeout_s)
-    return pool.recent(kind, m, n, k, dz.dtype, timeout_s=op.timeout_s, transpose_weight=True)
+class _Mirrors:
+    """The ops of the backward of ``op`` with ``m`` rows. Construction is collective."""
+
+    reduces_dx = GemmRS
+    gathers_dz = True
+    splits_wgrad = False
+
+    def __init__(self, op: TensorParallelOp, m: int, dtype: torch.dtype) -> None:
+        spec, group = op.spec, op._unfused.group
+        if group is None:
+            raise RuntimeError(
+                f"{spec.label}: the backward needs a process group, not a virtual rank"
+            )
+        self._op, self._pool = op, pool_of(group)
+        what = f"the backward of {spec.label}(m {m}, n {spec.n}, k {spec.k}, {dtype})"
+        self._pool.agree(lambda: what, op.timeout_s)
+
+    def whole(self, own: int) -> int:
+        """Return the size of the split dimension, over all ranks."""
+        spec = self._op.spec
+        return sum(spec.n) if self._op.kind.gathers else spec.k
+
+    def op(self, kind: type[O], m: int, n: int, k: int, dtype: torch.dtype, **options: Any) -> O:
+        """Return an op for ``m`` rows."""
+        columns = (n,) if kind.kind.gathers else n
+        timeout_s = self._op.timeout_s
+        return self._pool.recent(kind, m, columns, k, dtype, timeout_s=timeout_s, **options)
 
 
 def _as_nk(op: TensorParallelOp, weight: torch.Tensor) -> torch.Tensor:
@@ -53,64 +62,105 @@ def _as_nk(op: TensorParallelOp, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _weight_grad(op: TensorParallelOp, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Dy [M, N], x [M, K] -> gradient in the layout of the weight."""
-    return x.t() @ dy if op.spec.transpose_weight else dy.t() @ x
+    """Return the gradient in the layout of the weight, for dy [M, N] and x [M, K]."""
+    return weight_grad(x, dy) if op.spec.transpose_weight else weight_grad(dy, x)
 
 
 # -- what communicates ---------------------------------------------------------------------------
 
 
-def _scatter_grad(
-    dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], d_gathered: Grad, handle: int
-) -> torch.Tensor:
-    """sum_i dy_i [M, N_i/W] @ W_i, plus d_gathered [M, K], summed over ranks -> [own rows, K]."""
-    op = op_of(handle)
+def _ag_gemm_grads(
+    dys: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    d_gathered: Grad,
+    need_x: bool,
+    need_w: Sequence[bool],
+    handle: int,
+) -> list[torch.Tensor]:
+    """Return dx [own rows, K] if needed, then the gradients of the weights that need one.
+
+    ``dys``: [M, N_i/W]; ``d_gathered``: of the gathered x, [M, K].
+    """
+    op, m = op_of(handle), dys[0].shape[0]
+    mirrors = _Mirrors(op, m, x.dtype)
+    wait = op.start_gather(x[: op.own_rows(m)], m) if any(need_w) else None
+
+    def multiply() -> list[torch.Tensor]:
+        if wait is None:
+            return []
+        full = wait()
+        return [_weight_grad(op, dy, full) for dy, need in zip(dys, need_w, strict=True) if need]
+
     kn = [_as_nk(op, w) for w in weights]
     dy = torch.cat(list(dys), dim=1) if len(dys) > 1 else dys[0]
     weight = torch.cat(kn) if len(kn) > 1 else kn[0]
-    if d_gathered is not None:
-        return op._unfused.scatter_rows(torch.addmm(d_gathered, dy, weight))
-    m, n = dy.shape[0], sum(op.spec.n)
-    return _mirror(op, GemmRS, m, op.spec.k, n, dy)(dy, weight)
+    fused = need_x and d_gathered is None
+    dx, dws = column_grads(mirrors, dy, weight, fused, multiply)
+    if need_x and d_gathered is not None:
+        dx = op._unfused.scatter_rows(torch.addmm(d_gathered, dy, weight))
+    return dws if dx is None else [dx, *dws]
 
 
-def _scatter_grad_fake(
-    dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], d_gathered: Grad, handle: int
-) -> torch.Tensor:
-    op = op_of(handle)
-    return dys[0].new_empty(op.own_rows_symbolic(dys[0].shape[0]), op.spec.k)
-
-
-def _scatter_grad_flops(dys: Any, weights: Any, *args: Any, out_shape: Any) -> int:
-    return sum(product_flops(*dy, out_shape[1]) for dy in dys)
-
-
-def _gather_grad(
-    dz: torch.Tensor, weight: torch.Tensor, m: int, need_full: bool, handle: int
+def _ag_gemm_grads_fake(
+    dys: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    d_gathered: Grad,
+    need_x: bool,
+    need_w: Sequence[bool],
+    handle: int,
 ) -> list[torch.Tensor]:
-    """gather(dz) [M, N] @ W -> [M, K/W], and the gathered dz if it is needed."""
-    op = op_of(handle)
-    gemm = _mirror(op, AGGemm, m, (op.spec.k,), op.spec.n[0], dz)
-    result = gemm(dz, _as_nk(op, weight), m=m, return_gathered=need_full)
-    return list(result) if need_full else [result]
+    rows = op_of(handle).own_rows_symbolic(dys[0].shape[0])
+    dx = [x.new_empty(rows, x.shape[1])] if need_x else []
+    return dx + [w.new_empty(w.shape) for w, need in zip(weights, need_w, strict=True) if need]
 
 
-def _gather_grad_fake(
-    dz: torch.Tensor, weight: torch.Tensor, m: int, need_full: bool, handle: int
+def _ag_gemm_grads_flops(
+    dys: Any,
+    x: Any,
+    weights: Any,
+    d_gathered: Any,
+    need_x: bool,
+    need_w: Any,
+    *args: Any,
+    out_shape: Any,
+) -> int:
+    each = zip(dys, need_w, strict=True)
+    return sum((need_x + need) * product_flops(*dy, x[1]) for dy, need in each)
+
+
+def _gemm_rs_grads(
+    dz: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, need_x: bool, need_w: bool, handle: int
 ) -> list[torch.Tensor]:
-    op = op_of(handle)
-    dx = dz.new_empty(m, _as_nk(op, weight).shape[1])
-    return [dx, dz.new_empty(m, dz.shape[1])] if need_full else [dx]
+    """Return dx [M, K/W] and the gradient of the weight, those that are needed."""
+    op, m = op_of(handle), x.shape[0]
+
+    def deliver(full: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return _weight_grad(op, full, x)
+
+    mirrors, rows = _Mirrors(op, m, dz.dtype), x if need_w else None
+    grads = row_grads(mirrors, dz, _as_nk(op, weight), m, need_x, rows, deliver)
+    return [grad for grad in grads if grad is not None]
 
 
-def _gather_grad_flops(dz: Any, *args: Any, out_shape: Any) -> int:
-    return product_flops(*out_shape[0], dz[1])
+def _gemm_rs_grads_fake(
+    dz: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, need_x: bool, need_w: bool, handle: int
+) -> list[torch.Tensor]:
+    needed = (x, need_x), (weight, need_w)
+    return [tensor.new_empty(tensor.shape) for tensor, need in needed if need]
+
+
+def _gemm_rs_grads_flops(
+    dz: Any, x: Any, weight: Any, need_x: bool, need_w: bool, *args: Any, out_shape: Any
+) -> int:
+    return (need_x + need_w) * product_flops(*x, dz[1])
 
 
 def _gather_rows(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:
-    """Gather own rows of x into all M rows; padding at the end of x is ignored."""
+    """Gather own rows of x into all M rows."""
     op = op_of(handle)
-    full = op._unfused.gather_rows(x[: op.own_rows(m)], m)
+    full = op._unfused.gather_rows(x, m)
     return full.clone() if op.world == 1 else full
 
 
@@ -119,18 +169,20 @@ def _gather_rows_fake(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:
 
 
 define(
-    "scatter_grad(Tensor[] dys, Tensor[] weights, Tensor? d_gathered, int handle) -> Tensor",
-    _scatter_grad,
-    _scatter_grad_fake,
+    "ag_gemm_grads(Tensor[] dys, Tensor x, Tensor[] weights, Tensor? d_gathered, bool need_x, "
+    "bool[] need_w, int handle) -> Tensor[]",
+    _ag_gemm_grads,
+    _ag_gemm_grads_fake,
     ordered=True,
-    flops=_scatter_grad_flops,
+    flops=_ag_gemm_grads_flops,
 )
 define(
-    "gather_grad(Tensor dz, Tensor weight, SymInt m, bool need_full, int handle) -> Tensor[]",
-    _gather_grad,
-    _gather_grad_fake,
+    "gemm_rs_grads(Tensor dz, Tensor x, Tensor weight, bool need_x, bool need_w, int handle) "
+    "-> Tensor[]",
+    _gemm_rs_grads,
+    _gemm_rs_grads_fake,
     ordered=True,
-    flops=_gather_grad_flops,
+    flops=_gemm_rs_grads_flops,
 )
 define(
     "gather_rows(Tensor x, SymInt m, int handle) -> Tensor",
@@ -162,16 +214,16 @@ def _backward_ag_gemm(ctx: Any, grads: Sequence[Grad]) -> tuple[Any, ...]:
         columns = _as_nk(op, weight).shape[0]
         dys.append(x.new_zeros(ctx.m, columns) if grad is None else grad)
     dx: Grad = None
-    if need_x:
-        d_gathered = grads[-1] if ctx.return_gathered else None
-        dx = call("scatter_grad", dys, weights, d_gathered, ctx.handle)
-        padding = x.shape[0] - dx.shape[0]
-        if padding > 0:
-            dx = torch.cat([dx, dx.new_zeros(padding, dx.shape[1])])
     dws: list[Grad] = [None] * len(weights)
-    if any(need_w):
-        full = call("gather_rows", x, ctx.m, ctx.handle)
-        dws = [_weight_grad(op, dy, full) if n else None for dy, n in zip(dys, need_w, strict=True)]
+    if need_x or any(need_w):
+        d_gathered = grads[-1] if ctx.return_gathered else None
+        needs = bool(need_x), [bool(need) for need in need_w]
+        delivered = iter(call("ag_gemm_grads", dys, x, weights, d_gathered, *needs, ctx.handle))
+        dx = next(delivered) if need_x else None
+        dws = [next(delivered) if need else None for need in need_w]
+    padding = 0 if dx is None else x.shape[0] - dx.shape[0]
+    if dx is not None and padding > 0:
+        dx = torch.cat([dx, dx.new_zeros(padding, dx.shape[1])])
     biased = [dy for dy, present in zip(dys, ctx.has_bias, strict=True) if present]
     dbs = [dy.sum(0) if n else None for dy, n in zip(biased, need_b, strict=True)]
     return dx, dws, dbs, None, None, None, None, []
@@ -183,35 +235,24 @@ def _setup_gemm(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None
     ctx.handle = handle
 
 
-def _backward_gemm_rs(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
+def _backward_gemm(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
     op = op_of(ctx.handle)
     x, weight = ctx.saved_tensors
-    need_x, need_w, need_b = ctx.needs_input_grad[:3]
-    m = x.shape[0]
+    need_x, need_w, need_b = (*map(bool, ctx.needs_input_grad[:2]), ctx.needs_input_grad[2])
     dbs = [dz.sum(0) if n else None for n in need_b]
     if op.spec.reduce == "avg":
         dz = dz / op.world
     dx: Grad = None
-    full: Grad = None
-    if need_x:
-        dx, *rest = call("gather_grad", dz, weight, m, need_w, ctx.handle)
-        full = rest[0] if need_w else None
-    elif need_w:
-        full = call("gather_rows", dz, m, ctx.handle)
-    return dx, (None if full is None else _weight_grad(op, full, x)), dbs, None, []
-
-
-def _backward_gemm_ar(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
-    op = op_of(ctx.handle)
-    x, weight = ctx.saved_tensors
-    need_x, need_w, need_b = ctx.needs_input_grad[:3]
-    dbs = [dz.sum(0) if n else None for n in need_b]
-    if op.spec.reduce == "avg":
-        dz = dz / op.world
-    dx = dz @ _as_nk(op, weight) if need_x else None
-    return dx, (_weight_grad(op, dz, x) if need_w else None), dbs, None, []
+    dw: Grad = None
+    if not op.kind.scatters:  # no communication: a compiler sees both products
+        dx = dz @ _as_nk(op, weight) if need_x else None
+        dw = _weight_grad(op, dz, x) if need_w else None
+    elif need_x or need_w:
+        grads = call("gemm_rs_grads", dz, x, weight, need_x, need_w, ctx.handle)
+        dx, dw = (grads[0] if need_x else None), (grads[-1] if need_w else None)
+    return dx, dw, dbs, None, []
 
 
 differentiate("ag_gemm", _setup_ag_gemm, _backward_ag_gemm)
-differentiate("gemm_rs", _setup_gemm, _backward_gemm_rs)
-differentiate("gemm_ar", _setup_gemm, _backward_gemm_ar)
+differentiate("gemm_rs", _setup_gemm, _backward_gemm)
+differentiate("gemm_ar", _setup_gemm, _backward_gemm)

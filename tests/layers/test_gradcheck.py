@@ -19,7 +19,8 @@ from torch.func import functional_call
 import flux
 from flux import _C
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
-from flux.layers.compiled import Named, column_linear, row_linear
+from flux.layers.compiled import column_linear, row_linear
+from flux.layers.config import LinearConfig
 from harness import more, run_ranks
 
 F64 = torch.float64
@@ -208,14 +209,14 @@ def test_gradients_of_the_row_layer(world: int, split: bool, parallel: bool) -> 
 def _in_graphs(rank: int, world: int, split: bool) -> None:
     """The ops that stand for layers in compiled graphs."""
     n, k, m = 2 * world, 2 * world, 2 * world
-    how = Named(dist.group.WORLD.group_name, split)
+    config = LinearConfig(dist.group.WORLD.group_name, split)
 
     def column(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        y = column_linear(mine(x) if split else x, mine(weight), mine(bias), how)
+        y = column_linear(mine(x) if split else x, mine(weight), mine(bias), config)
         return all_of(y, n, 1)
 
     def row(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        z = row_linear(mine(x, 1), mine(weight, 1), how)
+        z = row_linear(mine(x, 1), mine(weight, 1), config)
         return all_of(z, m) if split else z
 
     check(column, (m, k), (n, k), (n,))

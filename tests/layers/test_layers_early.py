@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from flux import AGGemm, Knobs
 from flux.core.env import HOST
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
-from flux.layers.autograd import _OwnRows
-from flux.layers.wgrad import WeightGrad
+from flux.ops.gradients import OwnRows
 from flux.ops.pool import pool_of
+from flux.ops.wgrad import WeightGrad
 from harness import fresh_ranks, run_ranks
 from op_cases import failing_work
 
@@ -104,8 +104,8 @@ def _order(rank: int, world: int, hosts: str) -> None:
             events,
             (AGGemm, "overlapped", "dz travels", "dx of row"),
             (AGGemm, "start_gather", "x travels", "x is there"),
-            (_OwnRows, "multiply", "own rows", "own rows done"),
-            (_OwnRows, "complete", "dw of row", "dw of row done"),
+            (OwnRows, "multiply", "own rows", "own rows done"),
+            (OwnRows, "complete", "dw of row", "dw of row done"),
             (WeightGrad, "deliver", "dw", "dw done"),
         ):
             z.backward(block.dz)

@@ -30,8 +30,8 @@ class ColumnParallelLinear(linear.ColumnParallelLinear):
         """Apply the layer: [s(/W), ..., in_features] -> [s, ..., out_features(/W)]. Collective."""
         if self.world == 1:
             return super().forward(x)
-        how = self._named().config(self._user) if self.fused_in_slices else None
-        y = column_linear(x, self.weight, self.group, self.sequence_parallel, how, self.bias)
+        config = self._config() if self.fused_in_slices else None
+        y = column_linear(x, self.weight, self.group, self.sequence_parallel, config, self.bias)
         if self.gather_output:
             y = call("gather_features", y, self.group_name)
         return y
@@ -49,8 +49,8 @@ class RowParallelLinear(linear.RowParallelLinear):
         check_memory(type(self).__name__, bias=self.bias)
         if not self.input_is_parallel:
             x = call("cut_features", x, self.group_name)
-        how = self._named().config(self._user) if self.fused_in_slices else None
-        z = row_linear(x, self.weight, self.group, self.sequence_parallel, how)
+        config = self._config() if self.fused_in_slices else None
+        z = row_linear(x, self.weight, self.group, self.sequence_parallel, config)
         if self.bias is None:
             return z
         bias: torch.Tensor = self.bias

@@ -13,8 +13,10 @@ from flux.backends.unfused import all_gather, reduce_scatter
 from flux.core.tensors import check_memory
 from flux.layers import autograd
 from flux.layers.autocast import autocast_off, cast_once, compute_dtype
-from flux.layers.autograd import LinearConfig
+from flux.layers.config import LinearConfig
+from flux.ops.gradients import as_rows
 from flux.ops.transforms import check_no_transforms
+from flux.ops.wgrad import weight_grad
 from flux.runtime.slices import before_wait, current_slice, note, running
 
 
@@ -144,9 +146,9 @@ class _ColumnLinear(torch.autograd.Function):
             dx = grad.matmul(weight)
             ctx.channel.reduce("backward", dx)  # of dx's shape: what ``in`` waits for replaces it
         if ctx.needs_input_grad[1]:
-            dw = _weight_gradient(grad, x)
+            dw = weight_grad(as_rows(grad), as_rows(x))
         if ctx.needs_input_grad[2]:
-            db = grad.flatten(0, -2).sum(0)
+            db = as_rows(grad).sum(0)
         return dx, dw, db, None
 
 
@@ -177,7 +179,7 @@ class _RowLinear(torch.autograd.Function):
             grad = grads[0] if len(grads) == 1 else torch.cat(grads, -1)
         ctx.channel.note("backward", "row")
         dx = grad.matmul(weight) if ctx.needs_input_grad[0] else None
-        dw = _weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
+        dw = weight_grad(as_rows(grad), as_rows(x)) if ctx.needs_input_grad[1] else None
         return dx, dw, None, None
 
 
@@ -196,10 +198,6 @@ class _RowOutput(torch.autograd.Function):
         if ctx.channel.sequence_parallel:
             grad = ctx.channel.gather("backward", grad)
         return None, *grad.split(ctx.sizes, -1)
-
-
-def _weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return grad.flatten(0, -2).t().matmul(x.flatten(0, -2))
 
 
 # -- for layers ------------------------------------------------------------------------------------

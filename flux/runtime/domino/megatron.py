@@ -13,9 +13,9 @@ import torch
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 
-from flux.layers.autograd import LinearConfig
+from flux.layers.config import LinearConfig
 from flux.layers.megatron import flux_spec
-from flux.ops.pool import User, pool_of
+from flux.ops.pool import User
 from flux.runtime.domino.linear import column_linear, row_linear
 from flux.runtime.domino.module import Domino
 
@@ -74,7 +74,8 @@ def _fused(layer: Any, sequence_parallel: bool, reduce_dx: bool) -> LinearConfig
         return None
     if "_flux_user" not in vars(layer):
         layer._flux_user = User()
-    return LinearConfig(pool_of(layer.tp_group), layer._flux_user, sequence_parallel, reduce_dx)
+    name = layer.tp_group.group_name
+    return LinearConfig(name, sequence_parallel, reduce_dx, user=layer._flux_user)
 
 
 SWAPS: dict[type, type] = {

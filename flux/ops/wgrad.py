@@ -24,6 +24,11 @@ except ImportError:
 Grad = torch.Tensor | None
 
 
+def weight_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient [N, K] of a weight, for dy [M, N] and x [M, K]."""
+    return dy.t() @ x
+
+
 @dataclass(frozen=True)
 class WeightGrad:
     """The handling of a layer's weight gradient.
@@ -46,13 +51,6 @@ class WeightGrad:
         kept.append(dy)
         return True
 
-    def in_parts(self, dtype: torch.dtype) -> bool:
-        """Return whether the gradient may be the sum of several products.
-
-        16-bit products would each be rounded, and main_grad takes a single product.
-        """
-        return not self.accumulate and dtype in (torch.float32, torch.float64)
-
     def deliver(
         self, weight: Any, main_grad: Grad, dy: torch.Tensor, x: torch.Tensor | None
     ) -> Grad:
@@ -65,7 +63,7 @@ class WeightGrad:
             x: [M, K]; None if the gradient is deferred.
         """
         if not self.accumulate:
-            return None if x is None else (dy.t() @ x).to(weight.dtype)
+            return None if x is None else weight_grad(dy, x).to(weight.dtype)
         weight.main_grad = main_grad
         if x is not None:
             if main_grad is None and not hasattr(weight, "__fsdp_param__"):
