@@ -142,7 +142,7 @@ def _refuse_unsharded(op: TensorParallelOp, x: torch.Tensor, parts: int = 1) -> 
     try:
         check_sharded(x, parts)
     except ValueError as error:
-        op._turn_away(error)
+        op._turn_away(ValueError, str(error))
 
 
 def _open(

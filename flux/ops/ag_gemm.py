@@ -132,10 +132,9 @@ class AGGemm(TensorParallelOp):
             biases *= len(weights)
         given = [b for b in biases if b is not None]
         scales = _scales(scale_x, scale_weight)
-        self._check_types(x_shard, *weights, *given, *scales)
-        self._check_grad(x_shard, *weights, *given, *scales)
+        self._check_tensors(x_shard, *weights, *given, *scales)
         if m is not None and not isinstance(m, (int, torch.SymInt)):
-            self._turn_away(TypeError(f"AGGemm: m must be an integer or None, got {m!r}"))
+            self._turn_away(TypeError, f"m must be an integer or None, got {m!r}")
         if self._plain(x_shard, *weights, *given, *scales):
             outs = self._run(x_shard, weights, biases, m, scales, return_gathered)
         else:
@@ -176,7 +175,7 @@ class AGGemm(TensorParallelOp):
         Raises:
             As for a call; what the caller's work raises closes the op, whose peers hear of it.
         """
-        self._check_types(x_shard, weight)
+        self._check_tensors(x_shard, weight)
         hooks = OverlapHooks(meanwhile, arrived)
         if self._plain(x_shard, weight):
             y, x_full = self._run(x_shard, [weight], [None], m, gather=True, hooks=hooks)
@@ -193,7 +192,7 @@ class AGGemm(TensorParallelOp):
             What waits for them and returns them, [M, K]; raises PeerTimeoutError. Other calls of
             this op may come before that, and other gathers, in the same order on all ranks.
         """
-        self._check_types(x_shard)
+        self._check_tensors(x_shard)
         if self._plain(x_shard):
             return self._unfused.start_gather(x_shard, m, both_ways=self.waits_for_hosts)
         x_full: torch.Tensor = call("gather_rows", x_shard, m, self.handle)

@@ -19,7 +19,7 @@ import torch
 from flux.ops.base import TensorParallelOp, op_of
 from flux.ops.gemm_rs import GemmRS
 from flux.ops.gradients import Grad, column_grads, row_grads
-from flux.ops.library import define, differentiate, product_flops
+from flux.ops.library import define, differentiate, own_rows, product_flops
 from flux.ops.pool import pool_of
 from flux.ops.transforms import call
 from flux.ops.wgrad import weight_grad
@@ -111,7 +111,7 @@ def _ag_gemm_grads_fake(
     need_w: Sequence[bool],
     handle: int,
 ) -> list[torch.Tensor]:
-    rows = op_of(handle).own_rows_symbolic(dys[0].shape[0])
+    rows = own_rows(op_of(handle), dys[0].shape[0])
     dx = [x.new_empty(rows, x.shape[1])] if need_x else []
     return dx + [w.new_empty(w.shape) for w, need in zip(weights, need_w, strict=True) if need]
 

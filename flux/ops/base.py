@@ -19,9 +19,9 @@ from flux.backends import make_cpu_backend, make_cuda_backend
 from flux.backends.unfused import UnfusedBackend
 from flux.core.backend import NO_HOOKS, Backend, OverlapHooks
 from flux.core.call import CallChecker
-from flux.core.env import CHECK, KERNEL_CHOICE, VARIABLES
+from flux.core.env import CHECK, KERNEL_CHOICE
 from flux.core.exclusive import Admission, Exclusive
-from flux.core.knobs import Knobs, Op, check_legal
+from flux.core.knobs import Knobs, Op
 from flux.core.schedule import TileSchedule
 from flux.core.spec import OpSpec, as_sizes
 from flux.core.topology import Topology
@@ -40,7 +40,7 @@ from flux.ops.executor import (
     resolve_topology,
     who_shares_memory,
 )
-from flux.ops.transforms import call, no_forward_mode
+from flux.ops.transforms import NO_FORWARD_MODE, call
 from flux.select import choose as choice
 from flux.select.choose import Choice, Fixed
 from flux.select.schedule import make_schedule
@@ -109,7 +109,8 @@ class TensorParallelOp:
         # Nothing may be exchanged while a stream is captured, which it is on all ranks or on none.
         refuse_capture(type(self).__name__, exchange)
         # Memory of the op outlives modes: fake tensors, a default device, inference mode.
-        with torch_internals.outside_modes(), built_together(exchange, timeout_s, self._give_up):
+        give_up = partial(self._release, failed=True)
+        with torch_internals.outside_modes(), built_together(exchange, timeout_s, give_up):
             spec: OpSpec | None = None
             knobs = Knobs()
             problem: Exception | None = None
@@ -123,17 +124,14 @@ class TensorParallelOp:
                 backend = check_executor(label, spec, exchange, knobs, backend, transport)
                 hosts = who_shares_memory(places, backend, transport, topology)
                 topology = resolve_topology(label, topology, hosts)
-                check_legal(knobs, topology)
-                check_options(label, spec, exchange.world, timeout_s)
+                check_options(label, spec, knobs, topology, timeout_s)
                 knobs = check_hosts(label, hosts, topology, knobs, backend, transport)
-                for variable in VARIABLES:
-                    variable.get()
             except (TypeError, ValueError) as error:
                 problem = error
-            fields = spec.fields() if spec else {}
             tuned = tuning == "cache"
             kernel = tuning.kernel if isinstance(tuning, Fixed) else None
             options = {
+                **(spec.fields() if spec else {}),
                 "backend": backend,
                 "tuning": "cache" if tuned else "off",
                 "knobs": str(knobs),
@@ -142,7 +140,7 @@ class TensorParallelOp:
                 "topology": str(topology),
                 KERNEL_CHOICE.name: os.environ.get(KERNEL_CHOICE.name, ""),
             }
-            exchange.agree(label, problem, {**fields, **options})
+            exchange.agree(label, problem, options)
             assert spec is not None and topology is not None and backend is not None
             self.spec = spec
             self.knobs = knobs
@@ -184,7 +182,7 @@ class TensorParallelOp:
         _REGISTRY[self.handle] = self
         self._closed = False
 
-    # -- what people look at -----------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def schedule(self, m: int) -> TileSchedule:
         """Return the tile schedule of this rank for a call with ``m`` global rows. Printable.
@@ -192,18 +190,18 @@ class TensorParallelOp:
         Raises:
             ValueError: m is not in [1, max_m], or the op's memory is too small for its schedule.
         """
-        found = self._schedules.get(m)
-        if found is not None:
-            return found
+        schedule = self._schedules.get(m)
+        if schedule is not None:
+            return schedule
         if not 1 <= m <= self.spec.max_m:
             raise ValueError(f"{self.spec.label}: M must be in [1, {self.spec.max_m}], got {m}")
         if len(self._schedules) >= MAX_SCHEDULES:
             self._schedules.clear()
-        found = self._make_schedule(m, self._choice.knobs(m))
+        schedule = self._make_schedule(m, self._choice.knobs(m))
         if self._backend is not None:
-            self._backend.require_room(found)
-        self._schedules[m] = found
-        return found
+            self._backend.require_room(schedule)
+        self._schedules[m] = schedule
+        return schedule
 
     def _make_schedule(self, m: int, knobs: Knobs) -> TileSchedule:
         return make_schedule(
@@ -228,12 +226,6 @@ class TensorParallelOp:
     def own_rows(self, m: int) -> int:
         """Return how many of ``m`` global rows this rank owns."""
         return _C.core.row_count(m, self.world, self.rank)
-
-    def own_rows_symbolic(self, m: Any) -> Any:
-        """Return ``own_rows`` for fake kernels, where ``m`` may be a symbol."""
-        chunk = (m + self.world - 1) // self.world
-        begin, end = (torch.sym_min(m, (self.rank + i) * chunk) for i in (0, 1))
-        return end - begin
 
     @property
     def workspace_bytes(self) -> int:
@@ -263,14 +255,9 @@ class TensorParallelOp:
     def _plain(self, *tensors: torch.Tensor) -> bool:
         """Return whether a call may skip the dispatcher, the largest cost of a call in Python.
 
-        It may not when somebody else wants to see the call: autograd, torch.compile, a mode or a
-        tensor subclass.
+        It may not when autograd, torch.compile, a mode or a tensor subclass has to see the call.
         """
-        return not torch.compiler.is_compiling() and self._unseen(*tensors)
-
-    def _unseen(self, *tensors: torch.Tensor) -> bool:
-        """Return ``_plain`` of a call that torch.compile does not trace."""
-        if torch_internals.modes_are_active():
+        if torch.compiler.is_compiling() or torch_internals.modes_are_active():
             return False
         grad = torch.is_grad_enabled()
         for t in tensors:  # noqa: SIM110  done in every call, where all() costs twice as much
@@ -280,11 +267,10 @@ class TensorParallelOp:
 
     def _again(self, x: torch.Tensor, weight: Any, bias: Any, m: int | None) -> torch.Tensor | None:
         """Repeat the last call if the arguments differ in contents only; else return None."""
-        if torch.compiler.is_compiling():
-            return None  # the dispatcher will see the call, and traces do not see weak references
-        if self._backend is None or self._comparison is not None:
+        # First, as torch.compile cannot trace what comes behind it.
+        if not (self._plain(x, weight) if bias is None else self._plain(x, weight, bias)):
             return None
-        if not (self._unseen(x, weight) if bias is None else self._unseen(x, weight, bias)):
+        if self._backend is None or self._comparison is not None:
             return None
         again = self._backend.again(x, weight, bias, m)
         return None if again is None else self._guarded(again, begun=True)
@@ -305,42 +291,32 @@ class TensorParallelOp:
                 self._guarded(lambda: self._refuse(ValueError(why)))
             raise
 
-    def _check_types(self, *tensors: object) -> None:
-        """Raise for tensors that the dispatcher would reject or fake before the peers are told."""
+    def _check_tensors(self, *tensors: object) -> None:
+        """Raise for tensors that the op does not take, before the dispatcher sees them.
+
+        It would reject or fake some of them without telling the peers, or let autograd need a
+        backward that does not exist.
+        """
         if not torch.compiler.is_compiling() and torch_internals.forward_mode_is_on():
-            self._turn_away(ValueError(no_forward_mode(self.spec.label)))
+            self._turn_away(ValueError, NO_FORWARD_MODE)
+        grad = torch.is_grad_enabled() and not self.spec.plain
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
-                kind = type(tensor).__name__
-                self._turn_away(TypeError(f"{self.spec.label}: expected a tensor, got {kind}"))
+                self._turn_away(TypeError, f"expected a tensor, got {type(tensor).__name__}")
             elif type(tensor) not in _PLAIN_TYPES and torch_internals.is_dtensor(tensor):
                 text = "a DTensor has no layout that an op knows: pass its to_local()"
-                self._turn_away(TypeError(f"{self.spec.label}: {text}"))
+                self._turn_away(TypeError, text)
             elif tensor.is_meta:
-                self._turn_away(
-                    ValueError(
-                        f"{self.spec.label}: tensors must be on {self._checker.where}, got meta"
-                    )
-                )
+                self._turn_away(ValueError, f"tensors must be on {self._checker.where}, got meta")
+            elif grad and tensor.requires_grad:
+                text = "activation and scaling have no backward; use torch.no_grad or tensors that"
+                self._turn_away(ValueError, f"{text} need no gradient")
 
-    def _check_grad(self, *tensors: torch.Tensor) -> None:
-        """Raise if autograd needs a backward that does not exist."""
-        if self.spec.plain or not torch.is_grad_enabled():
-            return
-        if any(t.requires_grad for t in tensors):
-            self._turn_away(
-                ValueError(
-                    f"{self.spec.label}: activation and scaling have no backward; use "
-                    "torch.no_grad or tensors that need no gradient"
-                )
-            )
-
-    def _turn_away(self, error: TypeError | ValueError) -> NoReturn:
-        def refuse() -> NoReturn:
-            self._refuse(error)
-            raise error
-
-        self._guarded(refuse)
+    def _turn_away(self, kind: type[TypeError | ValueError], text: str) -> NoReturn:
+        """Raise an error of this kind, on the peers too: they are about to make the same call."""
+        error = kind(f"{self.spec.label}: {text}")
+        self._guarded(partial(self._refuse, error))
+        raise error
 
     def _refuse(self, error: TypeError | ValueError) -> None:
         """Share a refusal with the peers, who are about to make the same call."""
@@ -388,10 +364,14 @@ class TensorParallelOp:
         gather: bool,
         hooks: OverlapHooks,
     ) -> list[torch.Tensor]:
+        backend = self._backend
+        if self._comparison is not None and backend is not None and backend.capturing():
+            raise ValueError(
+                f"{self.spec.label}: FLUX_CHECK compares calls by a collective of the host, which "
+                "a CUDA graph cannot contain: unset FLUX_CHECK"
+            )
         # 1. Check the arguments, and 2. schedule: knobs may be illegal for this M. The peers are
         # about to make the same call, so a refusal is shared with them.
-        if self._comparison is not None:
-            self._refuse_comparison_in_capture()
         try:
             call = self._checker.check(x, weights, biases, m, scales)
             schedule = self.schedule(call.m)
@@ -403,7 +383,6 @@ class TensorParallelOp:
         if self._comparison is not None:
             biased = self.kind.reduces and call.biases[0] is not None
             self._compare(self._comparison, f"M = {call.m}{', with bias' if biased else ''}")
-        backend = self._backend
         if backend is None:
             return self._unfused.run(call, gather, hooks)
         if schedule.knobs.path == "unfused":
@@ -412,13 +391,6 @@ class TensorParallelOp:
             return self._unfused.run(call, gather, hooks, met)
         # 4. Execute.
         return backend.run(schedule, call, gather, hooks)
-
-    def _refuse_comparison_in_capture(self) -> None:
-        if self._backend is not None and self._backend.capturing():
-            raise ValueError(
-                f"{self.spec.label}: FLUX_CHECK compares calls by a collective of the host, which "
-                "a CUDA graph cannot contain: unset FLUX_CHECK"
-            )
 
     def _compare(self, comparison: Comparison, what: str) -> None:
         disagreement = comparison.compare(what)
@@ -469,7 +441,7 @@ class TensorParallelOp:
                 self._end_if_asked()
 
     def _end_if_asked(self) -> None:
-        """Close the op if ``close`` was called during a call and no call is inside any more."""
+        """Close the op if ``close`` was called and no call is inside."""
         inside = Admission()
         while self._ending and not self._released and self._inside.enter(inside):
             try:
@@ -488,10 +460,6 @@ class TensorParallelOp:
             self._guarded(self._backend.check, begun=True)
 
     # -- end ---------------------------------------------------------------------------------------
-
-    def _give_up(self) -> None:
-        """Give back what is built of an op that some rank could not build."""
-        self._release(failed=True)
 
     def _release(self, failed: bool) -> None:
         """Give everything back. A call that a signal handler interrupts can be repeated."""
@@ -514,17 +482,11 @@ class TensorParallelOp:
         """
         if self._released or self._pid != os.getpid():
             return
-        inside = Admission()
-        if self._inside.enter(inside):
-            try:
-                self._release(failed=self._begun)
-            finally:
-                self._inside.leave(inside)
-            return
         self._ending = True
-        if self._backend is not None:
+        self._end_if_asked()
+        if not self._released and self._backend is not None:
             self._backend.end_call()
-        self._end_if_asked()  # it may have left in between
+            self._end_if_asked()  # it may have left in between
 
     def __enter__(self) -> Self:
         return self

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from flux.core.env import MOST_SECONDS
-from flux.core.knobs import Knobs
+from flux.core.env import MOST_SECONDS, VARIABLES
+from flux.core.knobs import Knobs, check_legal
 from flux.core.spec import DTYPES, FP8, OpSpec
 from flux.core.topology import Topology
 from flux.kernels.legality import MAX_WORLD
@@ -176,8 +176,12 @@ def resolve_topology(label: str, topology: Topology | None, hosts: Sequence[str]
     return topology
 
 
-def check_options(label: str, spec: OpSpec, world: int, timeout_s: float) -> None:
-    """Raise for options that no backend supports."""
+def check_options(
+    label: str, spec: OpSpec, knobs: Knobs, topology: Topology, timeout_s: float
+) -> None:
+    """Raise for options and environment variables that no backend supports."""
+    check_legal(knobs, topology)
+    world = topology.world
     if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MOST_SECONDS):
         raise ValueError(
             f"{label}: timeout_s must be a positive number up to {MOST_SECONDS:g}, "
@@ -188,6 +192,8 @@ def check_options(label: str, spec: OpSpec, world: int, timeout_s: float) -> Non
             f"{label}: with several weights each n must be divisible by the world of {world}, "
             f"got {spec.n}"
         )
+    for variable in VARIABLES:
+        variable.get()
 
 
 def check_executor(

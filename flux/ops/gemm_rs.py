@@ -101,8 +101,7 @@ class GemmRS(TensorParallelOp):
                 return repeated
         biases = [] if bias is None else [bias]
         scales = [scale for scale in (scale_x, scale_weight) if scale is not None]
-        self._check_types(x, weight, *biases, *scales)
-        self._check_grad(x, weight, *biases, *scales)
+        self._check_tensors(x, weight, *biases, *scales)
         if self._plain(x, weight, *biases, *scales):
             return self._run(x, [weight], [bias], scales=scales)[0]
         out: torch.Tensor = self._dispatched(x, weight, biases, self.handle, scales)
@@ -119,7 +118,7 @@ class GemmRS(TensorParallelOp):
         Raises:
             As for a call; what ``meanwhile`` raises closes the op, whose peers hear of it.
         """
-        self._check_types(x, weight)
+        self._check_tensors(x, weight)
         hooks = OverlapHooks(meanwhile)
         if self._plain(x, weight):
             return self._run(x, [weight], [None], hooks=hooks)[0]

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flux.core.knobs import Op
 from flux.ops import torch_internals
-from flux.ops.base import op_of
+from flux.ops.base import TensorParallelOp, op_of
 from flux.ops.transforms import FORMULAS, Formula, no_formula, run_once, without_forward_mode
 
 LIBRARY: torch.library.Library = torch.library.Library("flux", "DEF")
@@ -149,8 +149,15 @@ def _reduce_fake(
 ) -> torch.Tensor:
     op = op_of(handle)
     side = 1 if op.spec.transpose_weight else 0
-    rows = op.own_rows_symbolic(x.shape[0]) if op.kind.scatters else x.shape[0]
+    rows = own_rows(op, x.shape[0]) if op.kind.scatters else x.shape[0]
     return x.new_empty(rows, weight.shape[side], dtype=op.spec.out_dtype)
+
+
+def own_rows(op: TensorParallelOp, m: Any) -> Any:
+    """Return ``op.own_rows(m)`` for fake kernels, where ``m`` may be a symbol."""
+    chunk = (m + op.world - 1) // op.world
+    begin, end = (torch.sym_min(m, (op.rank + i) * chunk) for i in (0, 1))
+    return end - begin
 
 
 def product_flops(*shape: int) -> int:

@@ -85,7 +85,7 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise ValueError(no_forward_mode(f"flux::{ctx.name}"))
+        raise ValueError(f"flux::{ctx.name}: {NO_FORWARD_MODE}")
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, name: str, *args: Any) -> Any:
@@ -176,18 +176,16 @@ def no_formula(name: str) -> Formula:
     return Formula(setup, backward)
 
 
-def no_forward_mode(name: str) -> str:
-    """Return the text of the error of an op in forward-mode differentiation."""
-    return (
-        f"{name}: forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp, jacfwd) "
-        "would lose the tangents, for which flux has no rule: use reverse mode, or close the level"
-    )
+NO_FORWARD_MODE = (
+    "forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp, jacfwd) would lose "
+    "the tangents, for which flux has no rule: use reverse mode, or close the level"
+)
 
 
 def check_no_forward_mode(name: str) -> None:
     """Raise ValueError inside forward-mode differentiation, whose tangents would be dropped."""
     if not torch.compiler.is_compiling() and torch_internals.forward_mode_is_on():
-        raise ValueError(no_forward_mode(name))
+        raise ValueError(f"{name}: {NO_FORWARD_MODE}")
 
 
 def check_no_transforms(name: str) -> None:
