@@ -8,8 +8,8 @@ import torch
 
 from flux.ops import AGGemm, GemmAR, GemmRS
 from flux.ops.base import TensorParallelOp
+from flux.ops.gradients import WeightGrad
 from flux.ops.pool import Alone, OpPool, User, pool_of
-from flux.ops.wgrad import WeightGrad
 
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741  as in flux/ops/pool.py
 

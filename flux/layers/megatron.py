@@ -31,8 +31,8 @@ from flux.layers import compiled
 from flux.layers.autograd import column_linear, row_linear
 from flux.layers.config import LinearConfig
 from flux.layers.eligible import reason_unsupported, say_once
+from flux.ops.gradients import WeightGrad
 from flux.ops.pool import User, pool_of
-from flux.ops.wgrad import WeightGrad
 
 if "_forward_impl" not in vars(megatron_layers.ColumnParallelLinear):
     # Older releases choose the product inside forward, where we cannot replace it.

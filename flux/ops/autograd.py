@@ -12,17 +12,17 @@ What communicates is an op of its own with a fake kernel, so that a backward can
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
+from flux.ops.ag_gemm import AGGemm
 from flux.ops.base import TensorParallelOp, op_of
 from flux.ops.gemm_rs import GemmRS
-from flux.ops.gradients import Grad, column_grads, row_grads
+from flux.ops.gradients import Grad, column_grads, row_grads, weight_grad
 from flux.ops.library import define, differentiate, own_rows, product_flops
 from flux.ops.pool import pool_of
 from flux.ops.transforms import call
-from flux.ops.wgrad import weight_grad
 
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
 
@@ -82,7 +82,7 @@ def _ag_gemm_grads(
 
     ``dys``: [M, N_i/W]; ``d_gathered``: of the gathered x, [M, K].
     """
-    op, m = op_of(handle), dys[0].shape[0]
+    op, m = cast(AGGemm, op_of(handle)), dys[0].shape[0]
     mirrors = _Mirrors(op, m, x.dtype)
     wait = op.start_gather(x[: op.own_rows(m)], m) if any(need_w) else None
 

@@ -45,12 +45,12 @@ from flux.core.env import LAYER_TIMEOUT_S, WORKSPACE_CACHE
 from flux.core.knobs import Knobs
 from flux.ops import torch_internals
 from flux.ops.base import TensorParallelOp
-from flux.ops.control import ControlPad
 from flux.ops.executor import places_of, reason_gpus_unsupported
 from flux.transport.exchange import Exchange, OfGroup, resolve_group
 from flux.transport.placement import sharing
 
 if TYPE_CHECKING:
+    from flux.ops.control import ControlPad
     from flux.ops.early_gather import EarlyGather
 
 TIMEOUT_S = 60.0
@@ -217,6 +217,8 @@ class OpPool(OfGroup):
             OSError: on all ranks, if there is not enough shared memory.
         """
         if self._control is None and self.world > 1:
+            from flux.ops.control import ControlPad
+
             with torch_internals.outside_modes():
                 self._control = ControlPad(self._exchange_within(timeout_s), timeout_s)
         control = self._control

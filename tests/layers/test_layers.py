@@ -166,11 +166,11 @@ def _fake_shapes(layers: nn.Sequential, x: torch.Tensor, shape: torch.Size) -> N
     """Check the shape that torch.compile expects of the layers' ops."""
     with FakeTensorMode() as fakes:
         for layer in layers:
-            weight, how = fakes.from_tensor(layer.weight), layer._named()
+            weight, settings = fakes.from_tensor(layer.weight), layer._config().in_graph()
             if isinstance(layer, ColumnParallelLinear):
-                x = torch.ops.flux.column_linear(fakes.from_tensor(x), weight, None, *how)
+                x = torch.ops.flux.column_linear(fakes.from_tensor(x), weight, None, *settings)
             else:
-                x = torch.ops.flux.row_linear(x, weight, *how)
+                x = torch.ops.flux.row_linear(x, weight, *settings)
     assert x.shape == shape
 
 

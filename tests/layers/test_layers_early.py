@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from flux import AGGemm, Knobs
 from flux.core.env import HOST
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
-from flux.ops.gradients import OwnRows
+from flux.ops.gradients import OwnRows, WeightGrad
 from flux.ops.pool import pool_of
-from flux.ops.wgrad import WeightGrad
 from harness import fresh_ranks, run_ranks
 from op_cases import failing_work
 

@@ -18,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import flux
-from flux.layers import RowParallelLinear, wgrad
+from flux.layers import RowParallelLinear
+from flux.ops import gradients
 from flux.runtime.domino import layers as domino_layers
 from harness import run_ranks
 
@@ -101,7 +102,7 @@ def test_operations_are_counted_once(world: int) -> None:
 def _accumulated(rank: int, world: int) -> None:
     """Megatron's fusion adds a weight gradient to a buffer, between hosts in two parts."""
     dy, x = torch.randn(M, N), torch.randn(M, K)
-    assert _count(lambda: wgrad.accumulate(torch.zeros(N, K), dy, x)) == FLOPS
+    assert _count(lambda: gradients.accumulate(torch.zeros(N, K), dy, x)) == FLOPS
     with mock.patch.dict("os.environ", FLUX_HOST=f"host{rank}"):
         layer = RowParallelLinear(N, K, sequence_parallel=True)
         rows = torch.randn(M, N // world)
