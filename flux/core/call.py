@@ -157,22 +157,22 @@ class CallChecker:
         return bias.contiguous()
 
 
-def _rows(spec: OpSpec, world: int, rank: int, given: int, m: int | None) -> tuple[int, int]:
+def _rows(spec: OpSpec, world: int, rank: int, x_rows: int, m: int | None) -> tuple[int, int]:
     """Return (global rows, rows of x that are not padding)."""
     gathers = spec.op.gathers
     if m is None:
-        m = given * world if gathers else given
+        m = x_rows * world if gathers else x_rows
         if gathers and m == 0:
             raise ValueError(f"{spec.label}: x has no rows; pass m when M is not rows * world")
     if not 1 <= m <= spec.max_m:
-        how = f" (x has {given} rows, world is {world})" if gathers else ""
+        how = f" (x has {x_rows} rows, world is {world})" if gathers else ""
         raise ValueError(f"{spec.label}: M must be in [1, max_m = {spec.max_m}], got {m}{how}")
     if not gathers:
-        return m, given
+        return m, x_rows
     own, chunk = _C.core.row_count(m, world, rank), _C.core.chunk_rows(m, world)
-    if given not in (own, chunk):
+    if x_rows not in (own, chunk):
         raise ValueError(
             f"{spec.label}: with M = {m}, rank {rank} of {world} owns {own} rows; x must have "
-            f"{own} rows, or {chunk} with padding at the end, got {given}"
+            f"{own} rows, or {chunk} with padding at the end, got {x_rows}"
         )
     return m, own

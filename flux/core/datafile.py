@@ -118,12 +118,12 @@ def load_json(path: Path, most: int = MOST_BYTES) -> Any:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
+        twice = next(name for name in table if names.count(name) > 1)
         raise ValueError(f"duplicate key {shown(twice)}")
-    return found
+    return table
 
 
 def _check(value: Any, where: str = "", depth: int = 1) -> None:
@@ -248,9 +248,9 @@ class Table:
             raise ValueError(f"{file} is not {what}: expected an object, got {shown(content)}")
         table = cls(file, content, what=what)
         if form is not None:
-            found = table._take("format")
-            if type(found) is not int or found != form:
-                table.fail("format", f"expected {form}, got {shown(found)}")
+            stated = table._take("format")
+            if type(stated) is not int or stated != form:
+                table.fail("format", f"expected {form}, got {shown(stated)}")
         return table
 
     @classmethod

@@ -40,8 +40,8 @@ class Dtype:
         """The dtype as torch's."""
         import torch
 
-        found: torch.dtype = getattr(torch, self.name)
-        return found
+        dtype: torch.dtype = getattr(torch, self.name)
+        return dtype
 
 
 DTYPES = {

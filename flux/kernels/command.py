@@ -280,7 +280,9 @@ def _entry(library: Library, status: str) -> dict[str, Any]:
 def _report(root: Path, plan: CompilePlan, outcomes: Sequence[Outcome], seconds: float) -> None:
     errors = open_console(stderr=True)
     built = [outcome.library for outcome in outcomes if outcome.library and outcome.fresh]
-    found = [outcome.library for outcome in outcomes if outcome.library and not outcome.fresh]
+    already_built = [
+        outcome.library for outcome in outcomes if outcome.library and not outcome.fresh
+    ]
     for library in built:
         for symbol, usage in library.usage.items():
             if usage.stack_bytes or usage.spill_store_bytes or usage.spill_load_bytes:
@@ -292,7 +294,7 @@ def _report(root: Path, plan: CompilePlan, outcomes: Sequence[Outcome], seconds:
     failed = [outcome for outcome in outcomes if outcome.error]
     for outcome in failed:
         complain(outcome.error)
-    ready = [*plan.ready, *found]
+    ready = [*plan.ready, *already_built]
     say(
         f"{_count(built)} built in {seconds:.0f} s, {_count(ready)} already built, "
         f"{sum(len(outcome.unit.configs) for outcome in failed)} failed: {root}"

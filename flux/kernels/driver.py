@@ -150,12 +150,14 @@ def remove_superseded(root: Path, tools: Tools) -> list[Library]:
     This is for directories of kernels built ahead of time from one checkout. A cache may be shared
     by several checkouts, and a library that is stale for one is current for another.
     """
-    found = list(manifest.scan(root))
-    current = {library.name for library in found if is_current(library, tools)}
-    available = {name for library in found if library.name in current for name in library.kernels}
+    libraries = list(manifest.scan(root))
+    current = {library.name for library in libraries if is_current(library, tools)}
+    available = {
+        name for library in libraries if library.name in current for name in library.kernels
+    }
     superseded = [
         library
-        for library in found
+        for library in libraries
         if library.name not in current and available.issuperset(library.kernels)
     ]
     for library in superseded:

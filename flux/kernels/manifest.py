@@ -294,14 +294,14 @@ def refused(root: Path) -> list[tuple[Path, str]]:
     reason = trust.reason_untrusted(root)
     if reason is not None:
         return [(root, reason)]
-    found = []
+    refused_paths = []
     for directory in [*_directories(root), *sorted(root.glob("nvshmem_*"))]:
         for path in (directory, *sorted(directory.glob("*.so")), *sorted(directory.glob("*.json"))):
             reason = trust.reason_untrusted(path)
             if reason is not None:
-                found.append((path, reason))
+                refused_paths.append((path, reason))
                 break
-    return found
+    return refused_paths
 
 
 def damaged(root: Path) -> list[Path]:

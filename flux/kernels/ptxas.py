@@ -70,7 +70,7 @@ def usage_by(report: str, names: Mapping[str, str]) -> dict[str, Usage]:
         report: the output of ptxas.
         names: name by the part of a mangled function name that identifies it.
     """
-    found = {_NOBODY: Usage(), **{name: Usage() for name in names.values()}}
+    usages = {_NOBODY: Usage(), **{name: Usage() for name in names.values()}}
     current = _NOBODY
     for line in report.splitlines():
         function = _FUNCTION.search(line)
@@ -79,13 +79,13 @@ def usage_by(report: str, names: Mapping[str, str]) -> dict[str, Usage]:
             current = next((name for part, name in names.items() if part in mangled), _NOBODY)
         memory = _MEMORY.search(line)
         if memory:
-            found[current] = found[current].and_one_with(*map(int, memory.groups()))
+            usages[current] = usages[current].and_one_with(*map(int, memory.groups()))
         registers = _REGISTERS.search(line)
         if registers:
-            most = max(found[current].registers, int(registers.group(1)))
-            found[current] = replace(found[current], registers=most)
-    nameless = found.pop(_NOBODY)
-    return {name: own if own.functions else nameless for name, own in found.items()}
+            most = max(usages[current].registers, int(registers.group(1)))
+            usages[current] = replace(usages[current], registers=most)
+    nameless = usages.pop(_NOBODY)
+    return {name: own if own.functions else nameless for name, own in usages.items()}
 
 
 def warnings(report: str) -> list[str]:

@@ -81,7 +81,7 @@ class Registry:
                     (traced if library.traced else kernels).setdefault(config.name, kernel)
         trusted = [root for root in roots if trust.reason_untrusted(root) is None]
         damaged = [path for root in trusted for path in manifest.damaged(root)]
-        refused = [found for root in roots for found in manifest.refused(root)]
+        refused = [refusal for root in roots for refusal in manifest.refused(root)]
         return cls(
             roots, kernels, tuple(usable), tuple(stale), tuple(damaged), traced, tuple(refused)
         )

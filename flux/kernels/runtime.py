@@ -224,14 +224,14 @@ def usable(roots: Sequence[Path]) -> RuntimeLibrary:
     libraries = [library for root in roots for library in scan(root)]
     headers = sources.csrc()
     if headers is not None and (headers / SOURCE).is_file():
-        libraries = [one for one in libraries if one.sources == sources_hash(headers)]
+        libraries = [library for library in libraries if library.sources == sources_hash(headers)]
     if not libraries:
         raise MissingToolError(f"{NAME}.so is not built for this version of flux: {how}")
     for library in libraries:
         installed = toolchain.nvshmem(library.package.rpartition("-cu")[2])
         if installed is not None and installed.version == library.nvshmem:
             return library
-    built = " or ".join(sorted({f"{one.package} {one.nvshmem}" for one in libraries}))
+    built = " or ".join(sorted({f"{library.package} {library.nvshmem}" for library in libraries}))
     found = toolchain.nvshmem()
     have = "none" if found is None else f"{found.origin.split()[-1]} {found.version}"
     raise MissingToolError(f"{NAME}.so is built for {built}, but {have} is installed: {how}")

@@ -46,18 +46,18 @@ def headers(text: str, root: Path) -> list[str]:
     neither place belongs to CUTLASS, or is missing, which the compiler will report.
     """
     root = root.resolve()
-    found: set[Path] = set()
+    headers: set[Path] = set()
     waiting = [(name, root) for name in _INCLUDE.findall(text)]
     while waiting:
         name, directory = waiting.pop()
         for candidate in ((directory / name).resolve(), (root / name).resolve()):
             if candidate.is_file() and candidate.is_relative_to(root):
-                if candidate not in found:
-                    found.add(candidate)
+                if candidate not in headers:
+                    headers.add(candidate)
                     included = _INCLUDE.findall(_read(candidate))
                     waiting += [(other, candidate.parent) for other in included]
                 break
-    return sorted(path.relative_to(root).as_posix() for path in found)
+    return sorted(path.relative_to(root).as_posix() for path in headers)
 
 
 def sources_hash(configs: Sequence[GemmConfig], root: Path, traced: bool = False) -> str:

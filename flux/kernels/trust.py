@@ -306,10 +306,10 @@ def verified(path: Path, sha256: str | None) -> Iterator[OpenFile]:
     with ExitStack() as stack:
         try:
             file = stack.enter_context(opened(path))
-            found = None if sha256 is None else file.sha256()
+            actual = None if sha256 is None else file.sha256()
         except OSError as error:
             raise RuntimeError(f"cannot open {path}: {error.strerror}") from error
-        if found != sha256:
+        if actual != sha256:
             raise RuntimeError(f"{path} has changed since its manifest was read: start again")
         yield file
 
@@ -320,9 +320,9 @@ def make_private(directory: Path) -> None:
     Raises:
         OSError: it cannot be created.
     """
-    missing = [one for one in (directory, *directory.parents) if not one.exists()]
-    for one in reversed(missing):
-        one.mkdir(mode=0o700, exist_ok=True)
+    missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def keep_others_out(directory: Path) -> None:

@@ -79,14 +79,14 @@ def simulate_op(
             raise ValueError(f"hosts must be at least 1, got {hosts}")
         if path == "unfused":
             raise ValueError("--path unfused: that path is always shown; pass fused or medium")
-        given = Knobs(
+        fixed = Knobs(
             path=path or "fused",
             order=order,
             direction=direction,
             comm_tile_rows=comm_tile_rows,
             swizzle=swizzle,
         )
-        comparison = compared(problem, described, given, gemm_ms)
+        comparison = compared(problem, described, fixed, gemm_ms)
     except (ValueError, TypeError) as error:
         refuse(str(error))
     if trace is not None:
@@ -109,9 +109,9 @@ def _dtype(text: str) -> str:
 
 
 def compared(
-    problem: Problem, cluster: Cluster, given: object, gemm_ms: float | None = None
+    problem: Problem, cluster: Cluster, fixed: object, gemm_ms: float | None = None
 ) -> OrderComparison:
-    """Return all methods, and flux with every order and direction that ``given`` leaves open.
+    """Return all methods, and flux with every order and direction that ``fixed`` leaves open.
 
     Raises:
         ValueError: as ``flux.opsim.simulator.simulate``.
@@ -120,10 +120,10 @@ def compared(
     from flux.opsim import simulator as op_simulator
     from flux.opsim.report import OrderComparison
 
-    assert isinstance(given, Knobs)
+    assert isinstance(fixed, Knobs)
     runs = [
         (op_simulator.simulate(problem, cluster, knobs, gemm_ms=gemm_ms), orders)
-        for knobs, orders in op_simulator.legal_knobs(problem, cluster, given)
+        for knobs, orders in op_simulator.legal_knobs(problem, cluster, fixed)
     ]
     return OrderComparison(
         cluster=cluster,
@@ -140,9 +140,9 @@ def _write_trace(comparison: OrderComparison, target: str) -> None:
     from flux.trace.chrome import write_chrome
 
     events = []
-    for one in (comparison.unfused, comparison.medium, comparison.best):
-        for event in one.events():
-            details = {**event.details, "method": one.method}
-            events.append(replace(event, lane=f"{one.method}: {event.lane}", details=details))
+    for call in (comparison.unfused, comparison.medium, comparison.best):
+        for event in call.events():
+            details = {**event.details, "method": call.method}
+            events.append(replace(event, lane=f"{call.method}: {event.lane}", details=details))
     with writing(target):
         write_chrome(events, target, {"command": command_line(), "simulated": True})

@@ -54,18 +54,18 @@ class OrderComparison:
         """The fastest fused call."""
         return self.flux[0][0]
 
-    def metrics(self, one: Simulated) -> Metrics:
+    def metrics(self, call: Simulated) -> Metrics:
         """Return the figures of one call, beside the unfused path."""
-        return evaluate(one.total_ms, one.gemm_ms, self.unfused.comm_ms, self.unfused.total_ms)
+        return evaluate(call.total_ms, call.gemm_ms, self.unfused.comm_ms, self.unfused.total_ms)
 
 
-def _figures(comparison: OrderComparison, one: Simulated) -> dict[str, Any]:
-    metrics = comparison.metrics(one)
+def _figures(comparison: OrderComparison, call: Simulated) -> dict[str, Any]:
+    metrics = comparison.metrics(call)
     return {name: getattr(metrics, name) for name in FIGURES}
 
 
-def _knobs(one: Simulated) -> dict[str, Any]:
-    return {name: value for name, value in asdict(one.knobs).items() if value is not None}
+def _knobs(call: Simulated) -> dict[str, Any]:
+    return {name: value for name, value in asdict(call.knobs).items() if value is not None}
 
 
 def document(comparison: OrderComparison, command: list[str] | None = None) -> dict[str, Any]:
@@ -77,24 +77,24 @@ def document(comparison: OrderComparison, command: list[str] | None = None) -> d
     """
     unfused, problem = comparison.unfused, comparison.unfused.problem
     methods = {}
-    for one in (unfused, comparison.medium, comparison.best):
-        methods[one.method] = {
-            **_figures(comparison, one),
+    for call in (unfused, comparison.medium, comparison.best):
+        methods[call.method] = {
+            **_figures(comparison, call),
             "overlap_efficiency_interval": None,
             "max_abs_err": None,
-            "repeats_ms": [one.total_ms],
-            "knobs": _knobs(one),
+            "repeats_ms": [call.total_ms],
+            "knobs": _knobs(call),
             "comm_cpu_ms": None,
             "link_bytes": None,
         }
     schedules = [
         {
             "orders": list(orders),
-            "direction": one.knobs.direction,
-            **_figures(comparison, one),
-            "ranks_ms": list(one.ranks_ms),
+            "direction": call.knobs.direction,
+            **_figures(comparison, call),
+            "ranks_ms": list(call.ranks_ms),
         }
-        for one, orders in comparison.flux
+        for call, orders in comparison.flux
     ]
     kernel = comparison.best.kernel
     parts = {"gemm/whole": unfused.gemm_ms, "comm/library": unfused.comm_ms}
@@ -140,12 +140,12 @@ def table(comparison: OrderComparison) -> Table:
         (medium, (str(medium.knobs.order),)),
         (unfused, (unfused.problem.op.collective,)),
     ]
-    for one, orders in rows:
-        figures = comparison.metrics(one)
+    for call, orders in rows:
+        figures = comparison.metrics(call)
         view.add_row(
-            one.method,
+            call.method,
             ", ".join(orders),
-            one.knobs.direction or "-",
+            call.knobs.direction or "-",
             f"{figures.overall_ms:.3f}",
             f"{figures.ect_ms:.3f}",
             _share(figures.overlap_efficiency, ".0%"),
@@ -186,29 +186,29 @@ def shades(spans: Sequence[Interval], lanes: int, end_us: float, width: int = WI
 
 def _union(spans: Sequence[Interval]) -> list[Interval]:
     """Return disjoint intervals that cover the same time."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
-def timeline(one: Simulated, end_us: float, rank: int = 0) -> dict[str, str]:
+def timeline(call: Simulated, end_us: float, rank: int = 0) -> dict[str, str]:
     """Return the lines of one rank, by name; without those in which nothing happens."""
     by_kind: dict[Kind, list[Interval]] = {}
-    for event in one.events():
+    for event in call.events():
         if event.rank == rank:
             by_kind.setdefault(event.kind, []).append((event.start_us, event.end_us))
-    if one.method == "unfused":
+    if call.method == "unfused":
         link = by_kind.pop(Kind.copy, [])
         sums: list[Interval] = []
     else:
-        link = [(m.start_us, m.end_us) for m in one.moves if rank in (m.src, m.dst)]
+        link = [(m.start_us, m.end_us) for m in call.moves if rank in (m.src, m.dst)]
         sums = by_kind.get(Kind.reduce, [])
     lines = {
-        "GEMM": shades(by_kind.get(Kind.gemm, []), max(one.blocks, 1), end_us),
+        "GEMM": shades(by_kind.get(Kind.gemm, []), max(call.blocks, 1), end_us),
         "link": shades(_union(link), 1, end_us),
         "sums": shades(_union(sums), 1, end_us),
     }
@@ -228,11 +228,11 @@ def show(comparison: OrderComparison, console: Console) -> None:
     )
     console.print(table(comparison))
     runs = (comparison.unfused, comparison.medium, comparison.best)
-    end = 1e3 * max(one.total_ms for one in runs)
+    end = 1e3 * max(call.total_ms for call in runs)
     console.print(Text(f"rank 0, 0 to {end:.0f} us", "dim"))
-    for one in runs:
-        for number, (name, line) in enumerate(timeline(one, end).items()):
-            label = one.method if number == 0 else ""
+    for call in runs:
+        for number, (name, line) in enumerate(timeline(call, end).items()):
+            label = call.method if number == 0 else ""
             console.print(Text(f"{label:<8} {name}  |{line}|"), soft_wrap=True)
     best, unfused = comparison.best, comparison.unfused
     source = "given" if comparison.gemm_given else "from the roofline of the cost model"

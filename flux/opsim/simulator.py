@@ -19,7 +19,7 @@ docs/use/simulator.md says what is not modelled, and how far the results are fro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from flux.core.collector import paused_collector
@@ -263,14 +263,14 @@ def _schedule(
 
 
 def legal_knobs(
-    problem: Problem, cluster: Cluster, given: Knobs | None = None
+    problem: Problem, cluster: Cluster, fixed: Knobs | None = None
 ) -> list[tuple[Knobs, tuple[str, ...]]]:
     """Return the knobs of every order and direction whose schedule differs from the others.
 
     Args:
         problem: op and sizes.
         cluster: devices and links.
-        given: fields that are fixed, order and direction among them.
+        fixed: fields that are fixed, order and direction among them.
 
     Returns:
         Pairs of knobs and the names of the orders that make this schedule, the first included. In
@@ -279,16 +279,16 @@ def legal_knobs(
     Raises:
         ValueError: as ``simulate``.
     """
-    given = given or Knobs()
+    fixed = fixed or Knobs()
     _check(problem, cluster, None)
-    _check_knobs(problem, given)
+    _check_knobs(problem, fixed)
     topology, kernel = topology_of(problem, cluster), default_kernel(problem, cluster)
     pulls = problem.op.gathers and problem.nodes == 1
     directions = [d.name for d in Direction] if pulls else ["push"]
-    found: dict[object, tuple[Knobs, list[str]]] = {}
-    for order in [given.order] if given.order else [o.name for o in Order]:
-        for direction in [given.direction] if given.direction else directions:
-            knobs = resolved(problem, replace(given, order=order, direction=direction), kernel)
+    by_schedule: dict[object, tuple[Knobs, list[str]]] = {}
+    for order in [fixed.order] if fixed.order else [o.name for o in Order]:
+        for direction in [fixed.direction] if fixed.direction else directions:
+            knobs = resolved(problem, replace(fixed, order=order, direction=direction), kernel)
             _check_size(problem, knobs)
             schedules = [
                 _schedule(problem, topology, knobs, kernel, rank)
@@ -298,16 +298,5 @@ def legal_knobs(
                 direction,
                 *((s.visits, s.transfers, s.results, s.homes) for s in schedules),
             )
-            found.setdefault(identity, (knobs, []))[1].append(str(order))
-    return [(knobs, tuple(orders)) for knobs, orders in found.values()]
-
-
-def compare(
-    problem: Problem,
-    cluster: Cluster,
-    knobs: Sequence[Knobs],
-    gemm_ms: float | None = None,
-) -> list[Simulated]:
-    """Return the simulated calls with these knobs, the fastest first."""
-    runs = [simulate(problem, cluster, one, gemm_ms=gemm_ms) for one in knobs]
-    return sorted(runs, key=lambda one: one.total_ms)
+            by_schedule.setdefault(identity, (knobs, []))[1].append(str(order))
+    return [(knobs, tuple(orders)) for knobs, orders in by_schedule.values()]

@@ -209,7 +209,7 @@ def read_export(path: Path) -> list[Entry]:
     listed = content.get("entries")
     if not isinstance(listed, list):
         raise DamagedEntryError("entries: expected a list")
-    return [_entry(one, f"entries[{index}]") for index, one in enumerate(listed)]
+    return [_entry(entry, f"entries[{index}]") for index, entry in enumerate(listed)]
 
 
 def _entry(content: object, where: str) -> Entry:

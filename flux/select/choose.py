@@ -29,7 +29,7 @@ from flux.select.keys import Key, versions
 from flux.select.winners import Entry, Winner, fit, most_tiles
 from flux.transport.exchange import Exchange
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 class Choice(Protocol):
@@ -114,7 +114,7 @@ class Tuned:
         winner, close = self.entry.nearest(m)
         assert winner is not None
         if not close and self.speaks:
-            self._say_once(m, winner)
+            self._warn_once(m, winner)
         knobs = fit(winner.knobs, winner.m, m, self.topology.world)
         # Rounding may have made tiles straddle owners. Then the heuristic chooses those fields.
         alternatives = (knobs, replace(knobs, store=None), replace(knobs, store=None, tile=None))
@@ -127,20 +127,15 @@ class Tuned:
         """Return the winners' knobs, without the sizes of tiles: see ``most_tiles``."""
         return [replace(w.knobs, tile=None, comm_tile_rows=None) for w in self.entry.winners]
 
-    def _say_once(self, m: int, winner: Winner) -> None:
+    def _warn_once(self, m: int, winner: Winner) -> None:
         text = (
             f"{self.spec.label}(n={sum(self.spec.n)}, k={self.spec.k}): not tuned for M = {m}; "
             f"knobs tuned for M = {winner.m} are used (`flux tune --op {self.spec.op.name} "
             f"--m {m} ...` finds better ones)"
         )
-        if self.entry.key.name not in _said:
-            _said.add(self.entry.key.name)
+        if self.entry.key.name not in _warned:
+            _warned.add(self.entry.key.name)
             warnings.warn(text, UserWarning, stacklevel=2)
-
-
-def forget_what_was_said() -> None:
-    """Let every entry warn again about M that were not tuned."""
-    _said.clear()
 
 
 def key_of(spec: OpSpec, shape: str, parts: dict[str, object], kind: str) -> Key:
@@ -192,17 +187,17 @@ def choose(
     apart = len(set(hosts)) > 1 if kind == "cpu" else topology.nodes > 1
     cluster = _detected(kind)
     everybody = exchange.all_gather(None if cluster is None else cluster.parts(shape))
-    found: Entry | None = None
+    entry: Entry | None = None
     known = [parts for parts in everybody if parts is not None]
     if exchange.rank == 0 and len(known) == exchange.world:
         key = key_of(spec, shape, group_parts(known), kind)
-        found = _look_up(key, topology, kind, apart, exchange.timeout_s)
-    found, cluster = exchange.all_gather((found, cluster))[0]
-    if found is not None:
+        entry = _look_up(key, topology, kind, apart, exchange.timeout_s)
+    entry, cluster = exchange.all_gather((entry, cluster))[0]
+    if entry is not None:
         kernel = None
         if kind == "cuda":
-            found, kernel = _one_kernel(found, spec.max_m)
-        return Tuned(found, spec, topology, exchange.rank == 0, legal, kernel)
+            entry, kernel = _one_kernel(entry, spec.max_m)
+        return Tuned(entry, spec, topology, exchange.rank == 0, legal, kernel)
     if kind == "cuda" or cluster is None:
         return Fixed(Knobs())  # flux/select/kernel.py models its kernels
     return modelled(spec, topology, cluster, apart)
@@ -217,7 +212,7 @@ def _look_up(
 ) -> Entry | None:
     """Return the winners that this group can run; None, with a warning, if they cannot be read."""
     try:
-        found = look_up(key, timeout_s=timeout_s)
+        entry = look_up(key, timeout_s=timeout_s)
     # For example a missing home directory, or numbers and nesting beyond Python's limits. Ops run
     # without winners then.
     except (OSError, RuntimeError, ValueError, ArithmeticError) as error:
@@ -227,7 +222,7 @@ def _look_up(
             stacklevel=2,
         )
         return None
-    return None if found is None else usable(found, topology, kind, apart)
+    return None if entry is None else usable(entry, topology, kind, apart)
 
 
 def _detected(kind: str) -> Cluster | None:

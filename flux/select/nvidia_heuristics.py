@@ -68,7 +68,7 @@ class Estimator:
         model, gpu = self._model(precision)
         layout = self._api.NvMatmulHeuristicsMatmulLayout[_LAYOUTS[config.weight]]
         asked = model.makeNvMatmulHeuristicsProblem(problem.m, problem.n, problem.k, layout)
-        found = []
+        estimates = []
         for order, swizzle in product(_ORDERS, bands):
             kernel = model.nvmmhKernelConfiguration()
             kernel.cta[:], kernel.cluster[:] = config.tile, config.cluster
@@ -77,7 +77,7 @@ class Estimator:
             kernel.instr[:] = 64, 8, 32 // config.itemsize
             kernel.splitK, kernel.loadStages = 1, 4
             kernel.gridSwizzle, kernel.ctaOrder = swizzle, order
-            found.append(
+            estimates.append(
                 model.nvMatmulHeuristicsEstimateRuntime(
                     model.handle,
                     precision.encode("ascii"),
@@ -87,7 +87,7 @@ class Estimator:
                     gpu,
                 )
             )
-        known = [seconds for seconds in found if seconds > 0]
+        known = [seconds for seconds in estimates if seconds > 0]
         return min(known, default=None)
 
 

@@ -127,7 +127,7 @@ def load_space(name: str | Path) -> Space:
 
 
 def _ops(table: Table) -> dict[str, dict[str, list[Any]]]:
-    found = {}
+    by_op = {}
     for op in Op.__members__:
         if op not in table:
             continue
@@ -139,10 +139,10 @@ def _ops(table: Table) -> dict[str, dict[str, list[Any]]]:
             for value in values[name]:
                 _check_value(part, name, value)
         part.done()
-        found[op] = values
-    if table.keys and not found:
+        by_op[op] = values
+    if table.keys and not by_op:
         table.fail(table.keys[0], f"expected one of {', '.join(Op.__members__)}")
-    return found
+    return by_op
 
 
 def _check_value(table: Table, name: str, value: Any) -> None:
@@ -161,22 +161,22 @@ def _check_value(table: Table, name: str, value: Any) -> None:
 
 def _kernel_values(table: Table) -> dict[str, list[Any]]:
     known = {field.name for field in fields(GemmConfig)} - {"op", "arch", "dtype", "weight"}
-    found = {}
+    by_field = {}
     for name in table.keys:
         if name not in known:
             table.fail(name, f"not a field of a kernel: {', '.join(sorted(known))}")
         values = table.values(name)
-        found[name] = [tuple(v) if isinstance(v, list) else v for v in values]
-        for value in found[name]:
+        by_field[name] = [tuple(v) if isinstance(v, list) else v for v in values]
+        for value in by_field[name]:
             field: dict[str, Any] = {name: value}
             try:  # each alone; legal combinations depend on the shape
                 replace(_ANY_KERNEL, **field)
             except (ValueError, TypeError) as error:
                 table.fail(name, str(error))
     for name in ("tile", "schedule"):
-        if name not in found:
+        if name not in by_field:
             table.fail(name, "missing")
-    return found
+    return by_field
 
 
 def extent(value: int | str, problem: Problem) -> int:
@@ -187,12 +187,12 @@ def extent(value: int | str, problem: Problem) -> int:
     """
     if isinstance(value, int):
         return value
-    found = _SIZE.fullmatch(value)
-    if found is None:
+    match = _SIZE.fullmatch(value)
+    if match is None:
         raise ValueError(f"not a size: {value!r}")
-    base = {"m": problem.m, "chunk": problem.chunk, "n": problem.local[0]}[found[1]]
-    by = int(found[3] or 1)
-    return min(MOST_SIZE, base * by if found[2] == "*" else ceil_div(base, by))
+    base = {"m": problem.m, "chunk": problem.chunk, "n": problem.local[0]}[match[1]]
+    by = int(match[3] or 1)
+    return min(MOST_SIZE, base * by if match[2] == "*" else ceil_div(base, by))
 
 
 def combinations(space: Space, problem: Problem) -> Iterator[Knobs]:
@@ -295,22 +295,22 @@ def candidates(
         kept.append(Candidate(name, knobs, kernel, predict(problem, cluster, knobs, kernel).total))
     if problem.world > 1:
         seen[_schedule_identity(problem, topology, fixed["default"], best_kernel)] = "default"
-    found: list[Candidate] = []
+    declared: list[Candidate] = []
     for knobs in combinations(space, problem):
         for kernel in configs or [None]:  # type: ignore[list-item]
             candidate, reason = _examine(knobs, kernel, problem, topology, cluster, speeds, seen)
             if reason is None:
-                found.append(candidate)
+                declared.append(candidate)
             else:
                 pruned.append(Pruned(candidate.name, reason))
-    limit = space.prune_above * min(one.predicted_ms for one in (*kept, *found))
-    for candidate in found:
+    limit = space.prune_above * min(candidate.predicted_ms for candidate in (*kept, *declared))
+    for candidate in declared:
         if candidate.predicted_ms <= limit:
             kept.append(candidate)
         else:
             predicted = f"predicted {candidate.predicted_ms:.3g} ms"
             pruned.append(Pruned(candidate.name, f"too slow: {predicted}, limit {limit:.3g} ms"))
-    fast = sorted(kept[len(fixed) :], key=lambda one: one.predicted_ms)
+    fast = sorted(kept[len(fixed) :], key=lambda candidate: candidate.predicted_ms)
     return [*kept[: len(fixed)], *fast], pruned
 
 

@@ -142,8 +142,8 @@ class Entry:
         if not self.winners:
             return None, False
         own = [winner for winner in self.winners if bucket(winner.m) == bucket(m)]
-        found = min(own or self.winners, key=lambda w: (abs(math.log(w.m / m)), -w.m))
-        return found, bool(own)
+        winner = min(own or self.winners, key=lambda w: (abs(math.log(w.m / m)), -w.m))
+        return winner, bool(own)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry for JSON, with a checksum."""

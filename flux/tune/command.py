@@ -140,18 +140,18 @@ def tune_shapes(
             transport=transport,
         )
         check_numbers(options)
-        tried = None if space is None else _space(space)
+        search_space = None if space is None else _space(space)
         described = _described(cluster)
-        of_space = None if tried is None else tried.backend
+        of_space = None if search_space is None else search_space.backend
         if explain and described is not None and backend is None:
             backend = described.device.kind
         backend = resolve_backend(backend, transport, of_space)
         sizes = {"sequence": sequence, "batch": batch}
-        usual = dtype or ("bfloat16" if op is not None and backend == "cuda" else None)
+        default_dtype = dtype or ("bfloat16" if op is not None and backend == "cuda" else None)
         check_ranks(world or nproc or 1)
-        problems = _problems(shapes, op, m, n, k, sizes, usual, world or nproc)
+        problems = _problems(shapes, op, m, n, k, sizes, default_dtype, world or nproc)
         if explain:
-            _explain(problems, described, tried, backend, options, json_output=json_output)
+            _explain(problems, described, search_space, backend, options, json_output=json_output)
             return
         if backend == "cpu":
             check_memory(max(map(memory_of, problems)))
@@ -160,7 +160,7 @@ def tune_shapes(
     _tune(
         problems,
         described,
-        tried,
+        search_space,
         backend,
         options,
         joining=world is not None,
@@ -196,8 +196,8 @@ def _problems(
     if sizes["sequence"] is not None and sizes["sequence"] < 1:
         raise ValueError(f"--sequence must be at least 1, got {sizes['sequence']}")
     assert file is not None
-    found = load_shapes(file, sizes["sequence"], batches)
-    return found.problems(world or found.tensor_parallel[0], wanted)
+    shapes = load_shapes(file, sizes["sequence"], batches)
+    return shapes.problems(world or shapes.tensor_parallel[0], wanted)
 
 
 def _described(cluster: str | None) -> Cluster | None:
@@ -227,43 +227,50 @@ def _explain(
     from flux.tune.tuner import make_search
 
     try:
-        believed = described or look(backend, [0], options.threads)[0][0]
+        assumed = described or look(backend, [0], options.threads)[0][0]
     except (RuntimeError, OSError) as error:
         raise ValueError(
             f"cannot query the {backend} device of this machine: {error}; pass --cluster"
         ) from error
-    tried = space or _space(space_for(believed))
+    search_space = space or _space(space_for(assumed))
     # Only hardware that is not here is simulated: what is here is measured.
-    simulates = described is not None and believed.device.kind == "cuda"
+    simulates = described is not None and assumed.device.kind == "cuda"
     documents = []
     for problem in problems:
         # As on the described cluster: its hosts are filled one after the other.
-        per_host = max(believed.devices, 1) if believed.device.kind == "cuda" else problem.world
+        per_host = max(assumed.devices, 1) if assumed.device.kind == "cuda" else problem.world
         hosts = [str(rank // per_host) for rank in range(problem.world)]
-        search = make_search(problem, tried, believed, hosts, options)
-        kept = [(one.name, f"{one.predicted_ms:.4g} ms predicted") for one in search.candidates]
-        pruned = [(one.name, one.reason) for one in search.pruned]
-        simulated, remark = _simulated(search, believed, len(problems)) if simulates else ([], "")
+        search = make_search(problem, search_space, assumed, hosts, options)
+        kept = [
+            (candidate.name, f"{candidate.predicted_ms:.4g} ms predicted")
+            for candidate in search.candidates
+        ]
+        pruned = [(candidate.name, candidate.reason) for candidate in search.pruned]
+        simulated, remark = _simulated(search, assumed, len(problems)) if simulates else ([], "")
         if json_output:
             documents.append(
                 {
                     "shape": search.label,
                     "candidates": dict(kept),
                     "pruned": dict(pruned),
-                    "simulated_ms": {one.name: round(one.simulated_ms, 4) for one in simulated},
+                    "simulated_ms": {
+                        candidate.name: round(candidate.simulated_ms, 4) for candidate in simulated
+                    },
                 }
             )
             continue
-        say(f"{search.label} on {problem.world} ranks, {believed.name}:")
+        say(f"{search.label} on {problem.world} ranks, {assumed.name}:")
         for name, text in kept:
             say(f"  try   {name}: {text}")
         for name, text in pruned:
             say(f"  prune {name}: {text}")
         if remark:
             say(f"  {remark}")
-        for one in simulated:
-            times = f"{one.simulated_ms:.4g} ms simulated, {one.predicted_ms:.4g} ms predicted"
-            say(f"  sim   {one.name}: {times}")
+        for candidate in simulated:
+            say(
+                f"  sim   {candidate.name}: {candidate.simulated_ms:.4g} ms simulated, "
+                f"{candidate.predicted_ms:.4g} ms predicted"
+            )
     if json_output:
         print(json.dumps(documents, indent=1))
 
@@ -273,15 +280,15 @@ def _simulated(search: Search, cluster: Cluster, shapes: int) -> tuple[list[Rank
     from flux.tune.rank import MOST_TILES, ranked
 
     try:
-        found = ranked(search.problem, cluster, search.candidates, MOST_TILES // shapes)
+        ranking = ranked(search.problem, cluster, search.candidates, MOST_TILES // shapes)
     except ValueError as error:
         return [], f"not simulated: {error}"
-    names = {one.name for one in found}
-    fused = sum(one.name not in ("unfused", "medium") for one in search.candidates)
+    names = {candidate.name for candidate in ranking}
+    fused = sum(candidate.name not in ("unfused", "medium") for candidate in search.candidates)
     ran = len(names - {"unfused", "medium"})
     if ran == 0:
         return [], "not simulated: too many tiles for this many shapes; see flux simulate op"
-    return found, (
+    return ranking, (
         f"this hardware is not here, so the best {ran} of {fused} fused candidates are ranked by "
         "simulation, not measurement (docs/use/simulator.md):"
     )
@@ -312,10 +319,11 @@ def _tune(
     try:
         try:
             here = survey(launcher, backend, options.transport, options.threads)
-            believed = described or here.cluster
-            tried = space or _space(space_for(here.cluster))
+            assumed = described or here.cluster
+            search_space = space or _space(space_for(here.cluster))
             searches = [
-                make_search(problem, tried, believed, here.sharing, options) for problem in problems
+                make_search(problem, search_space, assumed, here.sharing, options)
+                for problem in problems
             ]
         except (ValueError, TypeError) as error:
             refuse(str(error))

@@ -66,5 +66,5 @@ def build_kernels(configs: Sequence[GemmConfig], root: Path) -> dict[str, str]:
 
 def compiler() -> str:
     """Return the name and version of the compiler for missing kernels."""
-    found = toolchain.nvcc()
-    return f"nvcc {found.version or '?'}" if found is not None else "no nvcc"
+    nvcc = toolchain.nvcc()
+    return f"nvcc {nvcc.version or '?'}" if nvcc is not None else "no nvcc"

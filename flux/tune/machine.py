@@ -53,7 +53,7 @@ class TuningMachine:
         return world_shape(self.sharing)
 
 
-def resolve_backend(given: str | None, transport: str | None, of_space: str | None) -> str:
+def resolve_backend(backend: str | None, transport: str | None, of_space: str | None) -> str:
     """Return the backend to tune.
 
     It is the given one, else that of the space or the transport, else ``cuda`` if torch sees a CUDA
@@ -62,15 +62,15 @@ def resolve_backend(given: str | None, transport: str | None, of_space: str | No
     Raises:
         ValueError: they contradict one another, or such ranks have no winners.
     """
-    if given not in (None, *TRANSPORTS):
-        raise ValueError(f"--backend must be cpu or cuda, got {given!r}")
+    if backend not in (None, *TRANSPORTS):
+        raise ValueError(f"--backend must be cpu or cuda, got {backend!r}")
     if transport in ONE_GPU:
         raise ValueError(
             f"--transport {transport} puts all ranks on one GPU, for which there are no winners: "
             "ops run the heuristic's knobs there. Omit it, and tune with a GPU for each rank"
         )
     can = [name for name, transports in TRANSPORTS.items() if transport in (None, *transports)]
-    backend = given or of_space
+    backend = backend or of_space
     if backend is None:
         backend = can[0] if len(can) == 1 else "cuda" if torch.cuda.is_available() else "cpu"
     if backend not in can:
@@ -142,26 +142,26 @@ def look(backend: str, gpus: Sequence[int], threads: int) -> list[Sight]:
     try:
         if not ours.poll(LOOKING_S):
             raise RuntimeError(f"the driver did not answer for {LOOKING_S:g} s")
-        found: list[Sight] | str = ours.recv()
+        reply: list[Sight] | str = ours.recv()
     except EOFError:
         raise RuntimeError("the process that queried them died") from None
     finally:
         process.kill()
         process.join()
         ours.close()
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return found
+    if isinstance(reply, str):
+        raise RuntimeError(reply)
+    return reply
 
 
 def _look_at_gpus(gpus: Sequence[int], answer: Connection) -> None:
     end_with_parent()
-    found: list[Sight] = []
+    sights: list[Sight] = []
     try:
         torch.cuda.init()
         for index in gpus:
             torch.cuda.set_device(index)
-            found.append((detect("cuda"), place_here(index)))
-        answer.send(found)
+            sights.append((detect("cuda"), place_here(index)))
+        answer.send(sights)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         answer.send(str(error))

@@ -67,7 +67,7 @@ def ranked(
     gemm, units = GemmProblem.of(problem), cluster.device.units
     kernels = {c.name: c.kernel for c in candidates if c.kernel is not None}
     base = kernels.get("default")
-    found, left = [], most_tiles
+    ranking, left = [], most_tiles
     for candidate in candidates[: len(ALWAYS) + BEST]:
         left -= _tiles(problem, candidate)
         if left < 0:
@@ -75,12 +75,12 @@ def ranked(
         kernel, slower = candidate.kernel, 1.0
         if kernel is not None and base is not None:
             slower = cost(kernel, gemm, units) / cost(base, gemm, units)
-        one = simulate(
+        call = simulate(
             problem,
             cluster,
             candidate.knobs,
             kernel=kernel,
             gemm_ms=gemm_ms(problem, cluster) * slower,
         )
-        found.append(Ranked(candidate.name, one.total_ms, candidate.predicted_ms))
-    return sorted(found, key=lambda one: one.simulated_ms)
+        ranking.append(Ranked(candidate.name, call.total_ms, candidate.predicted_ms))
+    return sorted(ranking, key=lambda row: row.simulated_ms)

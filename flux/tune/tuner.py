@@ -317,8 +317,10 @@ class Tuner:
 
     def _compile(self, search: Search) -> None:
         """Build the kernels of all candidates, in parallel, on one rank of each host."""
-        alive = [one for one in search.candidates if one.name not in search.excluded]
-        wanted = {one.name: kernels.needed(one) for one in alive}
+        alive = [
+            candidate for candidate in search.candidates if candidate.name not in search.excluded
+        ]
+        wanted = {candidate.name: kernels.needed(candidate) for candidate in alive}
         configs = self._launcher.share([config for of in wanted.values() for config in of])
         if not configs:
             return
@@ -415,7 +417,7 @@ class Tuner:
         self._note(search, {"event": "winner", "winner": winner.as_dict()})
 
     def _store(self, search: Search, best: str) -> Winner:
-        candidate = next(one for one in search.candidates if one.name == best)
+        candidate = next(candidate for candidate in search.candidates if candidate.name == best)
         ms = search.ms(best)
         assert ms is not None
         winner = Winner(

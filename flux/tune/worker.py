@@ -213,7 +213,7 @@ class _Worker:
         self._config = job.config
         self._problem = job.config.problem
         self._make = job.make or make_method
-        self._numbers = {one.name: number for number, one in enumerate(job.candidates)}
+        self._numbers = {candidate.name: number for number, candidate in enumerate(job.candidates)}
         self._samples = {name: list(taken) for name, taken in job.samples.items()}
         self._excluded = set(job.excluded)
         self._checked = set(job.checked)
@@ -400,8 +400,8 @@ class _Worker:
         mine = [samples[name].wall_ms if name in samples else 0.0 for name in names]
         vector = torch.tensor([*mine, float(over)], dtype=torch.float64)
         dist.all_reduce(vector, op=dist.ReduceOp.MAX)
-        found = vector.tolist()
-        return {n: t for n, t in zip(names, found, strict=False) if n in samples}, found[-1] > 0
+        slowest = vector.tolist()
+        return {n: t for n, t in zip(names, slowest, strict=False) if n in samples}, slowest[-1] > 0
 
     def _record(self, names: list[str], times: dict[str, float], rounds: int) -> None:
         anchor = times.get(ANCHOR)
