@@ -26,7 +26,7 @@ CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja
 CXX_FILES = $(shell find csrc ptx_machine tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 # Directories too: their times change when a file is added or removed.
 NATIVE_INPUTS := $(shell find csrc -not -name '.*') CMakeLists.txt setup.py pyproject.toml
-EMULATOR_INPUTS := $(shell find ptx_machine/src ptx_machine/gpu ptx_machine/nvshmem -name '*.cpp' -o -name '*.h') ptx_machine/CMakeLists.txt csrc/cuda/runtime/emulated_cuda.h
+EMULATOR_INPUTS := $(shell find $(addprefix ptx_machine/,src gpu nvshmem cudart) -name '*.cpp' -o -name '*.h') ptx_machine/CMakeLists.txt
 # ThreadSanitizer of older compilers cannot place its shadow memory where the kernel randomises a lot.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 

@@ -1,6 +1,6 @@
 """Count what fused kernels execute for a tile, beside a plain GEMM: no GPU needed.
 
-    flux compile --emulated --set minimal --arch 80,90a --out DIR
+    python tools/compile_kernels.py --emulated --set minimal --arch 80,90a --out DIR
     python benchmarks/kernel_counters.py DIR benchmarks/results/emulated/kernel_counters.json
 
 Kernels run on the machine of ptx_machine/ (make emulator). All signals are there before a kernel
@@ -184,7 +184,9 @@ def table(document: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kernels", type=Path, help="of flux compile --emulated, for 80 and 90a")
+    parser.add_argument(
+        "kernels", type=Path, help="of tools/compile_kernels.py --emulated, for 80 and 90a"
+    )
     parser.add_argument("json", type=Path, help="file to write the results to")
     options = parser.parse_args()
     from ptx_machine import cuda_device

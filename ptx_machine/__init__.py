@@ -245,7 +245,7 @@ class Device:
             PtxError: the kernel did what a device does not allow, or has no end.
             ValueError: an argument does not fit its parameter.
         """
-        found = self._run(
+        record = self._run(
             module,
             kernel,
             grid=grid,
@@ -258,7 +258,7 @@ class Device:
             races=races,
             number=number,
         )
-        counters = Counters(module, kernel, found)
+        counters = Counters(module, kernel, record)
         for observe in _observers:
             observe(counters)
         return counters
@@ -274,8 +274,8 @@ class Device:
             most_events: statements that are recorded; later ones only count as dropped.
             launch: as for ``launch``.
         """
-        found = self._run(module, kernel, most_events=max(1, most_events), **launch)
-        return Trace(module, kernel, found)
+        record = self._run(module, kernel, most_events=max(1, most_events), **launch)
+        return Trace(module, kernel, record)
 
     def occupancy(
         self, module: Module, kernel: str, *, block: Size, dynamic_shared: int = 0
@@ -322,18 +322,18 @@ class Device:
 
     def _bytes_of(self, arg: Any, size: int, what: str) -> bytes:
         if isinstance(arg, bytes):
-            found = arg
+            data = arg
         elif isinstance(arg, float) and size in (4, 8):
-            found = struct.pack("<f" if size == 4 else "<d", arg)
+            data = struct.pack("<f" if size == 4 else "<d", arg)
         elif isinstance(arg, int) and size <= 8:
-            found = (arg % (1 << (8 * size))).to_bytes(size, "little")
+            data = (arg % (1 << (8 * size))).to_bytes(size, "little")
         elif hasattr(arg, "data_ptr"):
-            found = self.register(arg, what).to_bytes(8, "little")
+            data = self.register(arg, what).to_bytes(8, "little")
         else:
             raise ValueError(f"{what} cannot be made of a {type(arg).__name__}")
-        if len(found) != size:
-            raise ValueError(f"{what} has {size} bytes, got {len(found)}")
-        return found
+        if len(data) != size:
+            raise ValueError(f"{what} has {size} bytes, got {len(data)}")
+        return data
 
 
 def _three(size: Size) -> tuple[int, int, int]:

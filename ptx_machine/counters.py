@@ -133,14 +133,14 @@ class Counters:
         launches: how many launches are counted together.
     """
 
-    def __init__(self, module: Module, kernel: str, found: dict[str, Any]) -> None:
+    def __init__(self, module: Module, kernel: str, record: dict[str, Any]) -> None:
         self.module = module
         self.kernel = kernel
-        self.statements: int = found["statements"]
-        self.instructions: int = found["instructions"]
-        self.blocks: int = found["blocks"]
-        self.launches: int = found.get("launches", 1)
-        self._warps: list[bytes] = found["warps"]
+        self.statements: int = record["statements"]
+        self.instructions: int = record["instructions"]
+        self.blocks: int = record["blocks"]
+        self.launches: int = record.get("launches", 1)
+        self._warps: list[bytes] = record["warps"]
 
     @cached_property
     def tallies(self) -> list[list[Tally]]:
@@ -170,19 +170,19 @@ class Counters:
     @cached_property
     def roles(self) -> list[Role]:
         """Return warps by what they do: those that use the same units are one role."""
-        found: dict[tuple[str, ...], Role] = {}
+        roles: dict[tuple[str, ...], Role] = {}
         for number in range(len(self._warps)):
             work = self.of_warp(number)
             kinds = _kinds(work)
-            if kinds not in found:
-                found[kinds] = Role([], ", ".join(kinds) or "nothing but arithmetic", Work())
-            found[kinds].warps.append(number)
-            found[kinds].work += work
-        return list(found.values())
+            if kinds not in roles:
+                roles[kinds] = Role([], ", ".join(kinds) or "nothing but arithmetic", Work())
+            roles[kinds].warps.append(number)
+            roles[kinds].work += work
+        return list(roles.values())
 
     def lines(self) -> list[LineWork]:
         """Return the work of each source line, most instructions first."""
-        found: dict[tuple[str, int], LineWork] = {}
+        rows: dict[tuple[str, int], LineWork] = {}
         for number, (opcode, ptx_line, file, line) in enumerate(self._statements):
             total = Tally()
             for warp in self.tallies:
@@ -190,9 +190,9 @@ class Counters:
             if not total.executed and not total.tries:
                 continue
             key = (file, line) if line > 0 else ("", ptx_line)
-            row = found.setdefault(key, LineWork(*key))
+            row = rows.setdefault(key, LineWork(*key))
             row.work += work_of(opcode, total)
-        return sorted(found.values(), key=lambda row: -row.work.instructions)
+        return sorted(rows.values(), key=lambda row: -row.work.instructions)
 
     def __repr__(self) -> str:
         return (
@@ -203,7 +203,7 @@ class Counters:
 
 def kernel_counters(device: CudaDevice) -> list[Counters]:
     """Return what each kernel executed that was launched since ``device.clear()``."""
-    return [Counters(found["module"], found["kernel"], found) for found in device.records()]
+    return [Counters(record["module"], record["kernel"], record) for record in device.records()]
 
 
 def work_of(opcode: str, tally: Tally) -> Work:

@@ -59,14 +59,14 @@ class Trace:
         dropped: events that were not recorded, because there were too many.
     """
 
-    def __init__(self, module: Module, kernel: str, found: dict[str, Any]) -> None:
-        self.counters = Counters(module, kernel, found)
+    def __init__(self, module: Module, kernel: str, record: dict[str, Any]) -> None:
+        self.counters = Counters(module, kernel, record)
         self.events = [
             Event(time, block, warp, statement, lanes, bool(waits))
-            for time, block, warp, statement, lanes, waits in _EVENT.iter_unpack(found["events"])
+            for time, block, warp, statement, lanes, waits in _EVENT.iter_unpack(record["events"])
         ]
-        self.blocks: list[tuple[int, int, int]] = found["blocks_started"]
-        self.dropped: int = found["dropped"]
+        self.blocks: list[tuple[int, int, int]] = record["blocks_started"]
+        self.dropped: int = record["dropped"]
         self._statements = module.statements(kernel)
         self._lines = module.lines
 
@@ -85,7 +85,7 @@ class Trace:
 
         Groups of a warp that has diverged follow each other in the span of the warp.
         """
-        found: list[Span] = []
+        spans: list[Span] = []
         current: dict[tuple[int, int], Event] = {}  # by block and warp: where its span began
         for event in self.events:
             key = (event.block, event.warp)
@@ -93,11 +93,11 @@ class Trace:
             if before is None:
                 current[key] = event
             elif self._differs(before, event):
-                found.append(self._span(before, event.time))
+                spans.append(self._span(before, event.time))
                 current[key] = event
         last = {(event.block, event.warp): event.time + 1 for event in self.events}
-        found += [self._span(event, last[key]) for key, event in current.items()]
-        return found
+        spans += [self._span(event, last[key]) for key, event in current.items()]
+        return spans
 
     def chrome(self) -> dict[str, Any]:
         """Return the JSON that Perfetto and Chrome read. A unit of time is a statement."""

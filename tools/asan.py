@@ -110,7 +110,9 @@ def main() -> None:
     which.write_text(WHICH_MODULE)
     # In build/asan, since Python looks for packages in the current folder first. So do the ranks.
     pytest = [Path(sys.executable).with_name("pytest"), "-q", "-p", "no:cacheprovider"]
-    paths = "pythonpath=build/asan . benchmarks tests/support tests/support/emulation build/asan"
+    paths = (
+        "pythonpath=build/asan . benchmarks tools tests/support tests/support/emulation build/asan"
+    )
     pytest += ["-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-o", paths]
     tests = [which, *(ROOT / test for test in TESTS)]
     run([*pytest, *tests, *sys.argv[1:]], BUILD, **python)

@@ -1,6 +1,6 @@
 """Run one call of an op on the machine that executes PTX, and compare it with float64.
 
-    flux compile --emulated --arch 80 --set minimal --out build/ptx
+    python tools/compile_kernels.py --emulated --arch 80 --set minimal --out build/ptx
     python tools/emulate_op.py build/ptx --op gemm_rs
     python -m ptx_machine profile tools/emulate_op.py -- build/ptx --op gemm_rs
 
@@ -21,7 +21,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tests" / "support"
-sys.path[:0] = [str(ROOT), str(SUPPORT), str(SUPPORT / "emulation")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(SUPPORT), str(SUPPORT / "emulation")]
 
 from flux.transport.virtual import VirtualWorld  # noqa: E402
 from ptx_device import PtxDevice  # noqa: E402
@@ -57,7 +57,9 @@ def work_of(device: PtxDevice) -> tuple[int, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kernels", type=Path, help="directory of flux compile --emulated")
+    parser.add_argument(
+        "kernels", type=Path, help="directory of tools/compile_kernels.py --emulated"
+    )
     parser.add_argument("--op", choices=("ag_gemm", "gemm_rs", "gemm_ar"), default="ag_gemm")
     for size, value in (("m", 256), ("n", 512), ("k", 512)):
         parser.add_argument(f"--{size}", type=int, default=value, help="of all ranks")

@@ -72,9 +72,9 @@ void bind_streams(py::module_& m) {
           "end",
           [](StreamTrace& trace, int token, Stream stream, int work, std::uint32_t call, int peer,
              int begin, int end, int at, int signal, std::int64_t bytes) {
-            trace.end(
-                token, stream,
-                told(static_cast<Work>(work), call, peer, -1, -1, {begin, end}, at, signal, bytes));
+            trace.end(token, stream,
+                      record_of(static_cast<Work>(work), call, peer, -1, -1, {begin, end}, at,
+                                signal, bytes));
           },
           py::arg("token"), py::arg("stream"), py::arg("work"), py::arg("call") = 0,
           py::arg("peer") = -1, py::arg("begin") = 0, py::arg("end") = 0, py::arg("at") = -1,

@@ -98,8 +98,8 @@ class Reducing {
     if (!is_push(spec_)) return wrap(owner - source - 1, world_);
     if (!two_levels_) return wrap(source - owner - 1, world_);
     const auto& list = blocks(holder);
-    const auto found = std::find(list.begin(), list.end(), std::make_pair(owner, source));
-    return static_cast<int>(found - list.begin());
+    const auto block = std::find(list.begin(), list.end(), std::make_pair(owner, source));
+    return static_cast<int>(block - list.begin());
   }
 
   // Blocks and groups of signals that the largest holder needs.

@@ -52,7 +52,7 @@ __device__ inline void write_report(std::uint64_t* report, std::uint64_t code, s
 }
 
 // Keeps the first failure of a launch. Of waits that fail at the same time, the compare-and-swap in
-// device memory chooses the one that is told to the host as well.
+// device memory chooses the one that is reported to the host as well.
 __device__ inline void record_failure(const FluxSync& sync, int code, int tile, int signal,
                                       std::uint32_t observed) {
   auto* status = reinterpret_cast<unsigned long long*>(sync.status);

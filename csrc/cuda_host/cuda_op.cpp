@@ -211,9 +211,9 @@ void CudaOp::fill_with_nan(Stream stream) {
 // of the status after all reads of the call finds every failure that may have corrupted them.
 // Kernels read the status when they end (cuda/sync.cuh). If a copy comes after the last kernel, the
 // status is copied once more.
-void CudaOp::end(Stream stream, bool told_by_kernel) {
-  if (traced()) streams_->end(whole_call_, stream, told(Work::kCall, epoch_));
-  if (!told_by_kernel) {
+void CudaOp::end(Stream stream, bool kernel_reports) {
+  if (traced()) streams_->end(whole_call_, stream, record_of(Work::kCall, epoch_));
+  if (!kernel_reports) {
     driver_->copy(stream, setup_.report, status_of(setup_.rank), kStatusBytes);
   }
   driver_->record(capture_ != 0 ? captured_end_ : ended_, stream);
@@ -341,7 +341,7 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   if (!kernels && !pulls(schedule)) await_rows(schedule, stream);  // pulled rows: joined above
   if (gathered != 0) {
     const Span stage("flux collect");
-    const auto collected = [&] { return told(Work::kCollect, epoch_); };
+    const auto collected = [&] { return record_of(Work::kCollect, epoch_); };
     stamped(streams_.get(), stream, collected, [&] {
       driver_->copy(stream, gathered, setup_.data[setup_.rank],
                     static_cast<std::size_t>(schedule.spec.problem.m) * setup_.row_bytes);
@@ -503,7 +503,7 @@ void CudaOp::collect(int m, Stream stream, Address out) {
     done.insert(done.end(), waits.begin(), waits.end());
     put_traced(stream, Work::kResult, done);
   }
-  const auto collected = [&] { return told(Work::kCollect, epoch_); };
+  const auto collected = [&] { return record_of(Work::kCollect, epoch_); };
   stamped(streams_.get(), stream, collected, [&] {
     driver_->copy(stream, out, setup_.data[setup_.rank] + setup_.rest_offset,
                   static_cast<std::size_t>(m) * setup_.row_bytes);

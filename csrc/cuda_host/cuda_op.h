@@ -204,8 +204,8 @@ class CudaOp {
   int holder(int owner) const { return neighbours().begin + owner % lanes(); }
   int twin(int node) const { return node * lanes() + setup_.rank % lanes(); }
   int region_of(int owner) const { return owner / lanes() * (setup_.signals / setup_.nodes); }
-  // `told`: the kernel that ends the call reports failures itself.
-  void end(Stream stream, bool told);
+  // `kernel_reports`: the kernel that ends the call reports failures itself.
+  void end(Stream stream, bool kernel_reports);
   void fill_with_nan(Stream stream);
   void renew_signals(Stream stream);
   void await_rows(const Schedule& schedule, Stream stream);

@@ -169,7 +169,7 @@ void CudaOp::share_tile(const Schedule& schedule, int tile, int ahead) {
     if (peer == setup_.rank) continue;
     const auto what = [&] {
       const auto bytes = static_cast<std::int64_t>(came.bytes);
-      return told(Work::kCopy, epoch_, peer, twin(from), tile, got, peer, -1, bytes);
+      return record_of(Work::kCopy, epoch_, peer, twin(from), tile, got, peer, -1, bytes);
     };
     stamped(streams_.get(), copy_stream_, what, [&] {
       driver_->copy(copy_stream_, setup_.data[peer] + came.at, setup_.data[setup_.rank] + came.at,

@@ -18,7 +18,7 @@ void CudaOp::trace(Address kernels, std::shared_ptr<StreamTrace> streams) {
 
 void CudaOp::put_traced(Stream stream, Work work, const std::vector<MemOp>& ops) {
   stamped(
-      streams_.get(), stream, [&] { return told(work, epoch_); },
+      streams_.get(), stream, [&] { return record_of(work, epoch_); },
       [&] { driver_->memory_ops(stream, ops); });
 }
 
@@ -29,9 +29,9 @@ void CudaOp::exchange(const std::vector<Move>& moves) {
     std::vector<Record> records;
     for (const Move& m : moves) {
       const bool sends = m.kind == Move::kSend;
-      records.push_back(told(sends ? Work::kSend : Work::kReceive, epoch_, m.peer, -1, -1, {0, 0},
-                             sends ? m.peer : setup_.rank, m.box,
-                             static_cast<std::int64_t>(m.bytes)));
+      records.push_back(record_of(sends ? Work::kSend : Work::kReceive, epoch_, m.peer, -1, -1,
+                                  {0, 0}, sends ? m.peer : setup_.rank, m.box,
+                                  static_cast<std::int64_t>(m.bytes)));
     }
     return records;
   };

@@ -76,8 +76,8 @@ class NetworkGather {
     const Range rows = comm_tile_rows(comm_, hop.chunk, tile);
     std::int64_t bytes = 0;
     for (const std::int64_t row : call_.row_bytes) bytes += (rows.end - rows.begin) * row;
-    return told(work, call_.epoch, peer, hop.chunk, tile, rows, tiles_.rank,
-                signal_index(comm_, hop.chunk, tile), bytes);
+    return record_of(work, call_.epoch, peer, hop.chunk, tile, rows, tiles_.rank,
+                     signal_index(comm_, hop.chunk, tile), bytes);
   }
 
   void add(std::vector<Move>* moves, Move::Kind kind, const Hop& hop, int tile) const {

@@ -19,12 +19,12 @@ Address word(const std::vector<Address>& words, int rank, int index) {
 }  // namespace
 
 std::vector<int> pullers(const TileOrder& tiles, int chunk) {
-  std::vector<int> found;
+  std::vector<int> peers;
   for (int step = 0; step < world_of(tiles.mesh) - 1; ++step) {
     const Hop hop = send_hop(tiles.order, tiles.mesh, tiles.direction, tiles.rank, step);
-    if (hop.chunk == chunk) found.push_back(hop.peer);
+    if (hop.chunk == chunk) peers.push_back(hop.peer);
   }
-  return found;
+  return peers;
 }
 
 Gather::Gather(Driver& driver, const Schedule& schedule, const GatherCall& call)
@@ -104,7 +104,7 @@ void Gather::offer_to(int puller, int chunk) {
     const int signal = signal_index(c, chunk, tile);
     if (call_.trace != nullptr) flush();
     const auto there = [&] {
-      return told(Work::kCopy, call_.epoch, rank_, chunk, tile, rows, rank_, signal);
+      return record_of(Work::kCopy, call_.epoch, rank_, chunk, tile, rows, rank_, signal);
     };
     stamped(call_.trace, call_.stream, there, [&] {
       put(call_.stream, {MemOp::kWrite, word(call_.offers, puller, signal), call_.epoch});
@@ -140,7 +140,7 @@ void Gather::copy(Stream stream, int to, Range rows, int from, What&& what) {
 Record Gather::copied(int chunk, int tile, Range rows, int peer, int at, int signal) const {
   std::int64_t bytes = 0;
   for (const GatherPart& part : call_.parts) bytes += (rows.end - rows.begin) * part.row_bytes;
-  return told(Work::kCopy, call_.epoch, peer, chunk, tile, rows, at, signal, bytes);
+  return record_of(Work::kCopy, call_.epoch, peer, chunk, tile, rows, at, signal, bytes);
 }
 
 // Memory operations are collected until other work goes onto their stream. The driver then takes
@@ -165,13 +165,13 @@ void Gather::flush() {
 void Gather::await_entry(Stream stream, int peer) {
   if (peer == rank_ || ((entered_ >> peer) & 1u) != 0) return;
   await(stream, {MemOp::kWait, word(call_.entries, rank_, peer), call_.epoch},
-        told(Work::kEntry, call_.epoch, peer));
+        record_of(Work::kEntry, call_.epoch, peer));
   entered_ |= 1u << peer;
 }
 
 void Gather::await_received(const Transfer& t) {
   await(call_.stream, {MemOp::kWait, word(call_.signals, rank_, t.signal), call_.epoch},
-        told(Work::kWait, call_.epoch, rank_, t.chunk, t.tile, t.rows, rank_, t.signal));
+        record_of(Work::kWait, call_.epoch, rank_, t.chunk, t.tile, t.rows, rank_, t.signal));
 }
 
 void Gather::send(const Transfer& t) {
@@ -185,7 +185,7 @@ void Gather::fetch(const Transfer& t) {
   // In a trace the wait refers to the signal at the source, which is raised directly before the
   // offer.
   await(call_.stream, {MemOp::kWait, word(call_.offers, rank_, t.signal), call_.epoch},
-        told(Work::kWait, call_.epoch, t.src, t.chunk, t.tile, t.rows, t.src, t.signal));
+        record_of(Work::kWait, call_.epoch, t.src, t.chunk, t.tile, t.rows, t.src, t.signal));
   copy(call_.stream, rank_, t.rows, t.src,
        [&] { return copied(t.chunk, t.tile, t.rows, t.src, rank_, t.signal); });
   raise(call_.stream, rank_, t.signal);

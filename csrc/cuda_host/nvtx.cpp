@@ -14,15 +14,15 @@ void load_nvtx(const std::string& library) {
   }
   // Under the GIL. Never closed: ranges may be open.
   static std::map<std::string, std::pair<SharedLibrary, Nvtx>> loaded;
-  auto found = loaded.find(library);
-  if (found == loaded.end()) {
+  auto entry = loaded.find(library);
+  if (entry == loaded.end()) {
     const SharedLibrary opened(library, "the NVTX library " + library);
     Nvtx entries{};
     opened.look_up("nvtxRangePushA", &entries.push);
     opened.look_up("nvtxRangePop", &entries.pop);
-    found = loaded.emplace(library, std::pair(opened, entries)).first;
+    entry = loaded.emplace(library, std::pair(opened, entries)).first;
   }
-  nvtx.store(&found->second.second, std::memory_order_release);
+  nvtx.store(&entry->second.second, std::memory_order_release);
 }
 
 void Span::push_call(const char* op, int m) const {

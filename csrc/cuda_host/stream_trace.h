@@ -73,8 +73,8 @@ class StreamTrace {
 };
 
 // The part of a record that is known at submission: all but its times.
-inline Record told(Work work, std::uint32_t call, int peer = -1, int chunk = -1, int tile = -1,
-                   Range rows = {0, 0}, int at = -1, int signal = -1, std::int64_t bytes = 0) {
+inline Record record_of(Work work, std::uint32_t call, int peer = -1, int chunk = -1, int tile = -1,
+                        Range rows = {0, 0}, int at = -1, int signal = -1, std::int64_t bytes = 0) {
   return {0, 0, call, work, peer, chunk, tile, rows, at, signal, bytes};
 }
 

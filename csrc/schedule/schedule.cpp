@@ -114,9 +114,9 @@ void for_each_comm_tile(const CommTiling& c, int chunk, Use&& use) {
 // By chunk, its position in the visiting order: position_of_chunk of all, without its searches.
 std::vector<int> positions(const TileOrder& t) {
   const int world = world_of(t.mesh);
-  std::vector<int> found(world);
-  for (int p = 0; p < world; ++p) found[chunk_at(t, p)] = p;
-  return found;
+  std::vector<int> by_chunk(world);
+  for (int p = 0; p < world; ++p) by_chunk[chunk_at(t, p)] = p;
+  return by_chunk;
 }
 
 // The tile rows in visiting order: tile_row_at of all slots, without its walks.

@@ -12,8 +12,8 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -44,8 +44,6 @@ FLAGS = (
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     "-Xptxas=-v",
 )
-# PTX alone, as text, with the lines of the source that messages name.
-EMULATED_FLAGS = (*FLAGS[:-1], "-lineinfo", "--compress-mode=none")
 _CODE = {
     # The fallback on newer GPUs: code for Hopper too, where it is used beside sm_90a (both from one
     # front-end run), and PTX for later architectures.
@@ -60,21 +58,6 @@ LINK_FLAGS = (
     # Unresolved symbols fail here instead of at load time.
     "-Xlinker=--no-undefined",
 )
-# A machine executes the PTX (ptx_machine/), and stands in for the runtime.
-_EMULATED_RUNTIME = Path("cuda/runtime/emulated_cudart.cpp")
-_EMULATED_LINK_FLAGS = (
-    *(flag for flag in LINK_FLAGS if flag != "-cudart=static"),
-    "-cudart=none",
-    "-Xcompiler=-fPIC,-fvisibility=hidden",
-    "-ldl",
-)
-
-
-def ptx_of(arch: str) -> str:
-    """Return the flag for PTX of an architecture, and no machine code."""
-    return f"-gencode=arch=compute_{arch},code=compute_{arch}"
-
-
 # Variables that nvcc itself reads.
 _NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
 
@@ -93,19 +76,49 @@ class CompileError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Target:
+    """What libraries are built for. The default, ``GPU``, is a GPU with NVIDIA's runtime.
+
+    Attributes:
+        flags: of the compiler, for each kernel.
+        code: flag of the compiler by architecture: which code it generates.
+        link_flags: of the linker.
+        runtime: files of what stands in for NVIDIA's runtime. Those that end in ``.cpp`` are
+            compiled into each library; the others are headers that they include.
+        nvshmem: headers that libflux_nvshmem is built with; None: of the installed package.
+        nvshmem_library: what it is linked with then.
+        loads_on_gpus: whether a GPU can load the libraries. If not, the cache of kernels must not
+            hold them.
+        how_to_get: how to make ``nvshmem`` and its library, for messages.
+    """
+
+    flags: tuple[str, ...] = FLAGS
+    code: Mapping[str, str] = field(
+        default_factory=lambda: {arch: f"-gencode={code}" for arch, code in _CODE.items()}
+    )
+    link_flags: tuple[str, ...] = LINK_FLAGS
+    runtime: tuple[Path, ...] = ()
+    nvshmem: toolchain.Tool | None = None
+    nvshmem_library: Path | None = None
+    loads_on_gpus: bool = True
+    how_to_get: str = ""
+
+
+GPU = Target()
+
+
+@dataclass(frozen=True)
 class Tools:
-    """The build tools: programs, headers, versions; whether the kernels are to be emulated."""
+    """The build tools: programs, headers, versions; and what they build for."""
 
     nvcc: toolchain.Tool
     cutlass: toolchain.Tool
     csrc: Path
     ccache: str | None = None
-    emulated: bool = False
+    target: Target = GPU
 
     def _own_flags(self, arch: str) -> tuple[str, ...]:
-        if self.emulated:
-            return (*EMULATED_FLAGS, ptx_of(arch))
-        return (*FLAGS, f"-gencode={_CODE[arch]}")
+        return (*self.target.flags, self.target.code[arch])
 
     def flags(self, arch: str) -> tuple[str, ...]:
         """Return the compiler's flags except paths, with nvcc's flags from the environment."""
@@ -113,15 +126,11 @@ class Tools:
 
     def link_inputs(self) -> tuple[str, ...]:
         """Return the linker's flags, and what else decides what it makes, for a library's key."""
-        if not self.emulated:
-            return LINK_FLAGS
-        return (*_EMULATED_LINK_FLAGS, sources.digest([*self._runtime_sources()]))
-
-    def _runtime_sources(self) -> Iterator[tuple[str, str]]:
-        text = (self.csrc / _EMULATED_RUNTIME).read_text(encoding="utf-8")
-        yield "runtime", text
-        for name in sources.headers(text, self.csrc):
-            yield name, (self.csrc / name).read_text(encoding="utf-8")
+        target = self.target
+        if not target.runtime:
+            return target.link_flags
+        texts = [(file.name, file.read_text(encoding="utf-8")) for file in target.runtime]
+        return (*target.link_flags, sources.digest(texts))
 
     def compile_command(self, arch: str) -> list[str]:
         """Return the compile command; its directory must hold the source."""
@@ -143,17 +152,15 @@ class Tools:
 
     def linking(self) -> list[str]:
         """Return a link command without its inputs and its output."""
-        if self.emulated:
-            runtime = [str(self.csrc / _EMULATED_RUNTIME), f"-I{self.csrc}"]
-            return [self.nvcc.path, *_EMULATED_LINK_FLAGS, *runtime]
-        return [self.nvcc.path, *LINK_FLAGS]
+        compiled = [str(file) for file in self.target.runtime if file.suffix == ".cpp"]
+        return [self.nvcc.path, *self.target.link_flags, *compiled]
 
 
-def find_tools(emulated: bool = False) -> Tools:
+def find_tools(target: Target = GPU) -> Tools:
     """Find nvcc, CUTLASS and our headers.
 
     Args:
-        emulated: build kernels for the machine of ptx_machine/, not for a GPU.
+        target: what kernels are built for.
 
     Raises:
         MissingToolError: one of them is missing or does not work.
@@ -174,7 +181,7 @@ def find_tools(emulated: bool = False) -> Tools:
             "reinstall flux-overlap"
         )
     ccache = shutil.which("ccache") if env.CCACHE.get() else None
-    return Tools(nvcc, cutlass, csrc, ccache, emulated)
+    return Tools(nvcc, cutlass, csrc, ccache, target)
 
 
 @dataclass(frozen=True)

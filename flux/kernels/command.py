@@ -26,13 +26,14 @@ from flux.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from flux.kernels.build import CompileUnit
+    from flux.kernels.build import CompileUnit, Target
     from flux.kernels.config import GemmConfig
     from flux.kernels.driver import CompileObserver, CompilePlan, Outcome
     from flux.kernels.manifest import Library
 
 
 def compile_kernels(
+    context: typer.Context,
     arch: Annotated[
         str, typer.Option(help="Architectures to build for, separated by commas.")
     ] = "80,90a",
@@ -58,7 +59,7 @@ def compile_kernels(
         typer.Option(
             "--runtime",
             help="Build libflux_nvshmem, for ranks on several nodes, instead of kernels. Needs "
-            "the nvidia-nvshmem package too; with --emulated, a checkout with `make emulator`.",
+            "the nvidia-nvshmem package too.",
         ),
     ] = False,
     trace: Annotated[
@@ -66,14 +67,6 @@ def compile_kernels(
         typer.Option(
             "--trace",
             help="Build kernels that record time stamps for `flux trace`, next to the others.",
-        ),
-    ] = False,
-    emulated: Annotated[
-        bool,
-        typer.Option(
-            "--emulated",
-            help="Build for the PTX machine of ptx_machine/, which runs kernels without a GPU. "
-            "Needs --out.",
         ),
     ] = False,
     json_output: Annotated[
@@ -86,31 +79,32 @@ def compile_kernels(
     kernel does not compile, the others are still built, and the exit status is 1.
     """
     from flux.core.env import user_path
+    from flux.kernels.build import GPU, Target
     from flux.kernels.registry import cache_root
 
+    # Programs that build for something else run this command with another target as its object.
+    target = context.obj if isinstance(context.obj, Target) else GPU
     try:
         root = cache_root() if out is None else user_path(out)
     except ValueError as error:
         refuse(str(error))
-    if emulated and out is None:  # GPUs must not find these in the cache
-        refuse("--emulated needs --out DIR")
+    if out is None and not target.loads_on_gpus:
+        refuse("kernels that no GPU can load need --out DIR: the cache is for GPUs")
     if runtime:
         if list_only or only is not None or trace:
             refuse("--runtime cannot be combined with --list, --only or --trace")
-        _compile_runtime(
-            _archs(arch), root, emulated=emulated, is_cache=out is None, json_output=json_output
-        )
+        _compile_runtime(_archs(arch), root, target, is_cache=out is None, json_output=json_output)
         return
     configs = _chosen(arch, set_name, only, traced=trace)
     if list_only:
-        _list(configs, root, traced=trace, emulated=emulated, json_output=json_output)
+        _list(configs, root, target, traced=trace, json_output=json_output)
     else:
         _compile(
             configs,
             root,
             jobs,
+            target,
             traced=trace,
-            emulated=emulated,
             is_cache=out is None,
             json_output=json_output,
         )
@@ -136,13 +130,13 @@ def _chosen(arch: str, set_name: str, only: str | None, *, traced: bool) -> list
 
 
 def _list(
-    configs: Sequence[GemmConfig], root: Path, *, traced: bool, emulated: bool, json_output: bool
+    configs: Sequence[GemmConfig], root: Path, target: Target, *, traced: bool, json_output: bool
 ) -> None:
     from flux.kernels.registry import Registry
 
     built: dict[str, str] = {}
     for library in Registry.load([root]).libraries:  # within a root the newest first
-        if (library.traced, library.emulated) == (traced, emulated):
+        if (library.traced, library.loads_on_gpus) == (traced, target.loads_on_gpus):
             for config in library.configs:
                 built.setdefault(config.name, str(library.path))
     if json_output:
@@ -175,13 +169,13 @@ def _make_root(root: Path, *, is_cache: bool) -> None:
 
 
 def _compile_runtime(
-    archs: Sequence[str], root: Path, *, emulated: bool, is_cache: bool, json_output: bool
+    archs: Sequence[str], root: Path, target: Target, *, is_cache: bool, json_output: bool
 ) -> None:
     from flux.kernels import build, trust
     from flux.kernels import runtime as runtime_library
 
     try:
-        tools = runtime_library.find_tools(emulated)
+        tools = runtime_library.find_tools(target)
         _make_root(root, is_cache=is_cache)
         with _ends_as_interrupted():
             library, fresh = runtime_library.make(root, tools, archs)
@@ -210,16 +204,16 @@ def _compile(
     configs: Sequence[GemmConfig],
     root: Path,
     jobs: int | None,
+    target: Target,
     *,
     traced: bool,
-    emulated: bool,
     is_cache: bool,
     json_output: bool,
 ) -> None:
     from flux.kernels import build, driver, trust
 
     try:
-        tools = build.find_tools(emulated)
+        tools = build.find_tools(target)
     except (build.MissingToolError, ValueError) as error:
         refuse(str(error))
     try:

@@ -99,9 +99,9 @@ class Library:
         return tuple(self.kernels.values())
 
     @property
-    def emulated(self) -> bool:
-        """Whether it holds PTX alone, for the machine of ptx_machine/."""
-        return not any("code=sm_" in flag or "code=[sm_" in flag for flag in self.flags)
+    def loads_on_gpus(self) -> bool:
+        """Whether it has machine code of a GPU, not PTX alone."""
+        return any("code=sm_" in flag or "code=[sm_" in flag for flag in self.flags)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the manifest, for JSON."""

@@ -5,9 +5,6 @@ It lies beside the kernel libraries (manifest.py), and is built and moved into p
 <root>/nvshmem_<key>/libflux_nvshmem.so
                      libflux_nvshmem.json       the manifest
                      libflux_nvshmem.ptxas.txt  ptxas's report
-
-A library for the machine of ptx_machine/ is made of the same source, with the emulated NVSHMEM of a
-checkout: it holds PTX alone.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flux.kernels import build, manifest, ptxas, sources, trust
-from flux.kernels.build import MissingToolError, Tools
+from flux.kernels.build import MissingToolError, Target, Tools
 from flux.kernels.children import Children
 from flux.kernels.manifest import DamagedLibraryError, field_of, seconds_of, texts_of
 from flux.kernels.ptxas import Usage
@@ -46,10 +43,6 @@ _CODE = {
     "90a": "-gencode=arch=compute_90a,code=sm_90a",
 }
 ARCHS = tuple(_CODE)
-# The emulated NVSHMEM: relative to the checkout. Its functions are a part of the emulated GPU.
-_EMULATED_NVSHMEM = "ptx_machine/nvshmem"
-_EMULATED_LIBRARY = "ptx_machine/gpu/libemulated_gpu.so"
-EMULATED_VERSION = "0.0.0"
 
 
 @dataclass(frozen=True)
@@ -66,9 +59,10 @@ class RuntimeTools:
 
     def flags(self, archs: Sequence[str]) -> tuple[str, ...]:
         """Return the compiler's flags except paths."""
-        if self.tools.emulated:
-            return (*build.EMULATED_FLAGS, *map(build.ptx_of, archs))
-        return (*build.FLAGS, "-rdc=true", *(_CODE[arch] for arch in archs))
+        target = self.tools.target
+        if target.nvshmem is not None:
+            return (*target.flags, *(target.code[arch] for arch in archs))
+        return (*target.flags, "-rdc=true", *(_CODE[arch] for arch in archs))
 
     def commands(self, archs: Sequence[str]) -> list[list[str]]:
         """Return the compile and link commands; their directory must hold the list of exports."""
@@ -80,8 +74,8 @@ class RuntimeTools:
 
     def _libraries(self, archs: Sequence[str]) -> list[str]:
         # No run path: what the library needs is loaded before it, wherever both are by then.
-        if self.tools.emulated:
-            return [str(self.tools.csrc.parent / _EMULATED_LIBRARY)]
+        if self.tools.target.nvshmem_library is not None:
+            return [str(self.tools.target.nvshmem_library)]
         library = Path(self.nvshmem.path, "lib")
         return [
             *(_CODE[arch] for arch in archs),
@@ -101,7 +95,7 @@ class RuntimeTools:
             *self.tools.link_inputs(),
             *build.inherited_flags(),
         ]
-        if self.tools.emulated:  # its headers have no version
+        if self.tools.target.nvshmem is not None:  # these headers have no version
             headers = sorted(Path(self.nvshmem.path, "include").glob("*.h"))
             found.append(sources.digest([header.read_text("utf-8") for header in headers]))
         return found
@@ -237,19 +231,25 @@ def usable(roots: Sequence[Path]) -> RuntimeLibrary:
     raise MissingToolError(f"{NAME}.so is built for {built}, but {have} is installed: {how}")
 
 
-def find_tools(emulated: bool = False) -> RuntimeTools:
-    """Find nvcc, CUTLASS, our sources, and NVSHMEM for nvcc's version of CUDA.
+def find_tools(target: Target = build.GPU) -> RuntimeTools:
+    """Find nvcc, CUTLASS, our sources, and NVSHMEM: the target's, or that for nvcc's CUDA.
 
     Args:
-        emulated: build for the machine of ptx_machine/, with the emulated NVSHMEM.
+        target: what the library is built for.
 
     Raises:
         MissingToolError: one of them is missing or does not work.
     """
-    tools = build.find_tools(emulated)
+    tools = build.find_tools(target)
     if not (tools.csrc / SOURCE).is_file():
         raise MissingToolError(f"{tools.csrc / SOURCE} is missing: reinstall flux-overlap")
-    return RuntimeTools(tools, _emulated_nvshmem(tools) if emulated else _nvshmem_for(tools))
+    if target.nvshmem is None:
+        return RuntimeTools(tools, _nvshmem_for(tools))
+    header = Path(target.nvshmem.path, "include/nvshmem.h")
+    for file in (header, target.nvshmem_library):
+        if file is not None and not file.is_file():
+            raise MissingToolError(f"{file} is missing: {target.how_to_get}")
+    return RuntimeTools(tools, target.nvshmem)
 
 
 def _nvshmem_for(tools: Tools) -> toolchain.Tool:
@@ -261,17 +261,6 @@ def _nvshmem_for(tools: Tools) -> toolchain.Tool:
     if nvshmem.problem:
         raise MissingToolError(f"NVSHMEM cannot be used: {nvshmem.describe()}")
     return nvshmem
-
-
-def _emulated_nvshmem(tools: Tools) -> toolchain.Tool:
-    checkout = tools.csrc.parent
-    if not (checkout / _EMULATED_NVSHMEM / "include/nvshmem.h").is_file():
-        raise MissingToolError(
-            f"the emulated NVSHMEM is missing: {checkout} is not a checkout of flux"
-        )
-    if not (checkout / _EMULATED_LIBRARY).is_file():
-        raise MissingToolError(f"{checkout / _EMULATED_LIBRARY} is not built: make emulator")
-    return toolchain.Tool(EMULATED_VERSION, str(checkout / _EMULATED_NVSHMEM), "the emulator")
 
 
 def sources_hash(root: Path) -> str:

@@ -226,7 +226,7 @@ def _look_up(
 
 
 def _detected(kind: str) -> Cluster | None:
-    """Return this rank's host; None if its device cannot be inspected, such as an emulated one."""
+    """Return this rank's host; None if no device can be inspected."""
     if kind == "cuda" and not torch.cuda.is_available():
         return None
     return detect(kind)

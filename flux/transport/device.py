@@ -1,4 +1,4 @@
-"""The CUDA backend's interface to a device; tests substitute an emulated one."""
+"""The CUDA backend's interface to a device; tests substitute another."""
 
 from __future__ import annotations
 

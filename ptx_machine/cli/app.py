@@ -242,14 +242,14 @@ def _show_changed(console: Console, request: Request, before: dict[str, Any], qu
 def _targets(texts: list[str], request: Request) -> dict[str, Path]:
     from ptx_machine.cli.programs import UsageError
 
-    found = {}
+    targets = {}
     for text in texts:
         name, _, target = text.partition("=")
         if name not in request.tensors() or not target.endswith(".npy"):
             names = ", ".join(request.tensors()) or "none"
             raise UsageError(f"--save {text}: expected NAME=FILE.npy, NAME one of {names}")
-        found[name] = Path(target)
-    return found
+        targets[name] = Path(target)
+    return targets
 
 
 def _save(tensor: Any, target: Path) -> None:
@@ -296,17 +296,17 @@ def trace(
             max_statements, arch, nvcc,
         )  # fmt: skip
         place = None if text is None else _place(text)
-        found = request.trace(seed, most)
+        trace = request.trace(seed, most)
         console = Console()
-        if found.dropped:
-            complain(f"{found.dropped:,} statements came later and are left out: --most")
+        if trace.dropped:
+            complain(f"{trace.dropped:,} statements came later and are left out: --most")
         if place is None:
-            out.write_text(json.dumps(found.chrome()), encoding="utf-8")
+            out.write_text(json.dumps(trace.chrome()), encoding="utf-8")
             console.print(
-                f"{out}: {len(found.spans()):,} spans; open it at ui.perfetto.dev", **PLAIN
+                f"{out}: {len(trace.spans()):,} spans; open it at ui.perfetto.dev", **PLAIN
             )
             return
-        for line in found.text(*place):
+        for line in trace.text(*place):
             console.print(line, **PLAIN)
 
 
@@ -349,17 +349,17 @@ def profile(
 
     with _errors():
         if file.suffix == ".py":
-            found = _of_script(file, context.args, kernel)
+            launches = _of_script(file, context.args, kernel)
         else:
             request = _request(
                 file, kernel, grid, block, cluster, arg, shared, data_seed, model, multiprocessors,
                 max_statements, arch, nvcc,
             )  # fmt: skip
-            found = [request.run(seed)]
+            launches = [request.run(seed)]
     if json_output:
-        print(json.dumps([as_json(counters) for counters in found]))
+        print(json.dumps([as_json(counters) for counters in launches]))
         return
-    for counters in found:
+    for counters in launches:
         show_counters(Console(), counters, lines)
 
 

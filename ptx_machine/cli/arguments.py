@@ -40,17 +40,17 @@ def parse(texts: list[str], seed: int) -> list[Argument]:
     Raises:
         UsageError: one is not in the grammar, or its file cannot be read.
     """
-    found = []
+    arguments = []
     for number, text in enumerate(texts):
         named = _NAMED.fullmatch(text)
         name, value = (named[1], named[2]) if named else (f"arg{number}", text)
         generator = torch.Generator().manual_seed(1000 * seed + number)
-        found.append(Argument(name, _value(value, generator), not value.endswith("=empty")))
-    names = [argument.name for argument in found]
+        arguments.append(Argument(name, _value(value, generator), not value.endswith("=empty")))
+    names = [argument.name for argument in arguments]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"two arguments are called {name}")
-    return found
+    return arguments
 
 
 def _value(text: str, generator: torch.Generator) -> Any:

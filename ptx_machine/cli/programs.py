@@ -50,19 +50,19 @@ def load(path: Path, wanted: str | None, arch: str, options: Sequence[str]) -> P
     if not path.exists():
         raise UsageError(f"there is no file {path}")
     modules = [Module(text) for text in _texts(path, arch, options)]
-    found = [
+    programs = [
         Program(module, kernel)
         for module in modules
         for kernel in module.kernels
         if wanted is None or wanted in kernel
     ]
-    if len(found) == 1:
-        return found[0]
-    exact = [program for program in found if program.kernel == wanted]
+    if len(programs) == 1:
+        return programs[0]
+    exact = [program for program in programs if program.kernel == wanted]
     if len(exact) == 1:
         return exact[0]
-    if found:
-        names = "".join(f"\n  {program.kernel}" for program in found)
+    if programs:
+        names = "".join(f"\n  {program.kernel}" for program in programs)
         raise UsageError(f"{path.name} has several such kernels; choose one by --kernel:{names}")
     names = "".join(f"\n  {kernel}" for module in modules for kernel in module.kernels)
     raise UsageError(f"{path.name} has no kernel with {wanted!r} in its name:{names or ' none'}")
@@ -97,14 +97,14 @@ def ptx_of_library(data: bytes, name: str) -> Iterator[str]:
             kind, _, bytes_before, bytes_behind, *_, flags = _ENTRY.unpack_from(data, at)
             if kind == _PTX:
                 if flags & _COMPRESSED:
-                    raise UsageError(f"the PTX in {name} is compressed: flux compile --emulated")
+                    raise UsageError(f"the PTX in {name} is compressed: nvcc --compress-mode=none")
                 text = data[at + bytes_before : at + bytes_before + bytes_behind]
                 yield text.split(b"\0", 1)[0].decode()
                 any_found = True
             at += bytes_before + bytes_behind
         begin = data.find(_MAGIC, end)
     if not any_found:
-        raise UsageError(f"{name} holds no PTX: build it by flux compile --emulated")
+        raise UsageError(f"{name} holds no PTX: build it with nvcc -gencode=...,code=compute_...")
 
 
 def find_nvcc() -> str | None:

@@ -1,9 +1,9 @@
 """An emulated GPU: streams, events, graphs and batched operations of the CUDA driver, and NCCL.
 
 Streams are threads, memory is the process's own, and every copy can be delayed at random. What a
-GPU refuses, or what would starve there, is an error. Kernels come from libraries: those that `flux
-compile --emulated` builds run on the PTX machine, which shares these streams; others are launched
-through ``device.h``.
+GPU refuses, or what would starve there, is an error. Kernels come from libraries: those that are
+built with ``cudart/cudart.cpp`` run on the PTX machine, which shares these streams; stand-ins that
+are written in C++ are launched through ``device.h``.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Gpu:
     def set_queues(self, count: int) -> None:
         """Let streams share so many hardware queues; 0: none is shared. While all are idle.
 
-        Devices begin with FLUX_EMULATED_QUEUES of them.
+        Devices begin with PTX_MACHINE_QUEUES of them.
         """
         self._call("set_queues", count)
 

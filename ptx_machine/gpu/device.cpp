@@ -14,19 +14,6 @@ constexpr int kThreads = 2048, kRegisters = 65536, kBlocks = 32, kShared = 227 <
 
 constexpr std::chrono::milliseconds kAboutToStart{20};
 
-const char* name_of_wait(int code) {
-  switch (code) {
-    case FLUX_WAIT_GATHER:
-      return "signal ";
-    case FLUX_WAIT_ENTRY:
-      return "entry ";
-    case FLUX_WAIT_PARTIAL:
-      return "flag ";
-    default:
-      return "rank ";
-  }
-}
-
 bool holds(const std::vector<Memory>& all, std::uintptr_t address) {
   return std::any_of(all.begin(), all.end(), [=](const Memory& m) {
     return address >= m.base && address < m.base + m.bytes;
@@ -270,7 +257,7 @@ void Device::reset() {
   copies_need_room = kernels_first = false;
   starving_ms = loading_ms = 5000;
   ++generation;
-  const char* queues = std::getenv("FLUX_EMULATED_QUEUES");
+  const char* queues = std::getenv("PTX_MACHINE_QUEUES");
   set_queues(queues != nullptr ? std::atoi(queues) : 0);
   const std::lock_guard<std::mutex> hold(mutex_);
   host_.clear();
@@ -288,8 +275,8 @@ Grid::Grid(std::shared_ptr<const Work> work, std::uintptr_t stream)
 
 std::string Grid::waits_for() const {
   for (int i = 0; i < placed_; ++i) {
-    const int code = blocks_[i].code;
-    if (code != 0) return name_of_wait(code) + std::to_string(blocks_[i].index);
+    const char* const name = blocks_[i].name;
+    if (name != nullptr) return std::string(name) + " " + std::to_string(blocks_[i].index);
   }
   return "nothing";
 }
@@ -337,7 +324,7 @@ bool Grid::step_block(Block& block, int number) {
     const Seen seen = look(block, number);
     if (seen == Seen::kNotYet) return false;
     block.came.push_back(seen == Seen::kCame);
-    block.code = 0;
+    block.name = nullptr;
     block.looked = false;
     ++block.next;
   }
@@ -351,44 +338,27 @@ bool Grid::step_block(Block& block, int number) {
 
 Grid::Seen Grid::look(Block& block, int number) {
   const Wait& wait = block.waits[block.next];
-  const FluxSync& sync = work_->sync;
   if (!block.looked) {
     block.since = Clock::now();
     block.stamp = now();
   }
   const std::uint32_t seen = load(wait.words + wait.index);
-  if (flux::epoch_reached(seen, wait.epoch)) {
-    if (block.looked) {
-      tell(sync, block.stamp, FLUX_TRACE_WAIT, wait.row, wait.code, wait.index, {number, block.sm});
-    }
+  if (reached(seen, wait.value)) {
+    if (block.looked) work_->waited(wait, block.stamp, {number, block.sm});
     return Seen::kCame;
   }
   block.looked = true;
   block.index = wait.index;
-  block.code = wait.code;
-  if (device().failed()) return Seen::kGivenUp;
-  if (__atomic_load_n(sync.status, __ATOMIC_ACQUIRE) != 0) return Seen::kGivenUp;
-  if (Clock::now() - block.since <= std::chrono::nanoseconds(sync.timeout_ns)) return Seen::kNotYet;
-  for (std::uint64_t* to : {sync.status, sync.report}) {
-    if (to == nullptr) continue;
-    to[FLUX_STATUS_TILE] = static_cast<std::uint64_t>(wait.row);
-    to[FLUX_STATUS_SIGNAL] = static_cast<std::uint64_t>(wait.index);
-    to[FLUX_STATUS_EXPECTED] = wait.epoch;
-    to[FLUX_STATUS_OBSERVED] = seen;
-    __atomic_store_n(to, static_cast<std::uint64_t>(wait.code), __ATOMIC_RELEASE);
-  }
+  block.name = wait.name;
+  if (device().failed() || work_->abandoned()) return Seen::kGivenUp;
+  if (Clock::now() - block.since <= work_->patience) return Seen::kNotYet;
+  work_->late(wait, seen);
   return Seen::kGivenUp;
 }
 
 void Grid::end_block(Block& block) {
   const int sm = std::exchange(block.sm, -1);
-  if (over_ + 1 == work_->blocks && work_->reports && work_->sync.report != nullptr) {
-    // Peers that gave up have written into the status.
-    const FluxSync& sync = work_->sync;
-    const std::uint64_t code = __atomic_load_n(sync.status, __ATOMIC_ACQUIRE);
-    for (int i = 1; code != 0 && i < FLUX_STATUS_WORDS; ++i) sync.report[i] = sync.status[i];
-    if (code != 0) __atomic_store_n(sync.report, code, __ATOMIC_RELEASE);
-  }
+  if (over_ + 1 == work_->blocks && work_->over) work_->over();
   ++over_;
   device().leave(this, sm);
 }

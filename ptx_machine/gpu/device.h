@@ -20,9 +20,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/signal.h"
-#include "cuda/abi.h"
-#include "trace.h"
 #include "turns.h"
 
 namespace emulated {
@@ -34,11 +31,23 @@ constexpr int kLaunchFailure =
 constexpr int kRefused = 1;  // CUDA_ERROR_INVALID_VALUE
 constexpr int kNotSupported = 801;
 
+constexpr int kMultiprocessors = 8;
+constexpr std::uint64_t kClockOffset = 3'000'000'000'000'000;  // 35 days
+
+// The device's clock, in nanoseconds: the host's, so far off that nothing takes one for the other.
+inline std::uint64_t now() {
+  return Clock::now().time_since_epoch() / std::chrono::nanoseconds(1) + kClockOffset;
+}
+
 inline std::uint32_t load(const std::uint32_t* word) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
 inline void store(std::uint32_t* word, std::uint32_t value) {
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+// Whether a word has reached a value, as CU_STREAM_WAIT_VALUE_GEQ compares: values wrap around.
+inline bool reached(std::uint32_t seen, std::uint32_t value) {
+  return static_cast<std::int32_t>(seen - value) >= 0;
 }
 // Lets others go on: until this thread's next turn, or for a moment.
 inline void nap() {
@@ -69,13 +78,19 @@ struct Footprint {
   int shared = 0;      // bytes
 };
 
+// Where something is done.
+struct Place {
+  int block = 0;
+  int sm = 0;
+};
+
 // A word that a unit of work waits for.
 struct Wait {
   const std::uint32_t* words;
   int index;
-  std::uint32_t epoch;
-  int code;  // FLUX_WAIT_*
-  int row;   // for records
+  std::uint32_t value;
+  const char* name;  // of the words, for messages
+  int code, row;     // for the callbacks of the work
 };
 
 // A launch: blocks that do units of work one after the other, block b those of b, b + blocks, ...
@@ -84,9 +99,13 @@ struct Work {
   Footprint footprint;
   int blocks = 1;
   int units = 1;
-  FluxSync sync{};       // of all its waits
-  bool reports = false;  // a failure that stands in the status when it ends goes to the host
-  bool early = false;    // FluxReduceArgs.early
+  bool early = false;  // programmatic stream serialization: may start beside the launch before it
+  // What its waits do; only work that waits needs these.
+  std::chrono::nanoseconds patience{0};                       // of one wait
+  std::function<bool()> abandoned;                            // whether no wait is made any more
+  std::function<void(const Wait&, std::uint32_t seen)> late;  // a wait is out of patience
+  std::function<void(const Wait&, std::uint64_t since, Place)> waited;  // it came, but not at once
+  std::function<void()> over;                                           // the last block has ended
   std::function<void(int unit, std::vector<Wait>* waits)> open;
   std::function<void(int unit, const std::vector<bool>& came, Place at)> close;
 };
@@ -115,7 +134,9 @@ class Grid {
     std::vector<bool> came;
     Clock::time_point since;
     std::uint64_t stamp = 0;
-    std::atomic<int> code{0}, index{0};  // of what it waits for, for other threads
+    // What it waits for, for other threads; a null name: nothing.
+    std::atomic<const char*> name{nullptr};
+    std::atomic<int> index{0};
   };
   enum class Seen { kCame, kGivenUp, kNotYet };
   bool step_block(Block& block, int number);

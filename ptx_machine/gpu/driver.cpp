@@ -1,4 +1,4 @@
-// A GPU for tests: the entry points of the CUDA driver that flux looks up. Streams run at the same time
+// A GPU for tests: the entry points of the CUDA driver. Streams run at the same time
 // and in any interleaving, memory is the process's own, and every copy and kernel tile can be delayed at
 // random. Rules of real GPUs are enforced: device.h has streams, queues and multiprocessors,
 // kernels come from libraries.
@@ -54,7 +54,7 @@ void put_transfer(const char* what, void* stream, bool needs_room, std::function
 
 void await_word(std::uintptr_t word, std::uint32_t value) {
   const auto* at = reinterpret_cast<std::uint32_t*>(word);
-  while (!flux::epoch_reached(load(at), value) && !device().failed()) nap();
+  while (!reached(load(at), value) && !device().failed()) nap();
 }
 
 void write_word(std::uintptr_t word, std::uint32_t value) {

@@ -224,7 +224,7 @@ int cuMemCreate(std::uint64_t* handle, std::size_t bytes, const AllocationProp* 
   auto made = std::make_shared<Physical>();
   made->prop = *prop;
   made->bytes = bytes;
-  made->file = memfd_create("flux-emulated-memory", MFD_CLOEXEC);
+  made->file = memfd_create("ptx-machine-memory", MFD_CLOEXEC);
   if (made->file < 0 || ftruncate(made->file, static_cast<off_t>(bytes)) != 0) return kOutOfMemory;
   const std::lock_guard<std::mutex> hold(changing);
   *handle = handle_of(std::move(made));

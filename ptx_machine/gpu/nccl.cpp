@@ -1,4 +1,4 @@
-// An NCCL for tests, beside the emulated GPU and in its library: the functions that flux looks up, on
+// An NCCL for tests, beside the emulated GPU and in its library: the functions of point-to-point communication, on
 // streams that are threads, between processes. As NCCL's, its communicators may be asked not to block,
 // sends and receives of a group go on together, and one that lacks its partner waits until it is
 // aborted. Partners that disagree about the bytes end the process.
@@ -159,7 +159,7 @@ const char* ncclGetErrorString(int) { return "emulated failure"; }
 int ncclGetUniqueId(UniqueId* id) {
   static std::atomic<int> count{0};
   std::memset(id->bytes, 0, sizeof(id->bytes));
-  std::snprintf(id->bytes, sizeof(id->bytes), "/flux_emulated_nccl_%d_%d", getpid(), ++count);
+  std::snprintf(id->bytes, sizeof(id->bytes), "/ptx_machine_nccl_%d_%d", getpid(), ++count);
   return kSuccess;
 }
 

@@ -26,7 +26,7 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/runtime/emulated_cuda.h"
+#include "cudart/ptx_machine_cuda.h"
 #include "gpu/device.h"
 #include "nvshmem/heaps.h"
 #include "nvshmem/include/nvshmemx.h"
@@ -65,9 +65,9 @@ Job& job() {
   return *one;
 }
 
-const FluxEmulatedCuda* machine() {
-  void* entry = dlsym(RTLD_DEFAULT, "flux_emulated_cuda");
-  return entry == nullptr ? nullptr : reinterpret_cast<const FluxEmulatedCuda* (*)()>(entry)();
+const PtxMachineCuda* machine() {
+  void* entry = dlsym(RTLD_DEFAULT, "ptx_machine_cuda");
+  return entry == nullptr ? nullptr : reinterpret_cast<const PtxMachineCuda* (*)()>(entry)();
 }
 
 bool is_named(const char* variable, const char* function) {
@@ -171,7 +171,7 @@ void put(void* to, const void* from, std::size_t bytes, std::uint64_t* word, std
   send(to, from, std::string(static_cast<const char*>(from), bytes), word, value);
 }
 
-constexpr FluxEmulatedNic kNic = {at_rank_or_null, put};
+constexpr PtxMachineNic kNic = {at_rank_or_null, put};
 
 void on_stream(CUstream_st* stream, std::function<void()> body) {
   using Body = std::function<void()>;
@@ -202,7 +202,7 @@ int nvshmemx_get_uniqueid(nvshmemx_uniqueid_t* id) {
   if (fails("get_uniqueid")) return kFailed;
   static std::atomic<int> count{0};
   *id = {};
-  std::snprintf(id->name, sizeof(id->name), "/flux_emulated_nvshmem_%d_%d", getpid(), ++count);
+  std::snprintf(id->name, sizeof(id->name), "/ptx_machine_nvshmem_%d_%d", getpid(), ++count);
   return 0;
 }
 

@@ -8,7 +8,7 @@
 
 namespace py = pybind11;
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 using Triple = std::array<std::uint32_t, 3>;
@@ -259,4 +259,4 @@ PYBIND11_MODULE(_machine, m) {
       .def_readwrite("max_statements", &CudaDevice::max_statements);
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -5,7 +5,7 @@
 #include "races.h"
 #include "reduction.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 Place mbarrier_of(Context& c, const Op& op, int number, Mask mask, int lane, const Place& target) {
   const Lanes& base = read(c, op, number, mask);
@@ -335,4 +335,4 @@ bool decode_bulk(const Statement& s, Op& op) {
   return decode_copy(s, op);
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -5,7 +5,7 @@
 
 #include "engine.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 // Returns the object that counts a transfer's bytes. It lies in the block that the bytes go to.
 Place mbarrier_of(Context& c, const Op& op, int number, Mask mask, int lane, const Place& target);
@@ -17,4 +17,4 @@ std::vector<Block*> receivers(Context& c, const Op& op, int lane, const Place& t
 // Puts a transfer into the bulk group that its thread has not committed yet.
 void join_group(Context& c, int lane, Transfer& transfer);
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -6,7 +6,7 @@
 
 #include "put.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 std::string text_at(Context& c, const Op& op, int lane, std::uint64_t address) {
@@ -122,4 +122,4 @@ bool decode_call(const Statement& s, Op& op) {
   return op.handler != nullptr;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

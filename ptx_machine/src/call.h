@@ -3,7 +3,7 @@
 
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 template <class T>
 T load_for_call(Context& c, const Op& op, int lane, std::uint64_t address) {
@@ -19,4 +19,4 @@ T argument_of_call(Context& c, const Op& op, int lane, int number) {
   return load_for_call<T>(c, op, lane, read(c, op, number, Mask{1} << lane)[lane]);
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

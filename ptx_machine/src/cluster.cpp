@@ -3,7 +3,7 @@
 
 #include "races.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 Place shared_place(Context& c, const Op& op, int lane, Space space, std::uint64_t address) {
   if (space == Space::kGeneric) {
@@ -224,4 +224,4 @@ bool decode_cluster(const Statement& s, Op& op) {
   return false;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

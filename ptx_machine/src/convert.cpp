@@ -6,7 +6,7 @@
 #include "formats.h"
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 std::int64_t integer(std::uint64_t bits, Type type) {
   switch (type) {
@@ -368,4 +368,4 @@ bool decode_convert(const Statement& s, Op& op) {
   return true;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

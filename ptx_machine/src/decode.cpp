@@ -4,7 +4,7 @@
 
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 std::uint32_t thread(const Context& c, int lane, int axis) {
@@ -304,4 +304,4 @@ Type last_type(const Statement& s) {
   return Type::kNone;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -10,7 +10,7 @@
 
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 class CudaDevice {
  public:
@@ -103,4 +103,4 @@ class CudaDevice {
   std::map<std::tuple<std::string, std::size_t, std::size_t>, Record> counters_;
 };
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -8,7 +8,7 @@
 
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 // Whether all lanes of a warp execute a statement: others come later. Fails if some have ended.
 inline bool is_whole_warp(Context& c, const Op& op, Mask mask) {
@@ -84,4 +84,4 @@ void with_format(Format format, F&& f) {
   }
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

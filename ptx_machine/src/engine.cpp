@@ -4,7 +4,7 @@
 
 #include "mbarrier.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 std::string name_of(const Dim& d) {
@@ -130,4 +130,4 @@ std::size_t Engine::any() const {
   return random_ == nullptr ? 0 : (*random_)() % transfers_.size();
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

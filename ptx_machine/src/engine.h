@@ -16,7 +16,7 @@
 
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 using Bytes = std::vector<std::uint8_t>;
 
@@ -82,4 +82,4 @@ class Engine {
   std::vector<std::unique_ptr<Transfer>> transfers_;  // oldest first
 };
 
-}  // namespace emulator
+}  // namespace ptx_machine

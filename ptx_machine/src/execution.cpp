@@ -12,7 +12,7 @@
 #include "races.h"
 #include "trace.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 // Statements that a group executes before it is the turn of others.
@@ -493,4 +493,4 @@ Mask read_predicate(Context& c, const Op& op, const Value& v, Mask mask) {
   return v.negated ? ~bits : bits;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -3,9 +3,9 @@
 
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 // Runs all blocks of a launch to their end. Throws PtxError.
 Counters execute(Machine& machine, const Program& program, const Launch& launch);
 
-}  // namespace emulator
+}  // namespace ptx_machine

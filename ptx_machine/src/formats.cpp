@@ -7,7 +7,7 @@
 
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 constexpr std::uint8_t kNanByte = 0x7F;  // of e4m3 and e5m2, as cvt writes it
@@ -172,4 +172,4 @@ std::uint32_t tf32_of_float(float value, Rounding mode, Overflow overflow) {
   return std::bit_cast<std::uint32_t>(static_cast<float>(found));
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

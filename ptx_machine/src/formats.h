@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-namespace emulator {
+namespace ptx_machine {
 
 enum class Format : std::uint8_t { kNone, kF16, kBf16, kTf32, kE4m3, kE5m2, kS8, kU8 };
 
@@ -52,4 +52,4 @@ std::uint32_t tf32_of_float(float value, Rounding mode, Overflow overflow);
 // What matrix instructions read: they ignore the lower bits of a float.
 inline float cut_to_tf32(std::uint32_t bits) { return std::bit_cast<float>(bits & 0xFFFFE000); }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -5,7 +5,7 @@
 
 #include "races.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 GlobalOrder::GlobalOrder()
     : chunks_(static_cast<std::atomic<AgentChunk*>*>(
@@ -160,4 +160,4 @@ ViewPtr GlobalOrder::at_start() {
   return view;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

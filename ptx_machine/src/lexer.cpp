@@ -4,7 +4,7 @@
 
 #include "module.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 bool begins_word(char c) {
@@ -110,4 +110,4 @@ class Lexer {
 
 std::vector<Token> tokens_of(const std::string& text) { return Lexer(text).run(); }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-namespace emulator {
+namespace ptx_machine {
 
 struct Token {
   enum class Kind : char { kWord, kNumber, kString, kMark, kEnd };
@@ -16,4 +16,4 @@ struct Token {
 // Splits PTX into tokens; comments are left out. The last token is of kind kEnd.
 std::vector<Token> tokens_of(const std::string& text);
 
-}  // namespace emulator
+}  // namespace ptx_machine

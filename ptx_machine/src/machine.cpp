@@ -8,7 +8,7 @@
 #include "execution.h"
 #include "races.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 Machine::Machine() : order_(std::make_shared<GlobalOrder>()) {}
 
@@ -153,4 +153,4 @@ void Context::fail(const Op& op, int lane, const std::string& why) const {
                std::to_string(b.x) + ", " + std::to_string(b.y) + ", " + std::to_string(b.z) + ")");
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -25,7 +25,7 @@
 #include "room.h"
 #include "storage.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 using Mask = std::uint32_t;  // lanes of a warp
 constexpr int kLanes = 32;
@@ -513,4 +513,4 @@ Space space_of(const Statement& s);
 // The last modifier that is a type, or kNone.
 Type last_type(const Statement& s);
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -2,7 +2,7 @@
 #include "elements.h"
 #include "races.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 constexpr Mask kWhole = ~Mask{0};
@@ -186,4 +186,4 @@ bool decode_matrix(const Statement& s, Op& op) {
   return false;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

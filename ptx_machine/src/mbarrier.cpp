@@ -10,7 +10,7 @@
 #include "engine.h"
 #include "races.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 constexpr std::uint64_t kField = (1 << 20) - 1;
@@ -359,4 +359,4 @@ bool decode_mbarrier(const Statement& s, Op& op) {
          has_no_other(s, {"init", "inval", "shared", "shared::cta", "b64"});
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

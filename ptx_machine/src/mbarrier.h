@@ -6,7 +6,7 @@
 
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 // What PTX does not allow with an object. The message does not name the thread.
 struct MbarrierError : std::runtime_error {
@@ -30,4 +30,4 @@ void complete_bytes(const Place& place, std::uint64_t bytes);
 // An arrival without a thread, as cp.async.mbarrier.arrive makes it.
 void arrive_once(const Place& place);
 
-}  // namespace emulator
+}  // namespace ptx_machine

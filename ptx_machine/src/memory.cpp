@@ -9,7 +9,7 @@
 #include "races.h"
 #include "reduction.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 // Fails if [address, address + bytes) is not inside of one allocation.
@@ -309,4 +309,4 @@ bool decode_memory(const Statement& s, Op& op) {
   return op.handler != nullptr && op.type != Type::kNone && op.type != Type::kB128;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -1,7 +1,7 @@
 // What statements do to the order of memory: fences, barriers, waits (races.h).
 #include "races.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 Mask bit(int lane) { return Mask{1} << lane; }
@@ -324,4 +324,4 @@ bool decode_fence(const Statement& s, Op& op) {
          has_no_other(s, {"sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys"});
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -2,7 +2,7 @@
 
 #include <array>
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 struct TypeRow {
@@ -67,4 +67,4 @@ std::string Module::describe(const Kernel& kernel, const Statement& statement) c
   return text;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

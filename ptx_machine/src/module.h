@@ -8,7 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace emulator {
+namespace ptx_machine {
 
 // Error about PTX text or its execution. The message names kernel, line and statement.
 struct PtxError : std::runtime_error {
@@ -135,4 +135,4 @@ struct Module {
 // Parses PTX as nvcc writes it.
 std::unique_ptr<Module> parse(const std::string& text);
 
-}  // namespace emulator
+}  // namespace ptx_machine

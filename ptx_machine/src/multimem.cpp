@@ -7,7 +7,7 @@
 #include "machine.h"
 #include "races.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 enum Action { kAdd, kMin, kMax, kAnd, kOr, kXor };
@@ -248,4 +248,4 @@ bool decode_multimem(const Statement& s, Op& op) {
   return true;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 Known joined(const Known& a, const Known& b) {
@@ -271,8 +271,8 @@ bool WarpOrder::knows(const Access& a, int lane) {
   }
   if (finds(a, common->known, recent)) return true;
   if (more && finds(a, extra[lane]->known, recent_extra)) return true;
-  return emulator::knows(copies, a, lane) || emulator::knows(bulk_reads, a, lane) ||
-         emulator::knows(bulk_writes, a, lane);
+  return ptx_machine::knows(copies, a, lane) || ptx_machine::knows(bulk_reads, a, lane) ||
+         ptx_machine::knows(bulk_writes, a, lane);
 }
 
 bool WarpOrder::has_fenced(const Access& a, ProxyFence fence, int lane) {
@@ -292,4 +292,4 @@ std::uint64_t WarpOrder::ended(int lane) const {
   return more ? std::max(common->ended, extra[lane]->ended) : common->ended;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

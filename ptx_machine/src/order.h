@@ -24,7 +24,7 @@
 
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 using Agent = std::uint32_t;
 constexpr Agent kNobody = 0;
@@ -167,4 +167,4 @@ struct WarpOrder {
   void remember_lane(int lane);
 };
 
-}  // namespace emulator
+}  // namespace ptx_machine

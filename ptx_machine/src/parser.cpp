@@ -3,7 +3,7 @@
 
 #include <sstream>
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 std::uint64_t aligned(std::uint64_t offset, std::uint64_t align) {
@@ -393,4 +393,4 @@ std::unique_ptr<Module> parse(const std::string& text) {
   return Parser(text, module_of(text)).run();
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -5,7 +5,7 @@
 
 #include "reader.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 class Parser : Reader {
  public:
@@ -90,4 +90,4 @@ class Parser : Reader {
   std::map<std::string, std::vector<std::string>> lists_;  // of .branchtargets
 };
 
-}  // namespace emulator
+}  // namespace ptx_machine

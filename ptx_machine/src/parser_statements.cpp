@@ -3,7 +3,7 @@
 
 #include "parser.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 std::vector<std::string> split_at_dots(const std::string& word) {
@@ -291,4 +291,4 @@ bool Parser::is_variable(const std::string& name) const {
          has(module_->variables, name);
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

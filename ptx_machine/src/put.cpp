@@ -14,10 +14,10 @@
 #include "call.h"
 #include "races.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
-std::atomic<const FluxEmulatedNic*> attached{nullptr};
+std::atomic<const PtxMachineNic*> attached{nullptr};
 
 struct Put {
   std::uint64_t to, from, bytes, word, value;
@@ -25,9 +25,8 @@ struct Put {
 };
 
 // Where a range of this rank's symmetric memory lies at the put's rank.
-std::uint64_t at_rank(Context& c, const Op& op, int lane, const FluxEmulatedNic& nic,
-                      const Put& put, std::uint64_t address, std::uint64_t bytes,
-                      const char* what) {
+std::uint64_t at_rank(Context& c, const Op& op, int lane, const PtxMachineNic& nic, const Put& put,
+                      std::uint64_t address, std::uint64_t bytes, const char* what) {
   const auto find = [&](std::uint64_t place) {
     return reinterpret_cast<std::uint64_t>(
         nic.at_rank(reinterpret_cast<const void*>(place), put.rank));
@@ -44,7 +43,7 @@ std::uint64_t at_rank(Context& c, const Op& op, int lane, const FluxEmulatedNic&
 }
 
 void start(Context& c, const Op& op, int lane, const Put& put) {
-  const FluxEmulatedNic* nic = attached;
+  const PtxMachineNic* nic = attached;
   if (nic == nullptr) c.fail(op, lane, "a kernel puts, and this process has no emulated NVSHMEM");
   if (put.bytes == 0) c.fail(op, lane, "a put of no bytes");
   if (put.word % 8 != 0) c.fail(op, lane, "the word of a put is not aligned to 8 bytes");
@@ -60,7 +59,7 @@ void start(Context& c, const Op& op, int lane, const Put& put) {
 
 }  // namespace
 
-void attach_nic(const FluxEmulatedNic* nic) { attached = nic; }
+void attach_nic(const PtxMachineNic* nic) { attached = nic; }
 
 Outcome put_signal(Context& c, const Op& op, Mask mask) {
   each(mask, [&](int lane) {
@@ -73,4 +72,4 @@ Outcome put_signal(Context& c, const Op& op, Mask mask) {
   return Outcome::kNext;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

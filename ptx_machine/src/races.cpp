@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <bit>
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 const char* name_of(Scope scope) {
@@ -464,4 +464,4 @@ void note_member(Context& c, const Op& op, int lane, const std::uint8_t* member,
   c.races->note(c, op, lane, request);
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

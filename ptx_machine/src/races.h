@@ -28,7 +28,7 @@
 #include "order.h"
 #include "shadow.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 // Who an agent is, for messages.
 struct AgentInfo {
@@ -385,4 +385,4 @@ void await_products(Context& c, std::uint64_t number);
 void note_put(Context& c, const Op& op, int lane, std::uint64_t from, std::uint64_t to,
               std::uint64_t bytes);
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -8,7 +8,7 @@
 #include "lexer.h"
 #include "module.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 class Reader {
  public:
@@ -69,4 +69,4 @@ class Reader {
   const std::vector<std::string>& lines_;
 };
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -6,7 +6,7 @@
 
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 template <class T, class F>
@@ -100,4 +100,4 @@ Reducer reducer_of(Action action, Type type) {
   }
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

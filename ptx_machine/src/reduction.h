@@ -7,7 +7,7 @@
 
 #include "module.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 enum Action { kAdd, kExchange, kSwapIf, kMin, kMax, kAnd, kOr, kXor, kIncrement, kDecrement };
 
@@ -45,4 +45,4 @@ using Reducer = void (*)(std::uint8_t* target, const std::uint8_t* by);
 // Returns the reducer of cp.reduce.async.bulk and red.async, or null where PTX has none.
 Reducer reducer_of(Action action, Type type);
 
-}  // namespace emulator
+}  // namespace ptx_machine

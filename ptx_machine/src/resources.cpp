@@ -6,7 +6,7 @@
 
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 constexpr std::uint64_t kKiB = 1024;
@@ -200,4 +200,4 @@ std::string describe(const Footprint& block) {
          " registers and " + std::to_string(block.shared) + " bytes of shared memory";
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-namespace emulator {
+namespace ptx_machine {
 
 struct Kernel;
 struct Program;
@@ -58,4 +58,4 @@ int blocks_that_fit(const DeviceModel& model, const Footprint& block);
 std::string too_large(const DeviceModel& model, const Footprint& block);
 std::string describe(const Footprint& block);
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -5,7 +5,7 @@
 
 #include "module.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 constexpr std::chrono::milliseconds kNap{10};
@@ -213,4 +213,4 @@ void Room::report(std::unique_lock<std::mutex>& lock, Tenant& by) {
   changed_.notify_all();
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

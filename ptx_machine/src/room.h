@@ -21,7 +21,7 @@
 
 #include "resources.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 // A kernel from its launch to its end. Its fields belong to Room.
 struct Tenant {
@@ -92,4 +92,4 @@ class Room {
   Clock::time_point since_ = Clock::now();
 };
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -4,13 +4,13 @@
 #include <map>
 #include <mutex>
 
-#include "cuda/runtime/emulated_cuda.h"
+#include "cudart/ptx_machine_cuda.h"
 #include "device.h"
 #include "put.h"
 #include "races.h"
 #include "tensor_map.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 // Values of cudaError_t.
@@ -102,8 +102,8 @@ struct Found {
   // What a block of it takes.
   Footprint footprint(int threads, std::size_t shared) const {
     Machine& machine = CudaDevice::instance().machine;
-    return emulator::footprint(machine.room().model(), machine.program(module, kernel->name),
-                               static_cast<std::uint64_t>(threads), shared);
+    return ptx_machine::footprint(machine.room().model(), machine.program(module, kernel->name),
+                                  static_cast<std::uint64_t>(threads), shared);
   }
 };
 
@@ -301,25 +301,25 @@ int synchronize(void* stream) {
   return wait == nullptr ? kSuccess : wait(stream);
 }
 
-constexpr FluxEmulatedCuda kTable = {load,
-                                     unload,
-                                     add_kernel,
-                                     launch,
-                                     shared_bytes,
-                                     most_threads,
-                                     allow_shared,
-                                     blocks_per_multiprocessor,
-                                     multiprocessors,
-                                     allow_large_clusters,
-                                     most_clusters,
-                                     encode,
-                                     fill,
-                                     create_stream,
-                                     destroy_stream,
-                                     synchronize,
-                                     CudaDevice::add_memory,
-                                     CudaDevice::remove_memory,
-                                     attach_nic};
+constexpr PtxMachineCuda kTable = {load,
+                                   unload,
+                                   add_kernel,
+                                   launch,
+                                   shared_bytes,
+                                   most_threads,
+                                   allow_shared,
+                                   blocks_per_multiprocessor,
+                                   multiprocessors,
+                                   allow_large_clusters,
+                                   most_clusters,
+                                   encode,
+                                   fill,
+                                   create_stream,
+                                   destroy_stream,
+                                   synchronize,
+                                   CudaDevice::add_memory,
+                                   CudaDevice::remove_memory,
+                                   attach_nic};
 
 }  // namespace
 
@@ -445,6 +445,6 @@ bool CudaDevice::enqueue(void* stream, std::function<void()> work, bool early) {
   return true;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine
 
-const FluxEmulatedCuda* flux_emulated_cuda() { return &emulator::kTable; }
+const PtxMachineCuda* ptx_machine_cuda() { return &ptx_machine::kTable; }

@@ -6,7 +6,7 @@
 
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 template <class T, class F>
@@ -464,4 +464,4 @@ void combine_predicates(Context& c, const Op& op, Mask mask, Mask first, Mask se
   if (op.targets.size() > 1) write_predicate(c, op.targets[1], mask, second);
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -4,7 +4,7 @@
 
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 struct Lop3 {  // unused bits of the table are zero
@@ -186,4 +186,4 @@ bool decode_bits(const Statement& s, Op& op) {
   return op.handler != nullptr;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

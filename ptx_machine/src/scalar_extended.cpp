@@ -5,7 +5,7 @@
 
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 enum Part { kWhole, kLow, kHigh };  // of the first two operands: their sum; parts of their product
@@ -245,4 +245,4 @@ bool decode_extended(const Statement& s, Op& op) {
   return decode_carry(s, op) || decode_dot(s, op) || decode_24(s, op) || decode_fields(s, op);
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

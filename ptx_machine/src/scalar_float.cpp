@@ -11,7 +11,7 @@
 
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 float flushed(float x) {
@@ -468,4 +468,4 @@ bool decode_float(const Statement& s, Op& op) {
   return false;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -13,7 +13,7 @@
 #include "order.h"
 #include "storage.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 struct Cell {
   Access write;
@@ -149,4 +149,4 @@ class Shadow {
   std::vector<std::uint32_t> free_readers_;
 };
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -5,7 +5,7 @@
 #include <new>
 #include <unordered_map>
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 constexpr std::size_t kMostKept = std::size_t{256} << 20;  // bytes that nobody uses
@@ -60,4 +60,4 @@ void give_storage(void* piece, std::size_t bytes) noexcept {
   }
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

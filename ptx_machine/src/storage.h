@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-namespace emulator {
+namespace ptx_machine {
 
 // A piece of memory that was given back, or a new one. Any thread may call these.
 void* take_storage(std::size_t bytes);
@@ -52,4 +52,4 @@ using Storage = std::vector<T, Recycled<T, true>>;
 template <class T>
 using RawStorage = std::vector<T, Recycled<T, false>>;
 
-}  // namespace emulator
+}  // namespace ptx_machine

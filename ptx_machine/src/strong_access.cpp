@@ -3,7 +3,7 @@
 
 #include "races.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 StrongAccess::StrongAccess(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
                            std::uint64_t bytes, Use use)
@@ -121,4 +121,4 @@ void StrongAccess::stored(std::uint64_t value) {
   if (op_.order.releases) ++warp.clock;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -7,7 +7,7 @@
 #include "reduction.h"
 #include "tensor_map.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 // Alignment of a box in shared memory, with swizzles too: they go by bits of the address, so that a box
@@ -181,10 +181,10 @@ Outcome load_box(Context& c, const Op& op, Mask mask) {
 Reducer reducer_of(const TensorMap& map, Action action) {
   const bool bitwise = action == kAnd || action == kOr || action == kXor;
   const Type type = element_type(map.type)->type;
-  if (!bitwise || is_float(type)) return emulator::reducer_of(action, type);
-  return emulator::reducer_of(action, bytes_of(type) == 4   ? Type::kB32
-                                      : bytes_of(type) == 8 ? Type::kB64
-                                                            : type);
+  if (!bitwise || is_float(type)) return ptx_machine::reducer_of(action, type);
+  return ptx_machine::reducer_of(action, bytes_of(type) == 4   ? Type::kB32
+                                         : bytes_of(type) == 8 ? Type::kB64
+                                                               : type);
 }
 
 // [map, {coordinates}], [source] {, policy}, as copy or as reduction by the type of the map (op.flag)
@@ -322,4 +322,4 @@ bool decode_tensor(const Statement& s, Op& op) {
   return s.opcode[1] != "reduce" && decode_load(s, op);
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 constexpr int kInvalidValue = 1;
@@ -121,4 +121,4 @@ std::string read_tensor_map(const std::uint8_t* from, TensorMap* map) {
   return map->check == checksum(*map) ? "" : "the tensor map has been changed since it was encoded";
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -7,7 +7,7 @@
 
 #include "module.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 constexpr int kMaxRank = 5;
 
@@ -75,4 +75,4 @@ int encode_tiled(void* map, const TensorMapRequest& request, std::string* why);
 // Reads an encoded map. Returns what is wrong with it; empty: nothing.
 std::string read_tensor_map(const std::uint8_t* from, TensorMap* map);
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -9,7 +9,7 @@
 
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 struct Event {
   std::uint64_t time;   // statements that were executed before, by all warps
@@ -43,4 +43,4 @@ struct Events {
   std::map<std::pair<std::uint32_t, std::int32_t>, Event> last_;  // by block and warp
 };
 
-}  // namespace emulator
+}  // namespace ptx_machine

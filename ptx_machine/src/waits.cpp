@@ -4,7 +4,7 @@
 
 #include "mbarrier.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 constexpr std::size_t kMostLines = 64;
@@ -175,4 +175,4 @@ std::string describe_standing(const Context& c,
   return text;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -4,7 +4,7 @@
 
 #include "races.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 bool have_met(Context& c, const Op& op, Mask mask, Mask named) {
   const Mask missing = named & c.warp->alive & ~mask;
@@ -369,4 +369,4 @@ bool decode_warp(const Statement& s, Op& op) {
   return op.handler != nullptr;
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

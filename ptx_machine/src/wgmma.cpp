@@ -10,7 +10,7 @@
 
 #include "races.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 constexpr Mask kWhole = ~Mask{0};
@@ -355,4 +355,4 @@ void leave_warpgroup(Context& c, const Warp& warp) {
                         std::to_string(entry.first_warp) + " of its warpgroup executed");
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -9,7 +9,7 @@
 #include "formats.h"
 #include "machine.h"
 
-namespace emulator {
+namespace ptx_machine {
 
 // A decoded statement of wgmma.
 struct MatrixOp {
@@ -72,4 +72,4 @@ void note_operands(Context& c, const Product& product);
 // Multiplies the warp's 16 rows. Throws PtxError for addresses outside of shared memory.
 void perform(Context& c, const Product& product);
 
-}  // namespace emulator
+}  // namespace ptx_machine

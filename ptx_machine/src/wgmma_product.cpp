@@ -11,7 +11,7 @@
 #include "races.h"
 #include "wgmma.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 constexpr int kRows = 16;
@@ -170,18 +170,18 @@ template <class T>
 
 // Compiled for wider vectors of the host, too. Their sums are the same.
 #if defined(__x86_64__) && defined(__linux__)
-#define FLUX_WIDER [[gnu::target_clones("avx2", "default")]]
+#define PTX_MACHINE_WIDER [[gnu::target_clones("avx2", "default")]]
 #else
-#define FLUX_WIDER
+#define PTX_MACHINE_WIDER
 #endif
-FLUX_WIDER void accumulate(const float* a, const float* b, float* d, int n, int depth) {
+PTX_MACHINE_WIDER void accumulate(const float* a, const float* b, float* d, int n, int depth) {
   accumulate_blocks(a, b, d, n, depth);
 }
-FLUX_WIDER void accumulate(const std::int32_t* a, const std::int32_t* b, std::int32_t* d, int n,
-                           int depth) {
+PTX_MACHINE_WIDER void accumulate(const std::int32_t* a, const std::int32_t* b, std::int32_t* d,
+                                  int n, int depth) {
   accumulate_blocks(a, b, d, n, depth);
 }
-#undef FLUX_WIDER
+#undef PTX_MACHINE_WIDER
 
 // Calls f(register, lane, part, index in d) for each element that the warp holds of D. A register
 // holds one element, or two of f16.
@@ -296,4 +296,4 @@ void perform(Context& c, const Product& product) {
   }
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -5,7 +5,7 @@
 #include "elements.h"
 #include "races.h"
 
-namespace emulator {
+namespace ptx_machine {
 namespace {
 
 constexpr int kMost = 512;  // elements of a fragment
@@ -248,4 +248,4 @@ bool decode_wmma(const Statement& s, Op& op) {
   return (what == "load" || what == "store") && decode_move(s, op);
 }
 
-}  // namespace emulator
+}  // namespace ptx_machine

@@ -58,7 +58,7 @@ def test_streams_wait_for_words_of_their_own_device(emulator: Path, direction: s
 
 def _one_queue(rank: int, world: int, library: Path, direction: str) -> Any:
     """Calls back to back; then one that is recorded, with slow copies."""
-    os.environ["FLUX_EMULATED_QUEUES"] = "1"
+    os.environ["PTX_MACHINE_QUEUES"] = "1"
     device = emulate(rank, library)
     p = Problem("ag_gemm", ROWS * world, (16,), 8, BF16)
     knobs = Knobs(direction=direction, comm_tile_rows=TILE)

@@ -123,7 +123,6 @@ def test_list_shows_what_is_built(sandbox: Sandbox) -> None:
 
 
 def test_list_keeps_kernels_for_gpus_and_for_the_machine_apart(sandbox: Sandbox) -> None:
-    shutil.copytree(ROOT / "csrc/cuda/runtime", sandbox.csrc / "cuda/runtime")
     options = ("--set", "minimal", "--arch", "90a", "--out", str(sandbox.root / "kernels"))
     for first, other in (((), ("--emulated",)), (("--emulated",), ())):
         shutil.rmtree(sandbox.root / "kernels", ignore_errors=True)

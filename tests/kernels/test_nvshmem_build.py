@@ -22,6 +22,7 @@ from flux.kernels.runtime import RuntimeLibrary, RuntimeTools
 from flux.machine import toolchain
 from flux.transport.nvshmem_library import NvshmemLibrary
 from kernel_sandbox import ROOT, Sandbox
+from ptx_target import ptx_target
 from test_built_kernels import functions_in
 
 PACKAGE = "nvidia-nvshmem-cu13"
@@ -154,7 +155,7 @@ def checkout(
     (sandbox.root / "ptx_machine/gpu").mkdir()
     (sandbox.root / "ptx_machine/gpu/libemulated_gpu.so").write_text("")
     monkeypatch.setattr(runtime.build, "find_tools", sandbox.tools)
-    return runtime.find_tools(emulated=True)
+    return runtime.find_tools(ptx_target(sandbox.root))
 
 
 def test_an_emulated_library_holds_ptx_alone(
@@ -176,17 +177,17 @@ def test_an_emulated_library_holds_ptx_alone(
 
 def test_an_emulated_library_is_not_used_on_gpus(sandbox: Sandbox, checkout: RuntimeTools) -> None:
     make(sandbox, checkout)
-    with pytest.raises(MissingToolError, match=r"is built for the emulator 0\.0\.0, but"):
+    with pytest.raises(MissingToolError, match=r"is built for the PTX machine 0\.0\.0, but"):
         runtime.usable([sandbox.cache])
 
 
 def test_what_an_emulated_library_lacks_is_named(sandbox: Sandbox, checkout: RuntimeTools) -> None:
     (sandbox.root / "ptx_machine/gpu/libemulated_gpu.so").unlink()
-    with pytest.raises(MissingToolError, match=r"libemulated_gpu\.so is not built: make emulator"):
-        runtime.find_tools(emulated=True)
-    shutil.rmtree(sandbox.root / "ptx_machine")
-    with pytest.raises(MissingToolError, match="is not a checkout of flux"):
-        runtime.find_tools(emulated=True)
+    with pytest.raises(MissingToolError, match=r"libemulated_gpu\.so is missing: make emulator"):
+        runtime.find_tools(ptx_target(sandbox.root))
+    shutil.rmtree(sandbox.root / "ptx_machine/nvshmem")
+    with pytest.raises(MissingToolError, match=r"nvshmem\.h is missing: make emulator"):
+        runtime.find_tools(ptx_target(sandbox.root))
 
 
 def test_compile_runtime_command_builds_the_library(sandbox: Sandbox, tools: RuntimeTools) -> None:
@@ -205,9 +206,9 @@ def test_compile_runtime_command_builds_the_library(sandbox: Sandbox, tools: Run
     again = json.loads(sandbox.compile("--runtime", "--json").stdout)
     assert (again["status"], again["nvshmem"]) == ("ready", "3.7.7")
     refused = sandbox.compile("--runtime", "--emulated")
-    assert refused.returncode == 2 and "--emulated needs --out" in refused.stderr
+    assert refused.returncode == 2 and "need --out DIR" in refused.stderr
     refused = sandbox.compile("--runtime", "--emulated", "--out", str(sandbox.root / "out"))
-    assert refused.returncode == 2 and "is not a checkout of flux" in refused.stderr
+    assert refused.returncode == 2 and "is missing: make emulator" in refused.stderr
     refused = sandbox.compile("--runtime", "--only", "x")
     assert refused.returncode == 2 and "--runtime cannot be combined" in refused.stderr
     refused = sandbox.compile("--runtime", "--arch", "70")

@@ -15,6 +15,7 @@ import pytest
 from cutlass_gemms import GEMMS, SM80, SM90, is_built
 from flux.kernels.build import MissingToolError, find_tools
 from harness import STRESS, stress_only
+from ptx_target import ptx_target
 
 SCRIPT = Path(__file__).parents[1] / "support" / "emulation" / "cutlass_gemms.py"
 
@@ -22,7 +23,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "emulation" / "cutlass_gemms.py
 def tools() -> None:
     """Skip the test where nvcc or CUTLASS is missing."""
     try:
-        find_tools(emulated=True)
+        find_tools(ptx_target())
     except MissingToolError as error:
         pytest.skip(str(error))
 

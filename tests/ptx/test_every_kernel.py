@@ -17,6 +17,7 @@ from covering import covering, values_of
 from flux.kernels.build import MissingToolError, find_tools
 from flux.kernels.sets import FUSED, config_set
 from harness import STRESS, stress_only
+from ptx_target import ptx_target
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "support" / "emulation"
@@ -25,7 +26,7 @@ FOLDER = ROOT / "tests" / "support" / "emulation"
 def run(script: str, *options: str) -> None:
     """In a process of its own, whose device has no other streams."""
     try:
-        find_tools(emulated=True)
+        find_tools(ptx_target())
     except MissingToolError as error:
         pytest.skip(str(error))
     command = [sys.executable, str(FOLDER / script), *options]

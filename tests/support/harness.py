@@ -344,8 +344,8 @@ def close_pool() -> None:
 
 
 def shared_names() -> set[str]:
-    """Files in /dev/shm that have a name. Ops make none at any time; emulated libraries do."""
-    emulated = "flux_emulated_"
+    """Files in /dev/shm that have a name. Ops make none at any time; the emulated GPU does."""
+    emulated = "ptx_machine_"
     with os.scandir("/dev/shm") as entries:
         files = {entry.name for entry in entries if not entry.is_dir()}
     return {name for name in files if not name.startswith(emulated)}

@@ -37,7 +37,7 @@ from harness import start_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 # What pyproject.toml has on sys.path for tests, for programs that import what tests share.
-SUPPORT = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "support" / "emulation")]
+SUPPORT = [str(ROOT / name) for name in ("tools", "tests/support", "tests/support/emulation")]
 
 
 # -- real interpreters -----------------------------------------------------------------------------

@@ -86,7 +86,7 @@ __device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(FluxReduc
 }
 
 // Rows [row, row + rows) of the own rows, columns [column, column + columns). Without all partials
-// the sums are NaN: AllReduce gives them to peers, who must not take them for right.
+// the sums are NaN: AllReduce sends them to peers, which must not use them as results.
 template <class Element, int Width>
 __device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int column, int columns,
                              bool complete) {
@@ -97,7 +97,7 @@ __device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int 
     const int c = column + at % vectors * Width;
     cutlass::Array<float, Width> sum;
     sum.fill(nanf(""));
-    // What has not come is not even loaded: the GEMM beside an early reduction may yet store it.
+    // Missing partials are not loaded: the GEMM beside an early reduction may still store them.
     if (complete) sum = sum_of_sources<Element, Width>(args, r * args.slot_ld + c);
     Vector result;
 #pragma unroll

@@ -1,4 +1,4 @@
-// The emulated NVSHMEM: what csrc/cuda/runtime uses of nvshmem.h, under NVSHMEM's names. Its functions
+// The emulated NVSHMEM: a part of nvshmem.h, under NVSHMEM's names. Its functions
 // are in ptx_machine/nvshmem/nvshmem.cpp.
 #pragma once
 

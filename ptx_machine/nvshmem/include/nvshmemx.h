@@ -1,4 +1,4 @@
-// The emulated NVSHMEM: what csrc/cuda/runtime uses of nvshmemx.h, and of the device API.
+// The emulated NVSHMEM: a part of nvshmemx.h, and of the device API.
 #pragma once
 
 #include "nvshmem.h"

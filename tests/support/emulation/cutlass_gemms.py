@@ -27,9 +27,10 @@ import torch
 from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))  # as a script
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # as a script
 
 from flux.kernels.build import Tools, find_tools  # noqa: E402
+from ptx_target import ptx_target  # noqa: E402
 
 HEADERS = Path(__file__).with_name("cutlass")
 BUILT = ROOT / "build" / "cutlass-gemms"
@@ -237,7 +238,7 @@ def is_built(library: str) -> bool:
     Raises:
         MissingToolError: there is no nvcc, or no CUTLASS.
     """
-    return _library(library, find_tools(emulated=True))[0].exists()
+    return _library(library, find_tools(ptx_target()))[0].exists()
 
 
 def build(library: str) -> tuple[Path, float]:
@@ -247,7 +248,7 @@ def build(library: str) -> tuple[Path, float]:
         MissingToolError: there is no nvcc, or no CUTLASS.
         subprocess.CalledProcessError: it does not compile.
     """
-    tools = find_tools(emulated=True)
+    tools = find_tools(ptx_target())
     target, arch, text = _library(library, tools)
     BUILT.mkdir(parents=True, exist_ok=True)
     with FileLock(BUILT / f"{library}.lock"):
@@ -419,7 +420,7 @@ def main() -> None:
             rows.append(measure(runner, gemm, range(options.seeds)))
             print(rows[-1], flush=True)
     if options.out is not None:
-        tools = find_tools(emulated=True)
+        tools = find_tools(ptx_target())
         found = {
             "command": "python tests/support/emulation/cutlass_gemms.py",
             "nvcc": tools.nvcc.version,

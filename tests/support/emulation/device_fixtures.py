@@ -13,6 +13,7 @@ from flux.kernels import driver, runtime
 from flux.kernels.build import MissingToolError, find_tools
 from flux.kernels.config import GemmConfig
 from flux.kernels.sets import config_set
+from ptx_target import ptx_target
 from side_by_side import built_once
 
 ARCHS = ["80", "90a"]  # of flux's kernels on the PTX machine
@@ -28,7 +29,7 @@ def _build_kernels(folder: str, configs: Sequence[GemmConfig]) -> Path:
     """Kernels for the PTX machine, in the checkout: they are built again when sources change."""
     root = ROOT / "build" / folder
     root.mkdir(parents=True, exist_ok=True)
-    tools = find_tools(emulated=True)
+    tools = find_tools(ptx_target())
     units = driver.plan(configs, root, tools).units
     for outcome in driver.build_all(
         units, root, tools, driver.job_limit(len(units)), driver.CompileObserver()
@@ -40,7 +41,7 @@ def _build_kernels(folder: str, configs: Sequence[GemmConfig]) -> Path:
 
 def _build_ptx_kernels(_: Path) -> Path:
     root = _build_kernels("emulated-kernels", config_set("minimal", ARCHS))
-    library, _ = runtime.make(root, runtime.find_tools(emulated=True), ARCHS)
+    library, _ = runtime.make(root, runtime.find_tools(ptx_target()), ARCHS)
     runtime.remove_others(root, library)
     return root
 
@@ -63,7 +64,7 @@ def _built_or_skipped(
     config: pytest.Config, name: str, build_kernels: Callable[[Path], Path]
 ) -> Path:
     try:
-        find_tools(emulated=True)
+        find_tools(ptx_target())
     except MissingToolError as error:
         pytest.skip(str(error))
     return built_once(config, name, build_kernels)

@@ -16,6 +16,7 @@
 
 #include "cuda/arguments.h"
 #include "emulated_math.h"
+#include "emulated_sync.h"
 #include "gpu/device.h"
 
 namespace {
@@ -94,26 +95,25 @@ void store_tile(const FluxGemmArgs& args, TileCoord tile) {
   }
 }
 
-void lay_out_gemm(const FluxGemmArgs& args, int tiles, Work* work) {
+void lay_out_gemm(const FluxGemmArgs& args, int tiles, bool reports, Work* work) {
   const int sms = args.sm_count > 0 ? args.sm_count : emulated::kMultiprocessors;
   work->footprint = kGemm;
   work->units = tiles;
-  work->sync = args.sync;
   work->blocks = min_of(tiles, sms);
+  emulated::set_sync(args.sync, reports, work);
 }
 
 template <class C>
 int make_ag_gemm(const FluxGemmArgs& args, Work* work) {
   const TileMap map = tile_map(tile_order(args, OpKind::kAGGemm, kTileM, kTileN));
   const CommTiling tiling = comm_tiling(args);
-  lay_out_gemm(args, map.rows * map.columns, work);
-  work->reports = true;
+  lay_out_gemm(args, map.rows * map.columns, true, work);
   work->open = [=](int unit, std::vector<Wait>* waits) {
     const TileCoord tile = tile_at(map, unit);
     const int begin = tile.m * kTileM;
     const Range range = signals_of_rows(tiling, begin, min_of(begin + kTileM, args.m));
     for (int i = range.begin; args.signals != nullptr && i < range.end; ++i) {
-      waits->push_back({args.signals, i, args.sync.epoch, FLUX_WAIT_GATHER, tile.m});
+      waits->push_back({args.signals, i, args.sync.epoch, "signal", FLUX_WAIT_GATHER, tile.m});
     }
   };
   work->close = [=](int unit, const std::vector<bool>&, Place at) {
@@ -170,13 +170,13 @@ int make_gemm_rs(const FluxGemmArgs& args, Work* work) {
   const ScatterTargets to = scatter_targets(args, kTileM, kTileN);
   const bool guarded = args.guard_rows >= kBoxRows - 1 || !straddles(to.tiling);
   if (!guarded) return FLUX_REFUSED;
-  lay_out_gemm(args, map.rows * map.columns, work);
+  lay_out_gemm(args, map.rows * map.columns, false, work);
   work->open = [=](int unit, std::vector<Wait>* waits) {
     const TileCoord tile = tile_at(map, unit);
     const Range owners = owners_of_tile(to.tiling, tile.m);
     const std::uint32_t epoch = to.sync.count != nullptr ? *to.sync.count : to.sync.epoch;
     for (int owner = owners.begin; to.entries != nullptr && owner < owners.end; ++owner) {
-      waits->push_back({to.entries, owner, epoch, FLUX_WAIT_ENTRY, tile.m});
+      waits->push_back({to.entries, owner, epoch, "entry", FLUX_WAIT_ENTRY, tile.m});
     }
   };
   work->close = [=](int unit, const std::vector<bool>& came, Place at) {
@@ -250,8 +250,7 @@ int make_reduction(const FluxReduceArgs& args, Work* work) {
   work->footprint = kReduction;
   work->units = units;
   work->blocks = min_of(units, reduce_blocks(args));
-  work->sync = args.sync;
-  work->reports = true;
+  emulated::set_sync(args.sync, true, work);
   work->early = args.early != 0;
   work->open = [=](int unit, std::vector<Wait>* waits) {
     const Strip strip = strip_at(args, units - 1 - unit);
@@ -259,7 +258,8 @@ int make_reduction(const FluxReduceArgs& args, Work* work) {
     for (int i = 0; args.flags != nullptr && i < args.source_count; ++i) {
       const int flag =
           flag_index(s, args.first_source + i, args.rank, strip.tile_row, strip.column);
-      waits->push_back({args.flags, flag, args.sync.epoch, FLUX_WAIT_PARTIAL, strip.tile_row});
+      waits->push_back(
+          {args.flags, flag, args.sync.epoch, "flag", FLUX_WAIT_PARTIAL, strip.tile_row});
     }
   };
   work->close = [=](int unit, const std::vector<bool>& came, Place at) {
@@ -280,14 +280,14 @@ int make_reduction(const FluxReduceArgs& args, Work* work) {
 int make_meeting(const FluxMeetArgs& args, Work* work) {
   const auto number = std::make_shared<std::uint32_t>();
   work->footprint = kMeeting;
-  work->sync = args.sync;
+  emulated::set_sync(args.sync, false, work);
   work->open = [=](int, std::vector<Wait>* waits) {
     for (int i = 0; i < args.reset_count; ++i) emulated::store(args.reset + i, 0);
     *number = *args.count += args.advance;
     emulated::dawdle();
     for (int rank = 0; rank < args.world; ++rank) emulated::store(args.raised[rank], *number);
     for (int rank = 0; args.awaited != nullptr && rank < args.world; ++rank) {
-      waits->push_back({args.awaited, rank, *number, FLUX_WAIT_MEET, 0});
+      waits->push_back({args.awaited, rank, *number, "rank", FLUX_WAIT_MEET, 0});
     }
   };
   work->close = [=](int, const std::vector<bool>& came, Place) {

@@ -16,7 +16,7 @@ from flux import _C
 from flux.transport.nvshmem_library import NvshmemLibrary
 from ptx_machine.gpu import LIBRARY
 
-PREFIX = "flux_emulated_nvshmem_"  # of names in /dev/shm, then the process that made the id
+PREFIX = "ptx_machine_nvshmem_"  # of names in /dev/shm, then the process that made the id
 
 
 def remove_leftovers() -> None:

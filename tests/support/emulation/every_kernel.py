@@ -27,7 +27,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests" / "support")]
 
 from covering import covering  # noqa: E402
 from emulated import EmulatedDevice  # noqa: E402
@@ -41,6 +41,7 @@ from flux.kernels.sets import FUSED, config_set  # noqa: E402
 from flux.trace import Kind, record_op  # noqa: E402
 from flux.transport.base import SPARE  # noqa: E402
 from flux.transport.virtual import VirtualWorld  # noqa: E402
+from ptx_target import ptx_target  # noqa: E402
 from reference import Inputs, Problem  # noqa: E402
 from virtual_cases import call_all, knobs_of, topology_of  # noqa: E402
 
@@ -60,7 +61,7 @@ def build_kernels(configs: Sequence[GemmConfig], traced: bool = False) -> Regist
         RuntimeError: a library does not compile.
     """
     KERNELS.mkdir(parents=True, exist_ok=True)
-    tools = find_tools(emulated=True)
+    tools = find_tools(ptx_target())
     units = driver.plan(configs, KERNELS, tools, traced).units
     for outcome in driver.build_all(units, KERNELS, tools, 1, driver.CompileObserver()):
         print(f"{outcome.unit.what}: {outcome.seconds:.0f} s {outcome.error}", flush=True)
@@ -343,7 +344,7 @@ def check_config(device: Any, built: BuiltKernel, seeds: Sequence[int] = (0,)) -
 
 
 @contextmanager
-def ptx_machine(registry: Registry) -> Iterator[EmulatedDevice]:
+def device_with(registry: Registry) -> Iterator[EmulatedDevice]:
     """A device with emulated streams that runs the kernels of a registry."""
     from ptx_device import ptx_device
 
@@ -381,7 +382,7 @@ def main() -> None:
     for config in configs:
         # A fault leaves streams behind, so that each config has a device of its own.
         try:
-            with ptx_machine(registry) as device:
+            with device_with(registry) as device:
                 if options.traced:
                     row = check_traced(device, registry, config)
                 else:
@@ -399,7 +400,7 @@ def main() -> None:
 
 
 def _write(out: Path, rows: dict[str, Any]) -> None:
-    tools = find_tools(emulated=True)
+    tools = find_tools(ptx_target())
     found = {
         "command": "python tests/support/emulation/every_kernel.py",
         "nvcc": tools.nvcc.version,

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from flux.kernels import sources
-from flux.kernels.build import Tools
+from flux.kernels.build import GPU, Target, Tools
 from flux.machine import toolchain
 from scripts import start_interruptible
 
@@ -110,14 +110,14 @@ class Sandbox:
         lines = path.read_text().splitlines() if path.exists() else []
         return [call for call in map(json.loads, lines) if call["compiling"] is compiling]
 
-    def tools(self, emulated: bool = False) -> Tools:
+    def tools(self, target: Target = GPU) -> Tools:
         """What ``build.find_tools`` finds here, for use in this process."""
         nvcc = toolchain.Tool(
             self.settings["version"], str(self.root / "cuda/bin/nvcc"), "CUDA_HOME"
         )
         include = self.root / "packages/cutlass_library/source/include"
         cutlass = toolchain.Tool("4.2.0.0", str(include), "package nvidia-cutlass")
-        return Tools(nvcc, cutlass, self.csrc, emulated=emulated)
+        return Tools(nvcc, cutlass, self.csrc, target=target)
 
     def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         """`flux compile`, as builds run it: without torch."""
@@ -174,7 +174,9 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
             header.write_text('#include "../common.cuh"\n#include "cutlass/cutlass.h"\n')
     (made.csrc / "cuda/gemm/common.cuh").write_text('#include "cuda/abi.h"\n')
     (made.root / "tools").mkdir()
-    shutil.copy(ROOT / "tools/compile_kernels.py", made.root / "tools")
+    for name in ("compile_kernels.py", "ptx_target.py"):
+        shutil.copy(ROOT / "tools" / name, made.root / "tools")
+    shutil.copytree(ROOT / "ptx_machine/cudart", made.root / "ptx_machine/cudart")
     fake = made.root / "fake/nvcc.py"
     _program(fake, _FAKE_NVCC)
     interpreter = f'#!/bin/sh\nexec {sys.executable} -S -E {fake} "$@"\n'

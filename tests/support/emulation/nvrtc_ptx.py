@@ -20,7 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests" / "support")]
+
 
 from every_kernel import minimal  # noqa: E402
 from flux.kernels.build import find_tools  # noqa: E402
@@ -140,7 +141,7 @@ class Nvrtc:
     """
 
     def __init__(self, packages: Path, headers: Path) -> None:
-        cutlass = cutlass_includes(find_tools(emulated=True).cutlass)
+        cutlass = cutlass_includes(find_tools().cutlass)
         write_headers(headers, Path(cutlass[0]))
         (library,) = (packages / "cuda_nvrtc" / "lib").glob("libnvrtc.so.*")
         self.library = ctypes.CDLL(str(library))

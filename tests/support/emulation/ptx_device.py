@@ -112,7 +112,7 @@ class PtxDevice(MachineDevice):
     """A GPU whose kernels are those of emulated libraries.
 
     Args:
-        kernels: directory of kernel libraries, built by `flux compile --emulated`.
+        kernels: directory of kernel libraries, built by `tools/compile_kernels.py --emulated`.
         arch: of the GPU, a key of ``CAPABILITIES``. Kernels for others are left out.
     """
 

@@ -26,14 +26,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests" / "support")]
 
-from every_kernel import Plan, build_kernels, built_ops, minimal, only, ptx_machine, worst  # noqa: E402
+from every_kernel import Plan, build_kernels, built_ops, device_with, minimal, only, worst  # noqa: E402
 from flux.core.dtypes import BY_SHORT  # noqa: E402
 from flux.kernels.build import find_tools  # noqa: E402
 from flux.kernels.config import ARCHS, GemmConfig  # noqa: E402
 from flux.kernels.registry import Registry  # noqa: E402
 from flux.transport.virtual import VirtualWorld  # noqa: E402
+from ptx_target import ptx_target  # noqa: E402
 from reference import Inputs, Problem  # noqa: E402
 from virtual_cases import call_all, knobs_of, topology_of  # noqa: E402
 
@@ -121,7 +122,7 @@ def run_seeds(
             device, problem = None, ""
             while seed is not None and not problem:
                 try:
-                    device = device or stack.enter_context(ptx_machine(registry))
+                    device = device or stack.enter_context(device_with(registry))
                     device.cuda.edit = replaced
                     op = run_seed(device, registry, seed, arch)
                 except Exception as error:
@@ -156,7 +157,7 @@ def main() -> int:
                 print(f"sm_{arch}: {seed + 1}, {time.monotonic() - since:.0f} s", flush=True)
         rows.append({"arch": arch, "seeds": sum(counts.values()), "ops": dict(counts)})
         rows[-1]["seconds"] = round(time.monotonic() - since)
-    tools = find_tools(emulated=True)
+    tools = find_tools(ptx_target())
     found = {
         "command": f"python tests/support/emulation/seeds.py --seeds {options.seeds}",
         "first": options.first,

@@ -235,25 +235,25 @@ struct Launcher {
     int blocks_per_sm = 0;  // that fit, or 1 where blocks of others may be on the same device
   };
 
-  static int resources(FluxGemmArgs const& args, Resources* found) {
+  static int resources(FluxGemmArgs const& args, Resources* out) {
     cudaError_t status =
-        cudaDeviceGetAttribute(&found->device_sms, cudaDevAttrMultiProcessorCount, args.device);
-    found->sm_count = args.sm_count > 0 ? args.sm_count : found->device_sms;
-    found->blocks_per_sm = 1;
-    if (status == cudaSuccess && found->sm_count >= found->device_sms) {
-      status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found->blocks_per_sm, kKernel,
+        cudaDeviceGetAttribute(&out->device_sms, cudaDevAttrMultiProcessorCount, args.device);
+    out->sm_count = args.sm_count > 0 ? args.sm_count : out->device_sms;
+    out->blocks_per_sm = 1;
+    if (status == cudaSuccess && out->sm_count >= out->device_sms) {
+      status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&out->blocks_per_sm, kKernel,
                                                              Base::kThreadCount, kSharedBytes);
     }
     return static_cast<int>(status);
   }
 
   static Params params(FluxGemmArgs const& args, Resources const& with) {
-    typename Base::Arguments given(
+    typename Base::Arguments arguments(
         cutlass::gemm::GemmUniversalMode::kGemm, {args.m, args.n, args.k}, 1,
         Visited::arguments(args), args.a, args.b, nullptr, nullptr, 0, 0, 0, 0,
         typename Types<C>::LayoutA::Stride::LongIndex(args.lda),
         typename Types<C>::LayoutB::Stride::LongIndex(args.ldb), std::int64_t(0), std::int64_t(0));
-    Params out{typename Base::Params(given, with.sm_count, with.blocks_per_sm), {}};
+    Params out{typename Base::Params(arguments, with.sm_count, with.blocks_per_sm), {}};
     BlockParams& at = out.block;
     at.map = tile_map(tile_order(args, kOp, C::kTileM, C::kTileN));
     at.signals = kOp == OpKind::kAGGemm ? args.signals : nullptr;

@@ -1,5 +1,5 @@
 // GEMM + ReduceScatter in one kernel, for sm_80 and newer (Flux paper, 3.1 and Algorithm 1): each
-// vector of a tile is stored with the owner of its row; then the owners are told.
+// vector of a tile is stored with the owner of its row; then the flags at the owners are raised.
 #pragma once
 
 #include "cuda/gemm/reduce.cuh"
@@ -71,7 +71,7 @@ struct ScatterStore : Base {
     ScatterTargets const* targets_;
     int tile_m_;
     int tile_n_;
-    bool reached_ = true;  // the owners, by this call; what is not free is not written to
+    bool reached_ = true;  // whether the owners have begun this call; else their slots are not free
   };
 
   // The base's own destination is null and never written to; it only gives the shape of things.

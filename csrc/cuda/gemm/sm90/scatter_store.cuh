@@ -208,7 +208,7 @@ struct ScatterStore : Base {
     asm volatile("fence.proxy.async.global;" ::: "memory");
   }
 
-  // Not when the wait for the owner's entry was given up: it may still read what is there.
+  // False when the wait for the owner's entry was given up: the owner may still read the slot.
   CUTLASS_DEVICE bool may_write(int owner) const {
     return params_->targets.entries == nullptr || ((entered_ >> owner) & 1u) != 0;
   }

@@ -1,8 +1,8 @@
 // CUTLASS's persistent and stream-K tile schedulers, visiting tiles in Flux's order ("tile coordinate
 // swizzling", Flux paper 3.1).
 //
-// The scheduler of CUTLASS hands out linear slots and turns each into coordinates. It is told to do
-// so row by row, which makes its coordinates the slot number again; core/tile_map.h says which tile
+// The scheduler of CUTLASS hands out linear slots and turns each into coordinates. Set to go
+// row by row, its coordinates are the slot number again; core/tile_map.h says which tile
 // that slot is. Clusters move as a whole: a slot is a cluster, and a block keeps its place in it.
 //
 // Stream-K finds the blocks that share a tile by the coordinates that CUTLASS gave, so those are kept
@@ -63,7 +63,7 @@ class OrderedTileScheduler : public Base {
 
   CUTLASS_DEVICE WorkTileInfo get_current_work() { return ordered(Base::get_current_work()); }
 
-  // As the schedulers of CUTLASS do it: first what is left of this unit, then the next one.
+  // As the schedulers of CUTLASS do it: first the rest of this unit, then the next one.
   CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo work) {
     typename Base::WorkTileInfo info = work.of_base();
     if (Base::continue_current_work(info)) return cute::make_tuple(ordered(info), true);

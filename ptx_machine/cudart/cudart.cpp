@@ -1,22 +1,21 @@
-// The CUDA runtime of kernel libraries that are built to be emulated (`flux compile --emulated`):
-// what kernels of csrc/cuda and their launches call, passed on to the machine that executes PTX
-// (emulator/src/runtime.cpp). It is linked into the library in the place of NVIDIA's runtime. All
-// symbols are hidden, so that a real runtime may live in the same process.
+// Stands in for NVIDIA's CUDA runtime in libraries of kernels that the PTX machine runs: it passes on
+// what kernels' launches call to the machine of the process (src/runtime.cpp). Compile it into the
+// library. Hide all symbols, so that a real runtime may live in the same process.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
 #include <cstring>
 
-#include "cuda/runtime/emulated_cuda.h"
+#include "ptx_machine_cuda.h"
 
 namespace {
 
 // The machine, which the process has to load first, with its symbols visible to all.
-const FluxEmulatedCuda* machine() {
+const PtxMachineCuda* machine() {
   static const auto* const table = [] {
-    void* entry = dlsym(RTLD_DEFAULT, "flux_emulated_cuda");
-    return entry == nullptr ? nullptr : reinterpret_cast<const FluxEmulatedCuda* (*)()>(entry)();
+    void* entry = dlsym(RTLD_DEFAULT, "ptx_machine_cuda");
+    return entry == nullptr ? nullptr : reinterpret_cast<const PtxMachineCuda* (*)()>(entry)();
   }();
   return table;
 }
@@ -123,7 +122,7 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void*
   return launch(kernel, grid, block, nullptr, shared, stream, arguments);
 }
 
-// -- what launches of csrc/cuda call --------------------------------------------------------------
+// -- what launches call --------------------------------------------------------------------------
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
                                 void** arguments) {

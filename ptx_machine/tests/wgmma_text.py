@@ -225,6 +225,6 @@ def execute(
     fragments = fragments_of_a(a.contiguous())
     settings: dict[str, Any] = {"block": THREADS, **options}
     run(product.text(body, shared), [torch.from_numpy(image), fragments, registers], **settings)
-    found = torch.empty_like(d)
-    found[row, column] = registers
-    return found
+    result = torch.empty_like(d)
+    result[row, column] = registers
+    return result

@@ -125,12 +125,12 @@ def test_integers(case: Case) -> None:
     statement, width, out, is_signed, expect = case
     count = statement.count("{") - 1
     lanes = draw(width, count, seed=len(statement))
-    found = apply(statement, [tensor(v) for v in lanes], width, out)
+    result = apply(statement, [tensor(v) for v in lanes], width, out)
     for lane in range(LANES):
         values = [v[lane] for v in lanes]
-        given = [signed(v, width) if is_signed else v for v in values]
-        wanted = expect(*given) % (1 << out)
-        assert int(found[lane]) % (1 << out) == wanted, (statement, values)
+        inputs = [signed(v, width) if is_signed else v for v in values]
+        wanted = expect(*inputs) % (1 << out)
+        assert int(result[lane]) % (1 << out) == wanted, (statement, values)
 
 
 @pytest.mark.parametrize("width", [16, 32, 64])
@@ -139,11 +139,11 @@ def test_a_shift_by_the_width_or_more_leaves_zero_or_the_sign(kind: str, width: 
     (a,) = draw(width, 1, seed=1)
     by = list(range(width - 12, width - 12 + LANES))
     statement = f"cvt.u32.u{width} %r40, {{1}}; {kind}{width} {{d}}, {{0}}, %r40;"
-    found = apply(statement, [tensor(a), tensor(by)], width, width)
+    result = apply(statement, [tensor(a), tensor(by)], width, width)
     for lane, (value, shift) in enumerate(zip(a, by, strict=True)):
         number = signed(value, width) if kind.endswith("s") else value
         wanted = number << shift if kind.startswith("shl") else number >> shift
-        assert int(found[lane]) % 2**width == wanted % 2**width, (value, shift)
+        assert int(result[lane]) % 2**width == wanted % 2**width, (value, shift)
 
 
 COMPARISONS = {
@@ -165,11 +165,11 @@ def test_comparisons_of_integers(name: str, kind: str, width: int) -> None:
     b[:8] = a[:8]
     statement = f"setp.{name}.{kind}{width} %p1|%p2, {{0}}, {{1}}; selp.b32 %r40, 1, 0, %p1;"
     statement += " selp.b32 %r41, 2, 0, %p2; or.b32 {d}, %r40, %r41;"
-    found = apply(statement, [tensor(a), tensor(b)], width, 32)
+    result = apply(statement, [tensor(a), tensor(b)], width, 32)
     for lane, (x, y) in enumerate(zip(a, b, strict=True)):
         left, right = (signed(v, width) if kind == "s" else v for v in (x, y))
         wanted = getattr(left, {**COMPARISONS, **UNSIGNED}[name])(right)
-        assert int(found[lane]) == (1 if wanted else 2), (x, y)
+        assert int(result[lane]) == (1 if wanted else 2), (x, y)
 
 
 def test_predicates_are_combined() -> None:
@@ -183,10 +183,10 @@ def test_predicates_are_combined() -> None:
         selp.b32 %r44, 8, 0, %p6; selp.b32 %r45, 16, 0, %p7;
         or.b32 %r41, %r41, %r42; or.b32 %r43, %r43, %r44; or.b32 %r41, %r41, %r43;
         or.b32 {d}, %r41, %r45;"""
-    found = apply(statement, [torch.arange(LANES)], 32, 32)
+    result = apply(statement, [torch.arange(LANES)], 32, 32)
     for lane in range(LANES):
         x, y = lane & 1, lane >> 1 & 1
-        assert int(found[lane]) == (x & y) | (x | y) << 1 | (x ^ y) << 2 | (1 - x) << 3 | y << 4
+        assert int(result[lane]) == (x & y) | (x | y) << 1 | (x ^ y) << 2 | (1 - x) << 3 | y << 4
 
 
 @pytest.mark.parametrize(
@@ -198,9 +198,9 @@ def test_moves_and_selections_keep_all_bits(kind: str) -> None:
     statement = "and.b32 %r40, %r0, 1; setp.eq.b32 %p1, %r40, 0;"
     statement += f" mov.{kind} {{d}}, {{0}};"
     statement += f" selp.{kind} {{d}}, {{d}}, {{1}}, %p1;"
-    found = apply(statement, [tensor(a), tensor(b)], width, width)
+    result = apply(statement, [tensor(a), tensor(b)], width, width)
     for lane in range(LANES):
-        assert int(found[lane]) % 2**width == (a[lane] if lane % 2 == 0 else b[lane])
+        assert int(result[lane]) % 2**width == (a[lane] if lane % 2 == 0 else b[lane])
 
 
 def bits32(values: torch.Tensor) -> torch.Tensor:
@@ -230,11 +230,11 @@ FLOATS: dict[str, Callable[..., torch.Tensor]] = {
 @pytest.mark.parametrize("name", FLOATS)
 def test_floats(name: str) -> None:
     count = 3 if name.startswith("fma") else 2
-    given = [floats(seed) for seed in range(count)]
+    inputs = [floats(seed) for seed in range(count)]
     places = ", ".join(f"{{{number}}}" for number in range(count))
     # A register of bits takes any type.
-    found = apply(f"{name} {{d}}, {places};", [bits32(v) for v in given], 32, 32)
-    got, wanted = found.to(torch.int32).view(torch.float32), FLOATS[name](*given)
+    result = apply(f"{name} {{d}}, {places};", [bits32(v) for v in inputs], 32, 32)
+    got, wanted = result.to(torch.int32).view(torch.float32), FLOATS[name](*inputs)
     assert torch.equal(got.isnan(), wanted.isnan())
     # fma: two roundings of the reference may differ from one in the last place.
     torch.testing.assert_close(
@@ -247,24 +247,24 @@ def test_floats_are_rounded_to_halves_and_back(dtype: torch.dtype) -> None:
     name = "bf16" if dtype is torch.bfloat16 else "f16"
     low, high = floats(3), floats(4)
     pair = apply(f"cvt.rn.{name}x2.f32 {{d}}, {{0}}, {{1}};", [bits32(high), bits32(low)], 32, 32)
-    for shift, given in ((0, low), (16, high)):
+    for shift, inputs in ((0, low), (16, high)):
         half = (pair >> shift & 0xFFFF).to(torch.int32).to(torch.int16).view(dtype)
-        torch.testing.assert_close(half, given.to(dtype), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(half, inputs.to(dtype), rtol=0, atol=0, equal_nan=True)
         back = apply(f"cvt.f32.{name} {{d}}, {{0}};", [pair >> shift & 0xFFFF], 16, 32)
         values = back.to(torch.int32).view(torch.float32)
         torch.testing.assert_close(values, half.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_float_out_of_range_becomes_the_nearest_integer() -> None:
-    given = torch.tensor([1.5, -1.5, 2.5, 3e9, -3e9, math.nan, math.inf, 1e20] * 4)
+    inputs = torch.tensor([1.5, -1.5, 2.5, 3e9, -3e9, math.nan, math.inf, 1e20] * 4)
     wanted = {
         "cvt.rzi.s32.f32": [1, -1, 2, 2**31 - 1, -(2**31), 0, 2**31 - 1, 2**31 - 1],
         "cvt.rni.s32.f32": [2, -2, 2, 2**31 - 1, -(2**31), 0, 2**31 - 1, 2**31 - 1],
         "cvt.rzi.u32.f32": [1, 0, 2, 3 * 10**9, 0, 0, 2**32 - 1, 2**32 - 1],
     }
     for name, values in wanted.items():
-        found = apply(f"{name} {{d}}, {{0}};", [bits32(given)], 32, 32)
-        assert [int(v) % 2**32 for v in found[:8]] == [v % 2**32 for v in values], name
+        result = apply(f"{name} {{d}}, {{0}};", [bits32(inputs)], 32, 32)
+        assert [int(v) % 2**32 for v in result[:8]] == [v % 2**32 for v in values], name
 
 
 @pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge", "ltu", "neu"])
@@ -272,12 +272,12 @@ def test_comparisons_of_floats_know_nan(name: str) -> None:
     a, b = floats(5), floats(6)
     b[10:20] = a[10:20]
     statement = f"setp.{name}.f32 %p1|%p2, {{0}}, {{1}}; selp.b32 {{d}}, 1, 0, %p1;"
-    found = apply(statement, [bits32(a), bits32(b)], 32, 32)
+    result = apply(statement, [bits32(a), bits32(b)], 32, 32)
     base = {"eq": "eq", "ne": "ne", "neu": "ne", "ltu": "lt"}.get(name, name)
     wanted = getattr(torch, base)(a, b)
     unordered = a.isnan() | b.isnan()
     wanted = wanted | unordered if name.endswith("u") else wanted & ~unordered
-    assert torch.equal(found.bool(), wanted)
+    assert torch.equal(result.bool(), wanted)
 
 
 def test_numbers_of_two_parts_are_packed_and_unpacked() -> None:
@@ -289,5 +289,5 @@ def test_numbers_of_two_parts_are_packed_and_unpacked() -> None:
 
 
 def test_literals_of_floats() -> None:
-    found = apply("add.f32 {d}, {0}, 0f3FC00000;", [bits32(torch.ones(LANES))], 32, 32)
-    assert struct.pack("<I", int(found[0]) % 2**32) == struct.pack("<f", 2.5)
+    result = apply("add.f32 {d}, {0}, 0f3FC00000;", [bits32(torch.ones(LANES))], 32, 32)
+    assert struct.pack("<I", int(result[0]) % 2**32) == struct.pack("<f", 2.5)

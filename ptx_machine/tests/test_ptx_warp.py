@@ -17,10 +17,10 @@ POINTERS = """
 """  # %rd1: the thread's own element of p0, of 8 bytes
 
 
-def lanes(body: str, given: torch.Tensor | None = None, **options: object) -> torch.Tensor:
-    """Run ``body``, which leaves its result in %r20; %r10 is the thread's element of ``given``."""
+def lanes(body: str, inputs: torch.Tensor | None = None, **options: object) -> torch.Tensor:
+    """Run ``body``, which leaves its result in %r20; %r10 is the thread's element of ``inputs``."""
     threads = int(str(options.get("block", LANES)))
-    values = torch.arange(threads) if given is None else given.clone()
+    values = torch.arange(threads) if inputs is None else inputs.clone()
     text = f"{POINTERS} ld.global.u32 %r10, [%rd1]; {body} st.global.u32 [%rd1], %r20;"
     outside = str(options.pop("outside", ""))
     run(kernel(text, 1, outside=outside), [values], **options)
@@ -42,9 +42,9 @@ def lanes(body: str, given: torch.Tensor | None = None, **options: object) -> to
     ids=["idx", "segments of 8", "up", "down", "bfly"],
 )
 def test_shuffles(kind: str, source: Callable[[int], int]) -> None:
-    given = torch.arange(LANES) * 7 + 1
-    found = lanes(f"shfl.sync.{kind}, -1;", given)
-    assert found.tolist() == [7 * source(lane) + 1 for lane in range(LANES)]
+    inputs = torch.arange(LANES) * 7 + 1
+    result = lanes(f"shfl.sync.{kind}, -1;", inputs)
+    assert result.tolist() == [7 * source(lane) + 1 for lane in range(LANES)]
 
 
 def test_votes_and_reductions() -> None:
@@ -73,8 +73,8 @@ def test_votes_and_reductions() -> None:
 def test_reductions_of_a_warp(kind: str, operation: Callable[[int, int], int]) -> None:
     values = torch.randint(-(2**31), 2**31, (LANES,), generator=torch.Generator().manual_seed(4))
     numbers = [int(v) if kind.endswith("s32") else int(v) % 2**32 for v in values]
-    found = set(lanes(f"redux.sync.{kind} %r20, %r10, -1;", values).tolist())
-    assert {v % 2**32 for v in found} == {reduce(operation, numbers) % 2**32}
+    result = set(lanes(f"redux.sync.{kind} %r20, %r10, -1;", values).tolist())
+    assert {v % 2**32 for v in result} == {reduce(operation, numbers) % 2**32}
 
 
 def test_threads_that_part_meet_again() -> None:
@@ -140,8 +140,8 @@ def test_shared_memory_is_complete_behind_a_barrier(seed: int) -> None:
         add.u32 %r3, %r1, %r4;
         ld.shared.u32 %r20, [%r3];
     """
-    found = lanes(body, block=256, seed=seed)
-    assert found.tolist() == list(range(255, -1, -1))
+    result = lanes(body, block=256, seed=seed)
+    assert result.tolist() == list(range(255, -1, -1))
 
 
 def test_a_barrier_of_some_warps_and_a_reduction() -> None:
@@ -404,9 +404,9 @@ def test_ldmatrix_transposes() -> None:
     """
     matrix = torch.arange(64).view(8, 8)
     pairs = matrix.view(-1, 2)
-    found = lanes(body, pairs[:, 0] + (pairs[:, 1] << 16))
+    result = lanes(body, pairs[:, 0] + (pairs[:, 1] << 16))
     wanted = matrix.t().reshape(-1, 2)
-    assert torch.equal(found, wanted[:, 0] + (wanted[:, 1] << 16))
+    assert torch.equal(result, wanted[:, 0] + (wanted[:, 1] << 16))
 
 
 def test_an_aligned_instruction_in_part_of_a_warp_is_an_error() -> None:
@@ -448,9 +448,9 @@ COUNT:
 
 def lead(seed: int) -> int:
     """Return by how many rounds of the loop one warp was ahead of the other."""
-    found = torch.zeros(1, dtype=torch.int32)
-    run(kernel(RACE, 1), [found], seed=seed, block=64)
-    return int(found)
+    result = torch.zeros(1, dtype=torch.int32)
+    run(kernel(RACE, 1), [result], seed=seed, block=64)
+    return int(result)
 
 
 def test_seeds_hold_warps_back() -> None:

@@ -1,5 +1,5 @@
-// The CUDA runtime of emulated kernel libraries: emulated_cudart.cpp, which is
-// linked into each of them, calls these functions. So does the emulated NVSHMEM (emulator/nvshmem).
+// The machine's functions for cudart.cpp, which is compiled into each library of kernels, and for the
+// emulated NVSHMEM (nvshmem/nvshmem.cpp).
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 extern "C" {
 
 // The emulated NVSHMEM, as the machine calls it when a kernel puts.
-struct FluxEmulatedNic {
+struct PtxMachineNic {
   // What `place`, an address of this rank's symmetric memory, names at a rank; null: it is not in
   // symmetric memory, or there is no such rank.
   void* (*at_rank)(const void* place, int rank);
@@ -19,7 +19,7 @@ struct FluxEmulatedNic {
 };
 
 // Errors are values of cudaError_t. A kernel is named by the address of its host function.
-struct FluxEmulatedCuda {
+struct PtxMachineCuda {
   // Of a fatbinary, as nvcc lays it out: its header, behind which its entries lie.
   void* (*load)(const void* fatbinary);
   void (*unload)(void* library);
@@ -48,10 +48,10 @@ struct FluxEmulatedCuda {
   // Memory that kernels may access from now on, or no more; the name is for messages.
   void (*add_memory)(void* memory, std::size_t bytes, const char* name);
   void (*remove_memory)(void* memory);
-  void (*attach_nic)(const FluxEmulatedNic* nic);
+  void (*attach_nic)(const PtxMachineNic* nic);
 };
 
 // The only symbol of the machine that libraries look up.
-__attribute__((visibility("default"))) const FluxEmulatedCuda* flux_emulated_cuda();
+__attribute__((visibility("default"))) const PtxMachineCuda* ptx_machine_cuda();
 
 }  // extern "C"

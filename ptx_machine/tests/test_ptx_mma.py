@@ -46,14 +46,14 @@ def fragments(matrix: torch.Tensor, is_a: bool) -> torch.Tensor:
 
 
 def multiply(name: str, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    given = [fragments(a, True), fragments(b, False)]
+    inputs = [fragments(a, True), fragments(b, False)]
     lane, element = torch.arange(LANES).view(-1, 1), torch.arange(4).view(1, -1)
     row, column = lane // 4 + element // 2 * 8, lane % 4 * 2 + element % 2
     d = c[row, column].contiguous()
     words = d.view(torch.int32).shape[1]
     lines, names = [], []
     for number, (prefix, count) in enumerate(
-        [("%r1", given[0].shape[1]), ("%r2", given[1].shape[1]), ("%r3", words)]
+        [("%r1", inputs[0].shape[1]), ("%r2", inputs[1].shape[1]), ("%r3", words)]
     ):
         lines += [
             f"ld.param.u64 %rd1, [p{number}]; mul.wide.u32 %rd2, %r0, {4 * count};",
@@ -63,10 +63,10 @@ def multiply(name: str, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> to
         names.append("{" + ", ".join(f"{prefix}{i}" for i in range(count)) + "}")
     lines.append(f"{name} {names[2]}, {names[0]}, {names[1]}, {names[2]};")
     lines += [f"st.global.b32 [%rd1+{4 * i}], %r3{i};" for i in range(words)]
-    run(kernel("\n".join(lines), 3), [*given, d])
-    found = torch.empty_like(c)
-    found[row, column] = d
-    return found
+    run(kernel("\n".join(lines), 3), [*inputs, d])
+    result = torch.empty_like(c)
+    result[row, column] = d
+    return result
 
 
 @pytest.mark.parametrize("a_type, b_type, d_type, depths", CASES)
@@ -78,10 +78,10 @@ def test_every_type(a_type: str, b_type: str, d_type: str, depths: tuple[int, ..
             c = torch.randint(-1000, 1000, (16, 8)).to(torch.int32)
         c = c.half() if d_type == "f16" else c
         name = f"mma.sync.aligned.m16n8k{depth}.row.col.{d_type}.{a_type}.{b_type}.{d_type}"
-        found = multiply(name, a, b, c)
+        result = multiply(name, a, b, c)
         wanted = a.double() @ b.double().t() + c.double()
         tolerance = {"f32": 1e-5, "f16": 2.0**-11, "s32": 0}[d_type]
-        torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(result.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
 def test_integers_wrap_around_or_saturate() -> None:

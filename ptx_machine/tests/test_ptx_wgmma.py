@@ -36,17 +36,17 @@ def operands(p: Product, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, tor
 
 def check(p: Product, seed: int = 0, **options: object) -> None:
     a, b, d = operands(p, seed)
-    found = execute(p, a, b, d, **options)  # type: ignore[arg-type]
+    result = execute(p, a, b, d, **options)  # type: ignore[arg-type]
     sign = p.scales[0] * p.scales[1]
     wanted = sign * (a.double() @ b.double().t()) + d.double() * int(p.scale_d)
     if p.d_type == "s32":
         exact = wanted.to(torch.int64)
         if p.saturates:
             exact = exact.clamp(-(2**31), 2**31 - 1)
-        assert torch.equal(found, ((exact + 2**31) % 2**32 - 2**31).to(torch.int32))
+        assert torch.equal(result, ((exact + 2**31) % 2**32 - 2**31).to(torch.int32))
         return
     tolerance = 2.0**-11 if p.d_type == "f16" else 1e-5
-    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(result.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("n", range(8, 257, 8))
@@ -74,9 +74,9 @@ def test_sums_of_integers_wrap_around_or_saturate() -> None:
         p = Product(16, "u8", "u8", "s32", saturates=saturates)
         a, b = (torch.full((rows, 32), 255, dtype=torch.uint8) for rows in (64, 16))
         d = torch.full((64, 16), 2**31 - 5, dtype=torch.int32)
-        found = execute(p, a, b, d)
+        result = execute(p, a, b, d)
         total = 2**31 - 5 + 32 * 255 * 255
-        assert set(found.flatten().tolist()) == {2**31 - 1 if saturates else total - 2**32}
+        assert set(result.flatten().tolist()) == {2**31 - 1 if saturates else total - 2**32}
 
 
 def tiles(swizzle: int, is_mn_major: bool, start: int) -> Tile:
@@ -129,9 +129,9 @@ def test_without_d_it_may_be_anything() -> None:
     statement = p.statement(first=64, scale_d="%p2")
     body = f"setp.ne.u32 %p2, 0, 0; {FENCE} {statement} {COMMIT} {WAIT}"
     moves = " ".join(f"mov.f32 %d{i}, %d{64 + i};" for i in range(p.registers))
-    found = execute(p, a, b, d, body + moves)
+    result = execute(p, a, b, d, body + moves)
     wanted = a.double() @ b.double().t()
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-5)
     with pytest.raises(PtxError, match=r"register %d64 is read but was never written"):
         execute(p, a, b, d, body.replace("ne.u32", "eq.u32") + moves)
 
@@ -142,9 +142,9 @@ def test_products_accumulate_in_order(seed: int) -> None:
     p = Product(32)
     a, b, d = operands(p, seed)
     body = FENCE + (p.statement() * 2 + COMMIT) * 3 + "wgmma.wait_group.sync.aligned 1;"
-    found = execute(p, a, b, d, body + WAIT, seed=seed)
+    result = execute(p, a, b, d, body + WAIT, seed=seed)
     wanted = 6 * (a.double() @ b.double().t()) + d.double()
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
 def test_shared_memory_is_read_late_or_with_a_seed_at_any_time() -> None:

@@ -49,7 +49,7 @@ PLACES = {
 
 @pytest.mark.parametrize("space, load, store, kind", CASES)
 def test_loads_and_stores_move_all_bytes(space: str, load: str, store: str, kind: str) -> None:
-    """In shared and local memory: what is given is stored there first, by the store's kind."""
+    """In shared and local memory: inputs are stored there first, by the store's kind."""
     count, element = (int(kind[1]), kind[3:]) if kind[0] == "v" else (1, kind)
     size = int(element[1:]) // 8
     letter = {1: "%h", 2: "%h", 4: "%r", 8: "%rd"}[size]
@@ -76,10 +76,10 @@ def test_loads_and_stores_move_all_bytes(space: str, load: str, store: str, kind
         {PLACES.get(space, "mov.b64 %rd6, %rd1;")}
         {" ".join(moves)}
     """
-    given = torch.randint(0, 256, (LANES, 16), dtype=torch.uint8)
-    found = torch.zeros_like(given)
-    run(kernel(body, 2), [given, found])
-    assert torch.equal(found, given)
+    inputs = torch.randint(0, 256, (LANES, 16), dtype=torch.uint8)
+    result = torch.zeros_like(inputs)
+    run(kernel(body, 2), [inputs, result])
+    assert torch.equal(result, inputs)
 
 
 @pytest.mark.parametrize("width", [32, 64])

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ptx_machine import Device, Module, PtxError
-from ptx_text import LANES, kernel, run
-from test_emulator_kernels import compiled
+from ptx_text import LANES, compiled, kernel, run
 
 OWN = """
     ld.param.u64 %rd1, [p0];
@@ -91,8 +90,8 @@ def test_functions_are_called(seed: int) -> None:
     run(kernel(body, 1, outside=FUNCTIONS), [values], seed=seed)
     wanted = []
     for n in range(1, 1 + LANES):
-        found = collatz(collatz(n))
-        wanted.append(collatz(found) if found > 20 else found)
+        output = collatz(collatz(n))
+        wanted.append(collatz(output) if output > 20 else output)
     assert values.tolist() == wanted
 
 
@@ -213,10 +212,10 @@ extern "C" __global__ void use(const unsigned* a, unsigned* out, float* others) 
 extern "C" __global__ void wide(const unsigned long long* x, unsigned long long* out) {
   const unsigned __int128 a = (static_cast<unsigned __int128>(x[0]) << 64) | x[1];
   const unsigned __int128 b = (static_cast<unsigned __int128>(x[2]) << 64) | x[3];
-  const unsigned __int128 found[] = {a + b, a - b, a * b};
+  const unsigned __int128 output[] = {a + b, a - b, a * b};
   for (int i = 0; i < 3; ++i) {
-    out[2 * i] = static_cast<unsigned long long>(found[i] >> 64);
-    out[2 * i + 1] = static_cast<unsigned long long>(found[i]);
+    out[2 * i] = static_cast<unsigned long long>(output[i] >> 64);
+    out[2 * i + 1] = static_cast<unsigned long long>(output[i]);
   }
 }
 """
@@ -244,9 +243,9 @@ def test_functions_as_nvcc_compiles_them(tmp_path: Path) -> None:
 
     numbers = [2**63 + 5, 2**64 - 3, 17, 2**64 - 9]
     x = torch.tensor([n - 2**64 if n >= 2**63 else n for n in numbers])
-    found = torch.zeros(6, dtype=torch.int64)
-    Device().launch(module, "wide", grid=1, block=1, args=[x, found])
+    output = torch.zeros(6, dtype=torch.int64)
+    Device().launch(module, "wide", grid=1, block=1, args=[x, output])
     p, q = (numbers[0] << 64) + numbers[1], (numbers[2] << 64) + numbers[3]
-    halves = [n % 2**64 for n in found.tolist()]
+    halves = [n % 2**64 for n in output.tolist()]
     results = [(halves[i] << 64) + halves[i + 1] for i in (0, 2, 4)]
     assert results == [n % 2**128 for n in (p + q, p - q, p * q)]

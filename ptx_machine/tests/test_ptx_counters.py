@@ -25,7 +25,7 @@ def counted(body: str, params: int = 1, **options: Any) -> Counters:
 
 
 @pytest.mark.parametrize(
-    "statement, found",
+    "statement, tallies",
     [
         ("ld.global.v4.f32", {"global_loads": 16 * 64}),
         ("ld.acquire.sys.global.u32", {"global_loads": 4 * 64}),
@@ -54,10 +54,10 @@ def counted(body: str, params: int = 1, **options: Any) -> Counters:
         ("cp.async.mbarrier.arrive.noinc.shared::cta.b64", {"mbarrier_arrivals": 64}),
     ],
 )
-def test_what_a_statement_counts_as(statement: str, found: dict[str, int]) -> None:
+def test_what_a_statement_counts_as(statement: str, tallies: dict[str, int]) -> None:
     """Executed by two warps of 32 threads, after three tries; copies of seven bytes."""
     work = work_of(statement, Tally(executed=2, threads=64, tries=3, bytes=7))
-    assert work.nonzero() == {"statements": 2, "instructions": 64, "waiting": 3, **found}
+    assert work.nonzero() == {"statements": 2, "instructions": 64, "waiting": 3, **tallies}
 
 
 def test_bytes_and_products_of_a_kernel() -> None:
@@ -91,11 +91,11 @@ def test_threads_are_counted_not_warps() -> None:
         ld.param.u64 %rd1, [p0];
         @%p1 st.global.u32 [%rd1], %r0;
     """
-    found = counted(body, grid=3)
-    assert found.work.global_stores == 3 * 5 * 4
-    assert found.blocks == 3
-    assert found.statements == found.work.statements
-    assert found.instructions == found.work.instructions
+    counters = counted(body, grid=3)
+    assert counters.work.global_stores == 3 * 5 * 4
+    assert counters.blocks == 3
+    assert counters.statements == counters.work.statements
+    assert counters.instructions == counters.work.instructions
 
 
 # -- roles -----------------------------------------------------------------------------------------
@@ -124,8 +124,8 @@ END:
 
 
 def test_warps_with_the_same_work_are_a_role() -> None:
-    found = counted(ROLES, grid=2, block=128)
-    roles = {role.name: role for role in found.roles}
+    counters = counted(ROLES, grid=2, block=128)
+    roles = {role.name: role for role in counters.roles}
     assert list(roles) == ["warp 0", "warps 1-2", "warp 3"]
     assert roles["warp 0"].does == "bulk copies"
     assert roles["warps 1-2"].does == "mbarrier waits"
@@ -134,13 +134,13 @@ def test_warps_with_the_same_work_are_a_role() -> None:
     assert roles["warps 1-2"].work.mbarrier_waits == 2 * 2
     assert roles["warps 1-2"].work.waiting > 0
     assert roles["warp 3"].work.global_stores == 2 * LANES * 4
-    assert sum(role.work.statements for role in found.roles) == found.statements
+    assert sum(role.work.statements for role in counters.roles) == counters.statements
 
 
 def test_lines_add_up_to_the_kernel() -> None:
-    found = counted(ROLES, grid=2, block=128)
-    lines = found.lines()
-    assert sum(line.work.instructions for line in lines) == found.instructions
+    counters = counted(ROLES, grid=2, block=128)
+    lines = counters.lines()
+    assert sum(line.work.instructions for line in lines) == counters.instructions
     assert [line.work.instructions for line in lines] == sorted(
         (line.work.instructions for line in lines), reverse=True
     )
@@ -194,5 +194,5 @@ def test_a_trace_keeps_the_first_events() -> None:
     module = Module(kernel(ROLES, 1))
     tensor = torch.zeros(4096, dtype=torch.int64)
     options = {"grid": 1, "block": 128, "args": [tensor], "races": False}
-    found = Device().trace(module, "k", most_events=10, **options)
-    assert len(found.events) == 10 and found.dropped > 0
+    trace = Device().trace(module, "k", most_events=10, **options)
+    assert len(trace.events) == 10 and trace.dropped > 0

@@ -200,14 +200,14 @@ def reused(wait: str) -> str:
 
 
 def test_a_source_is_read_late_but_before_its_wait() -> None:
-    source, found = torch.zeros(4, dtype=torch.int32), set()
+    source, values = torch.zeros(4, dtype=torch.int32), set()
     for seed in range(12):
         target = torch.zeros(4, dtype=torch.int32)
         copy(reused("cp.async.bulk.wait_group.read 0;"), source, target, seed=seed)
         assert target[0] == 1
         copy(reused(""), source, target, seed=seed, races=False)
-        found.add(target[0].item())
-    assert 2 in found
+        values.add(target[0].item())
+    assert 2 in values
     copy(reused("cp.async.bulk.wait_group.read 1;"), source, target, races=False)
     assert target[0] == 2
 
@@ -252,7 +252,7 @@ def test_the_end_of_a_kernel_completes_stores() -> None:
 
 def test_loads_come_in_any_order() -> None:
     """Two loads of the same bytes of shared memory: either may be the last one."""
-    found = set()
+    values = set()
     for seed in range(12):
         source, target = pattern(128), torch.zeros(128, dtype=torch.int32)
         body = f"""
@@ -263,8 +263,8 @@ def test_loads_come_in_any_order() -> None:
             {stored()}
         """
         copy(body, source, target, seed=seed, races=False)
-        found.add(target[0].item())
-    assert found == {0, 13}
+        values.add(target[0].item())
+    assert values == {0, 13}
 
 
 @pytest.mark.parametrize("seed", SEEDS)

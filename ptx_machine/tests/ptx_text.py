@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ptx_machine import Counters, Device, Module
+from ptx_machine.cli.programs import find_nvcc
 
 LANES = 32
 
@@ -94,3 +99,20 @@ def apply(statement: str, operands: list[torch.Tensor], width: int, out: int) ->
     result = torch.zeros(threads, dtype=torch.int64)
     run(kernel("\n    ".join(lines), len(operands) + 1), [*operands, result], block=threads)
     return result
+
+
+def nvcc() -> str:
+    """Return the path of nvcc; skip the test where there is none."""
+    path = find_nvcc()
+    if path is None:
+        pytest.skip("there is no nvcc")
+    return path
+
+
+def compiled(text: str, folder: Path, *options: str) -> Module:
+    """Compile CUDA source to PTX, with source lines."""
+    source, target = folder / "kernels.cu", folder / "kernels.ptx"
+    source.write_text(text)
+    command = [nvcc(), "-std=c++17", "-O3", "-lineinfo", "-ptx", *options]
+    subprocess.run([*command, source, "-o", target], check=True, env=dict(os.environ))
+    return Module(target.read_text())

@@ -204,9 +204,9 @@ def test_profile_prints_tables_and_json(add: str) -> None:
     result = command("profile", add, *ARGS, "--grid", "2")
     assert "warp 0" in result.output and "global stores, bytes" in result.output
     assert "PTX:" in result.output
-    (found,) = json.loads(command("profile", add, *ARGS, "--grid", "2", "--json").output)
-    assert found["blocks"] == 2
-    (role,) = found["roles"]
+    (counters,) = json.loads(command("profile", add, *ARGS, "--grid", "2", "--json").output)
+    assert counters["blocks"] == 2
+    (role,) = counters["roles"]
     assert role["warps"] == [0] and role["work"]["global_stores"] == 2 * 32 * 4
 
 

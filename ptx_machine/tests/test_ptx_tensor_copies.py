@@ -72,12 +72,12 @@ def boxed(
     tensor: torch.Tensor, box: tuple[int, ...], coordinates: tuple[int, ...], outside: float = 0
 ) -> torch.Tensor:
     """Return a box of a tensor, element by element."""
-    found = torch.full(box, outside, dtype=tensor.dtype)
+    result = torch.full(box, outside, dtype=tensor.dtype)
     for index in itertools.product(*(range(size) for size in box)):
         place = [c + i for c, i in zip(coordinates, index, strict=True)]
         if all(0 <= p < size for p, size in zip(place, tensor.shape, strict=True)):
-            found[index] = tensor[tuple(place)]
-    return found
+            result[index] = tensor[tuple(place)]
+    return result
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -102,8 +102,8 @@ def test_boxes_are_loaded(
 ) -> None:
     tensor = filled(shape, torch.float32)
     raw = torch.zeros(BYTES // 4)
-    given = (tensor, {"box": box})
-    launch(load(box, 4, coordinates) + RAW, given, given, raw, seed=seed)
+    inputs = (tensor, {"box": box})
+    launch(load(box, 4, coordinates) + RAW, inputs, inputs, raw, seed=seed)
     count = torch.Size(box).numel()
     assert torch.equal(raw[:count].view(box), boxed(tensor, box, coordinates))
 
@@ -159,11 +159,11 @@ def swizzled(packed: torch.Tensor, span: int) -> torch.Tensor:
     In a line of 128 bytes, line l, chunk c of 16 bytes is at c ^ (l modulo the chunks of a span).
     """
     chunks = packed.view(-1, 8, 16)  # [line, chunk, byte]
-    found = torch.empty_like(chunks)
+    result = torch.empty_like(chunks)
     for line in range(chunks.shape[0]):
         for chunk in range(8):
-            found[line, chunk ^ (line % (span // 16))] = chunks[line, chunk]
-    return found.view(-1)
+            result[line, chunk ^ (line % (span // 16))] = chunks[line, chunk]
+    return result.view(-1)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -264,8 +264,8 @@ def test_elements_are_skipped_and_outside_is_nan() -> None:
     """Every second row and every third plane of a box are copied; what is outside becomes NaN."""
     tensor = filled((7, 9, 8), torch.float32)
     raw = torch.zeros(BYTES // 4)
-    given = (tensor, {"box": (6, 8, 8), "steps": (3, 2, 1), "fill_nan": True})
-    launch(load((2, 4, 8), 4, (4, 3, 2)) + RAW, given, given, raw)
+    inputs = (tensor, {"box": (6, 8, 8), "steps": (3, 2, 1), "fill_nan": True})
+    launch(load((2, 4, 8), 4, (4, 3, 2)) + RAW, inputs, inputs, raw)
     whole = boxed(tensor, (6, 8, 8), (4, 3, 2), outside=float("nan"))
     expected = whole[::3, ::2]
     assert torch.equal(raw[: 2 * 4 * 8].view(2, 4, 8).isnan(), expected.isnan())
@@ -349,9 +349,9 @@ WAIT = await_phase("%r1", 0, "W")
     ],
 )
 def test_misuse_of_tensor_copies_fails(body: str, error: str) -> None:
-    given = (TENSOR, {"box": (8, 16)})
+    inputs = (TENSOR, {"box": (8, 16)})
     with pytest.raises(PtxError, match=error):
-        launch(body, given, given, torch.zeros(64))
+        launch(body, inputs, inputs, torch.zeros(64))
 
 
 def test_a_map_may_not_be_changed_and_its_tensor_not_be_gone() -> None:

@@ -56,10 +56,10 @@ def test_sums_of_halves(kind: str, wide: bool, order: str) -> None:
     members = draw(dtype)
     accumulator = ".acc::f32" if wide else ""
     name = f"multimem.ld_reduce.{order}.add{accumulator}.v4.{kind}x2"
-    found = run(f"{name} {FOUR}, [%rd2]; {KEEP}", members).view(dtype).flatten()
+    result = run(f"{name} {FOUR}, [%rd2]; {KEEP}", members).view(dtype).flatten()
     a, b, c = (m.float() for m in members)
     total = a + b + c if wide else (a + b).to(dtype).float() + c
-    assert torch.equal(found, total.to(dtype))
+    assert torch.equal(result, total.to(dtype))
     assert not torch.equal(total.to(dtype), (a + b + c).to(dtype)) or wide
 
 
@@ -71,10 +71,10 @@ def test_vectors_of_floats(vector: int) -> None:
     suffix = "" if vector == 1 else f".v{vector}"
     stores = " ".join(f"st.global.f32 [%rd4+{4 * i}], {n};" for i, n in enumerate(names))
     body = f"multimem.ld_reduce.relaxed.sys.global.add{suffix}.f32 {target}, [%rd2]; {stores}"
-    found = run(body, members, torch.zeros(LANES, 4))
+    result = run(body, members, torch.zeros(LANES, 4))
     wanted = (members[0] + members[1] + members[2]).view(LANES, 4)
-    assert torch.equal(found[:, :vector], wanted[:, :vector])
-    assert not found[:, vector:].any()
+    assert torch.equal(result[:, :vector], wanted[:, :vector])
+    assert not result[:, vector:].any()
 
 
 @pytest.mark.parametrize("operation", ["min", "max"])
@@ -116,13 +116,13 @@ def test_integers(operation: str) -> None:
 def test_stores_reach_every_member() -> None:
     members = draw(torch.float32)
     load = "ld.global.v4.f32 {%f1, %f2, %f3, %f4}, [%rd4];"
-    given = torch.randn(LANES, 4)
+    inputs = torch.randn(LANES, 4)
     run(
         f"{load} multimem.st.relaxed.sys.global.v4.f32 [%rd2], {{%f1, %f2, %f3, %f4}};",
         members,
-        given,
+        inputs,
     )
-    assert all(torch.equal(m.view(LANES, 4), given) for m in members)
+    assert all(torch.equal(m.view(LANES, 4), inputs) for m in members)
 
 
 def test_reductions_of_floats_are_added_by_every_thread() -> None:

@@ -193,18 +193,18 @@ END:
 def pairs_read(**parts: str) -> set[tuple[int, int]]:
     """Return what block 1 has read of the first word, over many seeds."""
     parts = {"behind": "", **parts}
-    found = set()
+    pairs = set()
     for seed in range(1, 201):
         data = torch.zeros(1024, dtype=torch.int32)
         run(kernel(TWO_WORDS.format(**parts), 1), [data], seed=seed, grid=2)
-        found.add((int(data[64]), int(data[65])))
-    return found
+        pairs.add((int(data[64]), int(data[65])))
+    return pairs
 
 
 def test_a_strong_load_may_return_an_older_value() -> None:
     """But none older than what the same thread has loaded before: coherence."""
-    found = pairs_read(store="st.relaxed.gpu", load="ld.relaxed.gpu")
-    assert {(0, 1), (1, 1)} <= found <= {(0, 0), (0, 1), (1, 1)}
+    pairs = pairs_read(store="st.relaxed.gpu", load="ld.relaxed.gpu")
+    assert {(0, 1), (1, 1)} <= pairs <= {(0, 0), (0, 1), (1, 1)}
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ def test_registers_of_clusters(seed: int, multiprocessors: int) -> None:
     )
     settings = {"grid": grid, "cluster": cluster, "block": 96, "seed": seed}
     settings["multiprocessors"] = multiprocessors
-    found = words(body, len(REGISTERS), **settings)
-    for number, row in enumerate(found.tolist()):
+    result = words(body, len(REGISTERS), **settings)
+    for number, row in enumerate(result.tolist()):
         x, y, z = number % 4, number // 4 % 6, number // 24
         position = (x % 2, y % 3, z)
         assert row[0:3] == [x // 2, y // 3, z]
@@ -137,8 +137,8 @@ def test_blocks_read_the_memory_of_their_cluster(generic: bool, seed: int) -> No
             ld.u32 %r18, [%rd12];
         """
     body = f"{OF_CLUSTER} {SYNC} {load} st.global.u32 [%rd3], %r18; {SYNC}"
-    found = words(body, LANES, grid=8, cluster=4, seed=seed)
-    for block, row in enumerate(found.tolist()):
+    result = words(body, LANES, grid=8, cluster=4, seed=seed)
+    for block, row in enumerate(result.tolist()):
         assert row == [1000 * ((block + 1) % 4) + thread for thread in range(LANES)]
 
 
@@ -157,12 +157,12 @@ def test_blocks_change_the_memory_of_their_cluster(seed: int) -> None:
         ld.shared::cluster.u32 %r19, [memory+12];
         st.global.u32 [%rd1+4], %r19;
     """
-    found = words(body, 2, grid=4, cluster=4, seed=seed).tolist()
+    result = words(body, 2, grid=4, cluster=4, seed=seed).tolist()
     added = [[4 * LANES, 8 * LANES] if rank == 1 else [0, 0] for rank in range(4)]
     expected = [
         [1000 * rank + 2 + more[0], 1000 * rank + 3 + more[1]] for rank, more in enumerate(added)
     ]
-    assert found == expected
+    assert result == expected
 
 
 def test_ranks_and_spaces_of_addresses() -> None:
@@ -277,9 +277,9 @@ def test_threads_arrive_one_by_one(seed: int) -> None:
         barrier.cluster.arrive;
         barrier.cluster.wait;
     """
-    found = words(body, 64, grid=4, cluster=4, block=64, seed=seed)
-    assert set(found[:, :40].flatten().tolist()) == {62 + 4 * 20}
-    assert not found[:, 40:].any()
+    result = words(body, 64, grid=4, cluster=4, block=64, seed=seed)
+    assert set(result[:, :40].flatten().tolist()) == {62 + 4 * 20}
+    assert not result[:, 40:].any()
 
 
 @pytest.mark.parametrize(

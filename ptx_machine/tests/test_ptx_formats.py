@@ -55,9 +55,9 @@ def round_exact(x: Fraction, form: Form, mode: str) -> Fraction | None:
         "rm": False,
         "rp": rest > 0,
     }[mode]
-    found = (below + int(up)) * step
-    if abs(found) <= form.largest:
-        return found
+    results = (below + int(up)) * step
+    if abs(results) <= form.largest:
+        return results
     towards_zero = mode == "rz" or (mode == "rm" and x > 0) or (mode == "rp" and x < 0)
     return form.largest * (1 if x > 0 else -1) if towards_zero else INFINITE
 
@@ -81,8 +81,8 @@ def values_of(bits: torch.Tensor, kind: str) -> list[float]:
     return list(words.view(torch.float16 if kind == "f16" else torch.bfloat16).tolist())
 
 
-def compare(found: list[float], exact: list[Fraction], form: Form, mode: str) -> None:
-    for got, x in zip(found, exact, strict=True):
+def compare(results: list[float], exact: list[Fraction], form: Form, mode: str) -> None:
+    for got, x in zip(results, exact, strict=True):
         wanted = round_exact(x, form, mode)
         if wanted is INFINITE:
             assert got == math.copysign(math.inf, x), (x, got)
@@ -94,13 +94,13 @@ def numbers(kind: str, count: int, seed: int) -> list[float]:
     """Draw values of a format: of near sizes, far ones, subnormal ones, and ties."""
     chance = random.Random(seed)
     form = FORMS[kind]
-    found = []
+    results = []
     for i in range(count):
         digits = chance.choice([1, 3, form.digits])
         exponent = chance.randint(-6, 6) if i % 3 else chance.randint(form.lowest - 8, 12)
         x = Fraction(chance.getrandbits(digits) * chance.choice([-1, 1])) * Fraction(2) ** exponent
-        found.append(float(round_exact(x, form, "rz") or 0))
-    return found
+        results.append(float(round_exact(x, form, "rz") or 0))
+    return results
 
 
 # -- e4m3 and e5m2 ---------------------------------------------------------------------------------
@@ -136,19 +136,19 @@ def test_all_halves_become_bytes(kind: str) -> None:
     dtype, largest = BYTES[kind]
     for words in all_halves()[::5]:
         half = words.to(torch.int32).to(torch.int16).view(torch.float16)
-        given = half.float()
-        wanted = given.clamp(-largest, largest).to(dtype).view(torch.uint8).long()
-        wanted = torch.where(given.isnan(), 0x7F, wanted)
+        inputs = half.float()
+        wanted = inputs.clamp(-largest, largest).to(dtype).view(torch.uint8).long()
+        wanted = torch.where(inputs.isnan(), 0x7F, wanted)
         pair = words | words.flip(0) << 16
-        found = apply(f"cvt.rn.satfinite.{kind}x2.f16x2 {{d}}, {{0}};", [pair], 32, 16)
-        assert torch.equal(found & 255, wanted) and torch.equal(found >> 8, wanted.flip(0))
-        near = given * (1 + 2.0**-20)
+        results = apply(f"cvt.rn.satfinite.{kind}x2.f16x2 {{d}}, {{0}};", [pair], 32, 16)
+        assert torch.equal(results & 255, wanted) and torch.equal(results >> 8, wanted.flip(0))
+        near = inputs * (1 + 2.0**-20)
         bits = near.view(torch.int32).long()
         name = f"cvt.rn.satfinite.relu.{kind}x2.f32"
-        found = apply(f"{name} {{d}}, {{0}}, {{1}};", [bits, bits.flip(0)], 32, 16)
+        results = apply(f"{name} {{d}}, {{0}}, {{1}};", [bits, bits.flip(0)], 32, 16)
         wanted = near.clamp(0, largest).to(dtype).view(torch.uint8).long()
         wanted = torch.where(near.isnan(), 0x7F, wanted)
-        assert torch.equal(found >> 8, wanted) and torch.equal(found & 255, wanted.flip(0))
+        assert torch.equal(results >> 8, wanted) and torch.equal(results & 255, wanted.flip(0))
 
 
 # -- rounding --------------------------------------------------------------------------------------
@@ -172,47 +172,55 @@ def test_arithmetic_rounds_as_it_is_told(kind: str, mode: str) -> None:
     for name, (count, function) in cases.items():
         places = ", ".join(f"{{{i}}}" for i in range(count))
         statement = f"{name}.{mode}.{kind} {{d}}, {places};"
-        found = values_of(apply(statement, bits[:count], width, width), kind)
-        compare(found, [function(*v) for v in zip(*exact[:count], strict=True)], form, mode)
-    found = values_of(apply(f"rcp.{mode}.{kind} {{d}}, {{0}};", [bits[1]], width, width), kind)
-    compare(found, [1 / x for x in exact[1]], form, mode)
+        results = values_of(apply(statement, bits[:count], width, width), kind)
+        compare(results, [function(*v) for v in zip(*exact[:count], strict=True)], form, mode)
+    results = values_of(apply(f"rcp.{mode}.{kind} {{d}}, {{0}};", [bits[1]], width, width), kind)
+    compare(results, [1 / x for x in exact[1]], form, mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_conversions_round_as_they_are_told(mode: str) -> None:
     wide = [x * (1 + y * 2.0**-30) for x, y in zip(numbers("f64", 256, 7), range(256), strict=True)]
     exact = [Fraction(x) for x in wide]
-    found = apply(f"cvt.{mode}.f32.f64 {{d}}, {{0}};", [bits_of(wide, "f64")], 64, 32)
-    compare(values_of(found, "f32"), exact, F32, mode)
+    results = apply(f"cvt.{mode}.f32.f64 {{d}}, {{0}};", [bits_of(wide, "f64")], 64, 32)
+    compare(values_of(results, "f32"), exact, F32, mode)
     single = [*numbers("f32", 250, 8), 65519.0, 65520.0, -65519.0, 7e4, 3e38, 3.4e38]
     single = values_of(bits_of(single, "f32"), "f32")
     exact = [Fraction(x) for x in single]
     for kind in ("f16", "bf16"):
-        given = bits_of(single, "f32")
-        found = apply(f"cvt.{mode}.{kind}.f32 {{d}}, {{0}};", [given], 32, 16)
-        compare(values_of(found, kind), exact, FORMS[kind], mode)
+        inputs = bits_of(single, "f32")
+        results = apply(f"cvt.{mode}.{kind}.f32 {{d}}, {{0}};", [inputs], 32, 16)
+        compare(values_of(results, kind), exact, FORMS[kind], mode)
         if mode in ("rn", "rz"):
-            pair = apply(f"cvt.{mode}.{kind}x2.f32 {{d}}, {{0}}, {{0}};", [given], 32, 32)
-            assert torch.equal(pair & 0xFFFF, found) and torch.equal(pair >> 16 & 0xFFFF, found)
+            pair = apply(f"cvt.{mode}.{kind}x2.f32 {{d}}, {{0}}, {{0}};", [inputs], 32, 32)
+            assert torch.equal(pair & 0xFFFF, results) and torch.equal(pair >> 16 & 0xFFFF, results)
     integers = torch.randint(-(2**63), 2**63 - 1, (256,))
     exact = [Fraction(int(x)) for x in integers]
-    found = apply(f"cvt.{mode}.f32.s64 {{d}}, {{0}};", [integers], 64, 32)
-    compare(values_of(found, "f32"), exact, F32, mode)
-    found = apply(f"cvt.{mode}.bf16.s64 {{d}}, {{0}};", [integers], 64, 16)
-    compare(values_of(found, "bf16"), exact, BF16, mode)
+    results = apply(f"cvt.{mode}.f32.s64 {{d}}, {{0}};", [integers], 64, 32)
+    compare(values_of(results, "f32"), exact, F32, mode)
+    results = apply(f"cvt.{mode}.bf16.s64 {{d}}, {{0}};", [integers], 64, 16)
+    compare(values_of(results, "bf16"), exact, BF16, mode)
 
 
 @pytest.mark.parametrize("mode", ["rna", "rn", "rz"])
 def test_tf32(mode: str) -> None:
-    given = [*numbers("f32", 250, 9), 1 + 2.0**-11, -1 - 2.0**-11, 1 + 3 * 2.0**-11, 3e38, 0.5, 1.0]
-    given = values_of(bits_of(given, "f32"), "f32")
-    found = apply(f"cvt.{mode}.tf32.f32 {{d}}, {{0}};", [bits_of(given, "f32")], 32, 32)
-    assert not (found & 0x1FFF).any()
-    compare(values_of(found, "f32"), [Fraction(x) for x in given], TF32, mode)
+    inputs = [
+        *numbers("f32", 250, 9),
+        1 + 2.0**-11,
+        -1 - 2.0**-11,
+        1 + 3 * 2.0**-11,
+        3e38,
+        0.5,
+        1.0,
+    ]
+    inputs = values_of(bits_of(inputs, "f32"), "f32")
+    results = apply(f"cvt.{mode}.tf32.f32 {{d}}, {{0}};", [bits_of(inputs, "f32")], 32, 32)
+    assert not (results & 0x1FFF).any()
+    compare(values_of(results, "f32"), [Fraction(x) for x in inputs], TF32, mode)
     huge = bits_of([math.inf, -math.inf, 3.4028e38], "f32")
-    found = apply("cvt.rna.satfinite.tf32.f32 {d}, {0};", [huge], 32, 32)
+    results = apply("cvt.rna.satfinite.tf32.f32 {d}, {0};", [huge], 32, 32)
     largest = float(TF32.largest)
-    assert values_of(found, "f32") == [largest, -largest, largest]
+    assert values_of(results, "f32") == [largest, -largest, largest]
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
@@ -220,14 +228,14 @@ def test_a_product_and_a_sum_of_halves_are_rounded_once(kind: str) -> None:
     a, b, c = (numbers(kind, 1024, seed) for seed in (1, 2, 3))
     exact = [Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a, b, c, strict=True)]
     bits = [bits_of(v, kind) for v in (a, b, c)]
-    found = apply(f"fma.rn.{kind} {{d}}, {{0}}, {{1}}, {{2}};", bits, 16, 16)
-    compare(values_of(found, kind), exact, FORMS[kind], "rn")
+    results = apply(f"fma.rn.{kind} {{d}}, {{0}}, {{1}}, {{2}};", bits, 16, 16)
+    compare(values_of(results, kind), exact, FORMS[kind], "rn")
     relu = apply(f"fma.rn.relu.{kind} {{d}}, {{0}}, {{1}}, {{2}};", bits, 16, 16)
     compare(values_of(relu, kind), [max(x, Fraction(0)) for x in exact], FORMS[kind], "rn")
 
 
 def test_floats_are_rounded_to_whole_numbers() -> None:
-    given = [0.5, 1.5, -0.5, -1.5, 2.5, -2.7, 1e10, 0.3]
+    inputs = [0.5, 1.5, -0.5, -1.5, 2.5, -2.7, 1e10, 0.3]
     wanted = {
         "rni": [0, 2, 0, -2, 2, -3, 1e10, 0],
         "rzi": [0, 1, 0, -1, 2, -2, 1e10, 0],
@@ -235,10 +243,10 @@ def test_floats_are_rounded_to_whole_numbers() -> None:
         "rpi": [1, 2, 0, -1, 3, -2, 1e10, 1],
     }
     for mode, values in wanted.items():
-        found = apply(f"cvt.{mode}.f32.f32 {{d}}, {{0}};", [bits_of(given, "f32")], 32, 32)
-        assert values_of(found, "f32") == values
-        found = apply(f"cvt.{mode}.s64.f32 {{d}}, {{0}};", [bits_of(given, "f32")], 32, 64)
-        assert found.tolist() == values
+        results = apply(f"cvt.{mode}.f32.f32 {{d}}, {{0}};", [bits_of(inputs, "f32")], 32, 32)
+        assert values_of(results, "f32") == values
+        results = apply(f"cvt.{mode}.s64.f32 {{d}}, {{0}};", [bits_of(inputs, "f32")], 32, 64)
+        assert results.tolist() == values
 
 
 # -- saturation and subnormal numbers --------------------------------------------------------------
@@ -251,36 +259,36 @@ def single(statement: str, *operands: list[float]) -> list[float]:
 
 
 def test_results_are_clamped_to_zero_and_one() -> None:
-    found = single("add.sat.f32 {d}, {0}, {1};", SPECIAL, [0.0] * 10)
-    assert found[:3] == [0, 1, 0] and found[7:] == [0.25, 1, 0]
+    results = single("add.sat.f32 {d}, {0}, {1};", SPECIAL, [0.0] * 10)
+    assert results[:3] == [0, 1, 0] and results[7:] == [0.25, 1, 0]
     assert single("cvt.sat.f32.f32 {d}, {0};", SPECIAL)[7:] == [0.25, 1, 0]
     half = apply("cvt.sat.f16.f16 {d}, {0};", [bits_of([-1.0, 0.25, 7.0], "f16")], 16, 16)
     assert values_of(half, "f16") == [0, 0.25, 1]
-    found = single("fma.rn.ftz.sat.f32 {d}, {0}, {0}, {0};", SPECIAL)
-    assert found[0] == 0 and found[5:] == [0, 0, 0.3125, 1, 1]
+    results = single("fma.rn.ftz.sat.f32 {d}, {0}, {0}, {0};", SPECIAL)
+    assert results[0] == 0 and results[5:] == [0, 0, 0.3125, 1, 1]
 
 
 def test_subnormal_floats_are_flushed() -> None:
     tiny, normal = 1e-39, 2.0**-126
-    given, ones = [tiny, -tiny, normal], [1.0] * 3
-    assert single("mul.ftz.f32 {d}, {0}, {1};", given, ones) == [0, 0, normal]
-    assert [math.copysign(1, x) for x in single("mul.ftz.f32 {d}, {0}, {1};", given, ones)] == [
+    inputs, ones = [tiny, -tiny, normal], [1.0] * 3
+    assert single("mul.ftz.f32 {d}, {0}, {1};", inputs, ones) == [0, 0, normal]
+    assert [math.copysign(1, x) for x in single("mul.ftz.f32 {d}, {0}, {1};", inputs, ones)] == [
         1, -1, 1]  # fmt: skip
-    assert single("mul.ftz.f32 {d}, {0}, {1};", given, [0.5] * 3) == [0, 0, 0]
+    assert single("mul.ftz.f32 {d}, {0}, {1};", inputs, [0.5] * 3) == [0, 0, 0]
     assert single("mul.f32 {d}, {0}, {1};", [normal] * 3, [0.5] * 3) == [2.0**-127] * 3
     assert single("rcp.approx.ftz.f32 {d}, {0};", [tiny, -tiny, 2.0**127]) == [
         math.inf, -math.inf, 0]  # fmt: skip
     assert single("ex2.approx.ftz.f32 {d}, {0};", [-127.0, -126.0, tiny]) == [0, normal, 1]
-    assert single("abs.ftz.f32 {d}, {0};", given) == [0, 0, normal]
-    wide = apply("cvt.ftz.f64.f32 {d}, {0};", [bits_of(given, "f32")], 32, 64)
+    assert single("abs.ftz.f32 {d}, {0};", inputs) == [0, 0, normal]
+    wide = apply("cvt.ftz.f64.f32 {d}, {0};", [bits_of(inputs, "f32")], 32, 64)
     assert values_of(wide, "f64") == [0, 0, normal]
     statement = "setp{}.gt.f32 %p1, {{0}}, 0f00000000; selp.b32 {{d}}, 1, 0, %p1;"
     for flush, wanted in (("", [1, 0, 1]), (".gt.ftz", [0, 0, 1])):
         text = statement.format("").replace(".gt", flush or ".gt")
-        assert apply(text, [bits_of(given, "f32")], 32, 32).tolist() == wanted
+        assert apply(text, [bits_of(inputs, "f32")], 32, 32).tolist() == wanted
     half = bits_of([2.0**-15, 2.0**-14], "f16")
-    found = apply("add.ftz.f16 {d}, {0}, {0};", [half], 16, 16)
-    assert values_of(found, "f16") == [0, 2.0**-13]
+    results = apply("add.ftz.f16 {d}, {0}, {0};", [half], 16, 16)
+    assert values_of(results, "f16") == [0, 2.0**-13]
 
 
 def test_minimum_and_maximum_know_nan_and_zeros() -> None:
@@ -289,37 +297,39 @@ def test_minimum_and_maximum_know_nan_and_zeros() -> None:
     assert low[:2] == high[:2] == [1, 1] and math.isnan(low[2]) and math.isnan(high[2])
     assert [math.copysign(1, x) for x in low[3:] + high[3:]] == [-1, -1, 1, 1]
     for name in ("min", "max"):
-        found = single(f"{name}.NaN.f32 {{d}}, {{0}}, {{1}};", a, b)
-        assert [math.isnan(x) for x in found] == [True, True, True, False, False]
+        results = single(f"{name}.NaN.f32 {{d}}, {{0}}, {{1}};", a, b)
+        assert [math.isnan(x) for x in results] == [True, True, True, False, False]
 
 
 def test_large_halves_stay_finite_with_satfinite() -> None:
-    given = [1e6, -math.inf, 1.0, math.nan]
-    found = apply("cvt.rn.satfinite.f16.f32 {d}, {0};", [bits_of(given, "f32")], 32, 16)
-    values = values_of(found, "f16")
+    inputs = [1e6, -math.inf, 1.0, math.nan]
+    results = apply("cvt.rn.satfinite.f16.f32 {d}, {0};", [bits_of(inputs, "f32")], 32, 16)
+    values = values_of(results, "f16")
     assert values[:3] == [65504, -65504, 1] and math.isnan(values[3])
     pair = "cvt.rn.satfinite.relu.bf16x2.f32 {d}, {0}, {0};"
-    found = apply(pair, [bits_of(given, "f32")], 32, 32)
-    assert values_of(found & 0xFFFF, "bf16")[1:3] == [0, 1]
+    results = apply(pair, [bits_of(inputs, "f32")], 32, 32)
+    assert values_of(results & 0xFFFF, "bf16")[1:3] == [0, 1]
 
 
 def test_integers_are_clamped() -> None:
-    given = torch.tensor([-(2**31), -129, -1, 0, 127, 128, 255, 256, 70000, 2**31 - 1])
+    inputs = torch.tensor([-(2**31), -129, -1, 0, 127, 128, 255, 256, 70000, 2**31 - 1])
     for kind, width in (("s8", 8), ("u8", 8), ("s16", 16), ("u16", 16), ("u32", 32)):
         low = -(2 ** (width - 1)) if kind[0] == "s" else 0
         high = 2 ** (width - 1) - 1 if kind[0] == "s" else 2**width - 1
-        wanted = given.clamp(low, high) % 2**32
+        wanted = inputs.clamp(low, high) % 2**32
         out = max(width, 16)
-        found = apply(f"cvt.sat.{kind}.s32 {{d}}, {{0}};", [given], 32, out) % 2**width
-        assert torch.equal(found, wanted % 2**width), kind
-    low8 = given.clamp(-128, 127) % 256
-    found = apply("cvt.pack.sat.s8.s32.b32 {d}, {0}, {1}, 4660;", [given, given.flip(0)], 32, 32)
-    assert torch.equal(found % 2**32, 4660 << 16 | low8 << 8 | low8.flip(0))
-    found = apply("cvt.pack.sat.u16.s32 {d}, {0}, {1};", [given, given.flip(0)], 32, 32)
-    high16 = given.clamp(0, 65535)
-    assert torch.equal(found % 2**32, high16 << 16 | high16.flip(0))
-    found = apply("add.sat.s32 {d}, {0}, {1};", [given, given], 32, 32)
-    assert torch.equal(found % 2**32, (2 * given).clamp(-(2**31), 2**31 - 1) % 2**32)
+        results = apply(f"cvt.sat.{kind}.s32 {{d}}, {{0}};", [inputs], 32, out) % 2**width
+        assert torch.equal(results, wanted % 2**width), kind
+    low8 = inputs.clamp(-128, 127) % 256
+    results = apply(
+        "cvt.pack.sat.s8.s32.b32 {d}, {0}, {1}, 4660;", [inputs, inputs.flip(0)], 32, 32
+    )
+    assert torch.equal(results % 2**32, 4660 << 16 | low8 << 8 | low8.flip(0))
+    results = apply("cvt.pack.sat.u16.s32 {d}, {0}, {1};", [inputs, inputs.flip(0)], 32, 32)
+    high16 = inputs.clamp(0, 65535)
+    assert torch.equal(results % 2**32, high16 << 16 | high16.flip(0))
+    results = apply("add.sat.s32 {d}, {0}, {1};", [inputs, inputs], 32, 32)
+    assert torch.equal(results % 2**32, (2 * inputs).clamp(-(2**31), 2**31 - 1) % 2**32)
 
 
 def test_pairs_of_halves_are_compared() -> None:

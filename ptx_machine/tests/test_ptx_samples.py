@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ptx_machine import Device, Module, PtxError
-from test_emulator_kernels import compiled
+from ptx_text import compiled
 
 GROUPS = r"""
 #include <cooperative_groups.h>
@@ -95,10 +95,10 @@ extern "C" __global__ void divide(const unsigned long long* in, unsigned long lo
   in += 4 * threadIdx.x;
   const unsigned __int128 a = static_cast<unsigned __int128>(in[1]) << 64 | in[0];
   const unsigned __int128 b = static_cast<unsigned __int128>(in[3]) << 64 | in[2];
-  const unsigned __int128 found[] = {a / b, a % b};
+  const unsigned __int128 result[] = {a / b, a % b};
   for (int i = 0; i < 2; ++i) {
-    out[4 * threadIdx.x + 2 * i] = static_cast<unsigned long long>(found[i]);
-    out[4 * threadIdx.x + 2 * i + 1] = static_cast<unsigned long long>(found[i] >> 64);
+    out[4 * threadIdx.x + 2 * i] = static_cast<unsigned long long>(result[i]);
+    out[4 * threadIdx.x + 2 * i + 1] = static_cast<unsigned long long>(result[i] >> 64);
   }
 }
 
@@ -148,9 +148,9 @@ extern "C" __global__ void __launch_bounds__(128) scan(const long long* in, long
   long long sum = 0;
   Scan(memory.scan).ExclusiveSum(in[threadIdx.x], out[threadIdx.x], sum);
   __syncthreads();
-  const long long found = Reduce(memory.reduce).Reduce(in[threadIdx.x], cuda::maximum<>{});
+  const long long result = Reduce(memory.reduce).Reduce(in[threadIdx.x], cuda::maximum<>{});
   if (threadIdx.x == 0) {
-    most[0] = found;
+    most[0] = result;
     most[1] = sum;
   }
 }
@@ -272,16 +272,16 @@ def asynchronous(
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cooperative_groups(groups: Module, seed: int) -> None:
-    given = torch.randint(-50, 50, (96,), dtype=torch.int32)
+    inputs = torch.randint(-50, 50, (96,), dtype=torch.int32)
     sums, running, odd = (torch.zeros(96, dtype=torch.int32) for _ in range(3))
-    args = [given, sums, running, odd]
+    args = [inputs, sums, running, odd]
     Device().launch(groups, "groups", grid=1, block=96, args=args, seed=seed)
-    assert torch.equal(sums.view(-1, 8)[:, 0], given.view(-1, 8).sum(1, dtype=torch.int32))
-    assert torch.equal(running.view(3, 32), given.view(3, 32).cumsum(1, dtype=torch.int32))
-    for warp, found in zip(given.view(3, 32).tolist(), odd.view(3, 32).tolist(), strict=True):
+    assert torch.equal(sums.view(-1, 8)[:, 0], inputs.view(-1, 8).sum(1, dtype=torch.int32))
+    assert torch.equal(running.view(3, 32), inputs.view(3, 32).cumsum(1, dtype=torch.int32))
+    for warp, result in zip(inputs.view(3, 32).tolist(), odd.view(3, 32).tolist(), strict=True):
         odds = [v for v in warp if v % 2]
         places = iter(range(32))
-        assert found == [max(odds) + 1000 * next(places) if v % 2 else -1 for v in warp]
+        assert result == [max(odds) + 1000 * next(places) if v % 2 else -1 for v in warp]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -316,10 +316,10 @@ def test_division_of_128_bits(groups: Module) -> None:
         a, b = (chance.getrandbits(chance.randint(1, 128)) for _ in range(2))
         pairs.append((a, max(b, 1)))
     halves = [half for pair in pairs for v in pair for half in (v % 2**64, v >> 64)]
-    given = torch.tensor([v - 2**64 if v >= 2**63 else v for v in halves])
-    found = torch.zeros_like(given)
-    Device().launch(groups, "divide", grid=1, block=64, args=[given, found])
-    words = [v % 2**64 for v in found.tolist()]
+    inputs = torch.tensor([v - 2**64 if v >= 2**63 else v for v in halves])
+    result = torch.zeros_like(inputs)
+    Device().launch(groups, "divide", grid=1, block=64, args=[inputs, result])
+    words = [v % 2**64 for v in result.tolist()]
     whole = [low + (high << 64) for low, high in zip(words[::2], words[1::2], strict=True)]
     assert list(zip(whole[::2], whole[1::2], strict=True)) == [divmod(a, b) for a, b in pairs]
 
@@ -341,16 +341,16 @@ def test_blocks_of_a_grid_meet(groups: Module, seed: int) -> None:
 def test_blocks_of_cub(blocks: Module, seed: int) -> None:
     keys = torch.randint(-(2**31), 2**31 - 1, (512,), dtype=torch.int32)
     keys[:100] = keys[100:200]  # which keep their order
-    found, places = keys.clone(), torch.zeros(512, dtype=torch.int32)
-    Device().launch(blocks, "sort", grid=1, block=128, args=[found, places], seed=seed)
+    result, places = keys.clone(), torch.zeros(512, dtype=torch.int32)
+    Device().launch(blocks, "sort", grid=1, block=128, args=[result, places], seed=seed)
     right = (keys.long() % 2**32).sort(stable=True)
-    assert torch.equal(found.long() % 2**32, right.values)
+    assert torch.equal(result.long() % 2**32, right.values)
     assert torch.equal(places.long(), right.indices)
-    given = torch.randint(-(2**40), 2**40, (128,))
+    inputs = torch.randint(-(2**40), 2**40, (128,))
     sums, most = torch.zeros(128, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    Device().launch(blocks, "scan", grid=1, block=128, args=[given, sums, most], seed=seed)
-    assert torch.equal(sums, given.cumsum(0) - given)
-    assert most.tolist() == [given.max(), given.sum()]
+    Device().launch(blocks, "scan", grid=1, block=128, args=[inputs, sums, most], seed=seed)
+    assert torch.equal(sums, inputs.cumsum(0) - inputs)
+    assert most.tolist() == [inputs.max(), inputs.sum()]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -359,11 +359,13 @@ def test_pipelines_and_barriers(asynchronous: Module, seed: int) -> None:
     Device().launch(asynchronous, "pipelined", grid=1, block=128, args=[x, sums, 7], seed=seed)
     rolled = sum(torch.roll(x[row].double(), -row) for row in range(7))
     torch.testing.assert_close(sums.double(), rolled, rtol=1e-5, atol=1e-5)
-    given = torch.randint(0, 9, (5, 64), dtype=torch.int32)
+    inputs = torch.randint(0, 9, (5, 64), dtype=torch.int32)
     out = torch.zeros(64, dtype=torch.int32)
-    Device().launch(asynchronous, "handed_over", grid=1, block=128, args=[given, out, 5], seed=seed)
+    Device().launch(
+        asynchronous, "handed_over", grid=1, block=128, args=[inputs, out, 5], seed=seed
+    )
     wanted = torch.zeros(64, dtype=torch.int32)
-    for row in given:
+    for row in inputs:
         wanted = 3 * wanted + row.view(32, 2).flip(1).reshape(64)
     assert torch.equal(out, wanted)
 

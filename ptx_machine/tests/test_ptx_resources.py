@@ -122,8 +122,8 @@ def test_threads_and_blocks_of_a_multiprocessor() -> None:
 def test_registers_of_blocks() -> None:
     """A kernel with setmaxnreg has what its launch bounds leave: 168 for 384 threads."""
     hands = "setmaxnreg.dec.sync.aligned.u32 24;"
-    found = occupancy(hands, ".maxntid 384", block=384)
-    assert (found.registers_per_thread, found.registers, found.blocks) == (168, 64512, 1)
+    result = occupancy(hands, ".maxntid 384", block=384)
+    assert (result.registers_per_thread, result.registers, result.blocks) == (168, 64512, 1)
     assert occupancy(hands, ".maxnreg 64", block=384).blocks == 2
     assert occupancy(hands, ".maxntid 128\n.minnctapersm 4", block=128).blocks == 4
 
@@ -175,9 +175,9 @@ def test_blocks_are_placed_breadth_first() -> None:
     cells = words(4 * 10)
     module = Module(kernel(PLACE, 1))
     Device(multiprocessors=4).launch(module, "k", grid=10, block=LANES, args=[cells])
-    found = cells.view(10, 4).tolist()
-    assert [row[0] for row in found] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
-    assert all(row[1:] == [4, 0, 64] for row in found)
+    result = cells.view(10, 4).tolist()
+    assert [row[0] for row in result] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert all(row[1:] == [4, 0, 64] for row in result)
 
 
 def test_all_multiprocessors_of_an_h200() -> None:

@@ -178,11 +178,11 @@ def test_copies_of_threads_arrive_when_they_are_done(noinc: bool, seed: int) -> 
         xor.b32 %r12, %r10, 8;
         ld.shared.u32 %r20, [%r12+64];
     """
-    found = torch.arange(LANES) + 50
+    result = torch.arange(LANES) + 50
     text = f"{SHARED} mov.u32 %r1, memory; {OWN} {body} st.global.u32 [%rd1], %r20;"
-    run(kernel(text, 1), [found], seed=seed)
+    run(kernel(text, 1), [result], seed=seed)
     # %r10 ^ 8: the word of the thread beside.
-    assert found.tolist() == [50 + (thread ^ 1) for thread in range(LANES)]
+    assert result.tolist() == [50 + (thread ^ 1) for thread in range(LANES)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -1,0 +1,39 @@
+"""How libraries of kernels are built for the PTX machine of this checkout, not for a GPU.
+
+A library holds PTX as text, with the lines of the source that messages name, and the machine's
+stand-in for the CUDA runtime. libflux_nvshmem takes NVSHMEM's headers from the machine too, and is
+linked with its emulated GPU, which has NVSHMEM's functions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flux.kernels.build import FLAGS, LINK_FLAGS, Target
+from flux.machine.toolchain import Tool
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def ptx_target(checkout: Path = ROOT) -> Target:
+    """Return the target for ``compile_kernels.py --emulated``."""
+    machine = checkout / "ptx_machine"
+    return Target(
+        flags=(
+            *(flag for flag in FLAGS if flag != "-Xptxas=-v"),  # no ptxas runs
+            "-lineinfo",
+            "--compress-mode=none",
+        ),
+        code={arch: f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ("80", "90a")},
+        link_flags=(
+            *(flag for flag in LINK_FLAGS if flag != "-cudart=static"),
+            "-cudart=none",
+            "-Xcompiler=-fPIC,-fvisibility=hidden",
+            "-ldl",
+        ),
+        runtime=(machine / "cudart/cudart.cpp", machine / "cudart/ptx_machine_cuda.h"),
+        nvshmem=Tool("0.0.0", str(machine / "nvshmem"), "the PTX machine"),
+        nvshmem_library=machine / "gpu/libemulated_gpu.so",
+        loads_on_gpus=False,
+        how_to_get="make emulator",
+    )
