@@ -85,8 +85,8 @@ def parse_duration(text: str) -> float:
     Raises:
         ValueError: another format, or a duration of 0.
     """
-    found = _DURATION.fullmatch(text.strip().lower())
-    seconds = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2] or "s"] if found else 0.0
+    match = _DURATION.fullmatch(text.strip().lower())
+    seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2] or "s"] if match else 0.0
     if not 0 < seconds <= MOST_SECONDS:
         raise ValueError(f"a duration must look like 90s, 10m or 2h, got {shown(text)}")
     return seconds

@@ -113,8 +113,8 @@ def _examined(part: Callable[[], list[Item]]) -> list[Item]:
 
 def _software() -> list[Item]:
     version = str(torch.__version__)
-    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    old = found < _OLDEST_TORCH
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    old = numbers < _OLDEST_TORCH
     wanted = ".".join(map(str, _OLDEST_TORCH))
     return [
         Item("flux", flux.__version__, note=str(Path(flux.__file__).parent)),
@@ -245,17 +245,17 @@ def _topology() -> list[Item]:
     return topology_items(detect())
 
 
-def topology_items(found: Cluster) -> list[Item]:
+def topology_items(cluster: Cluster) -> list[Item]:
     """Return a cluster's parts, the fingerprint of a full host, and shipped clusters that match."""
-    device, link, network = found.device, found.link, found.network
-    ranks = max(found.devices, 2)
+    device, link, network = cluster.device, cluster.link, cluster.network
+    ranks = max(cluster.devices, 2)
     shape = world_shape(["here"] * ranks)
-    fingerprint = found.fingerprint(shape)
+    fingerprint = cluster.fingerprint(shape)
     like = [
         name for name in shipped_clusters() if load_cluster(name).fingerprint(shape) == fingerprint
     ]
     units = "threads of a rank" if device.kind == "cpu" else "SMs"
-    domains = str(found.numa_domains)
+    domains = str(cluster.numa_domains)
     note = "described in tuning/clusters as: " + (", ".join(like) or "none of them")
     speed = f"{link.gbs:g} GB/s of a device in one direction, nominal" if link.gbs else ""
     if link.kind == "unknown":
@@ -265,8 +265,8 @@ def topology_items(found: Cluster) -> list[Item]:
         Item("links between devices", link.kind, WARNING if link.kind == "unknown" else OK, speed),
         Item("NUMA domains of the host", domains),
     ]
-    if found.trees:
-        items.append(Item("PCIe trees with devices", str(found.trees)))
+    if cluster.trees:
+        items.append(Item("PCIe trees with devices", str(cluster.trees)))
     rates = f"{network.gbits:g} Gbit/s each" if network.gbits else "speed not stated"
     ports = f"{network.nics} x {network.kind}" if network.nics else "none"
     items.append(

@@ -54,10 +54,10 @@ def between(a: RankPlace, b: RankPlace) -> TransportVerdict:
 
 def verdicts(places: Sequence[RankPlace]) -> dict[TransportVerdict, list[tuple[int, int]]]:
     """Return all pairs of ranks, by verdict."""
-    found: dict[TransportVerdict, list[tuple[int, int]]] = {}
+    pairs: dict[TransportVerdict, list[tuple[int, int]]] = {}
     for a, b in combinations(range(len(places)), 2):
-        found.setdefault(between(places[a], places[b]), []).append((a, b))
-    return found
+        pairs.setdefault(between(places[a], places[b]), []).append((a, b))
+    return pairs
 
 
 def _own_gpu() -> int | None:

@@ -469,8 +469,8 @@ class _Layers:
                 behind = reduced if step.zero == 3 else self.wgrads[layer]
                 name = "grads_experts" if group.startswith("edp") else "grads"
                 shape = (1, int(weights))
-                found = self._add(name, kind, shape, role="step", group=group, behind=behind)
-                reduced = [*reduced, found]
+                added = self._add(name, kind, shape, role="step", group=group, behind=behind)
+                reduced = [*reduced, added]
         return reduced, share
 
     def _weights(self) -> list[tuple[str, float]]:

@@ -65,12 +65,12 @@ def search_command(
     try:
         query = _query(policy, model, cluster, hosts, memory, batch, sequence, gpus, beam)
         with progress_bar(open_console(stderr=True), shown=not silent) as progress:
-            found = searching.search(query, progress, workers=os.cpu_count() or 1)
+            outcome = searching.search(query, progress, workers=os.cpu_count() or 1)
     except ValueError as error:
         refuse(str(error))
-    why = output.reasons(found, query.cluster)
-    write(output.search_document(query, found, why), json_target)
-    best = found.ranked[:3]
+    why = output.reasons(outcome, query.cluster)
+    write(output.search_document(query, outcome, why), json_target)
+    best = outcome.ranked[:3]
     if trace is not None:
         write_trace([(output.title_of(p), p.timeline(query.cluster)) for p in best], trace)
     if picture is not None:
@@ -81,7 +81,7 @@ def search_command(
             small.pop()
         draw(f"{query.model} on {gpus} GPUs: few layers and micro-batches", small, picture)
     if not silent:
-        output.show(query, found, top, why, open_console())
+        output.show(query, outcome, top, why, open_console())
 
 
 def _query(
@@ -103,17 +103,19 @@ def _query(
     asked = tuple(map(parse_policy, policies or ()))
     for name, policy_options in asked:
         policy_of(name, policy_options)  # raises, if there is none
-    found = load_cluster(cluster)
-    wanted = -(-gpus // found.devices) if hosts is None else hosts
+    described = load_cluster(cluster)
+    wanted = -(-gpus // described.devices) if hosts is None else hosts
     if wanted < 1:
         raise ValueError(f"gpus and hosts must be at least 1, got {gpus} and {hosts}")
-    found = replace(found, hosts=max(found.hosts, wanted) if hosts is None else wanted)
-    limit = found.device.memory_gb if memory is None else memory
+    described = replace(described, hosts=max(described.hosts, wanted) if hosts is None else wanted)
+    limit = described.device.memory_gb if memory is None else memory
     if memory is None and not limit:
-        raise ValueError(f"{found.source} does not say how much memory a device has: give --memory")
+        raise ValueError(
+            f"{described.source} does not say how much memory a device has: give --memory"
+        )
     return Query(
         model=model,
-        cluster=found,
+        cluster=described,
         gpus=gpus,
         batch=4 * gpus if batch is None else batch,
         sequence=model_of(model).sequence if sequence is None else sequence,

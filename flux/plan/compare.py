@@ -47,7 +47,7 @@ def compared(
     fabric = Fabric(cluster, step.parallel)
     cost = AnalyticCost(fabric, step.dtype, step.itemsize)
     limit = memory_gb if memory_gb is not None else cluster.device.memory_gb
-    found = []
+    outcomes = []
     with paused_collector():
         graph = build_step(step, fabric)
         for (name, options), policy in zip(policies, made, strict=True):
@@ -55,11 +55,11 @@ def compared(
                 timeline = simulate(planned(policy, graph, fabric, cost), cost)
             except ValueError as error:
                 reason = str(error).removeprefix(f"{name}: ")
-                found.append(Compared(label_of(name, options), None, reason))
+                outcomes.append(Compared(label_of(name, options), None, reason))
                 continue
             reason = _too_large(timeline, limit)
-            found.append(Compared(label_of(name, options, policy), timeline, reason))
-    return found
+            outcomes.append(Compared(label_of(name, options, policy), timeline, reason))
+    return outcomes
 
 
 def _too_large(timeline: Timeline, limit: float) -> str:
@@ -74,4 +74,4 @@ def _too_large(timeline: Timeline, limit: float) -> str:
 
 def usable(outcomes: Sequence[Compared]) -> list[tuple[str, Timeline]]:
     """Return label and timeline of the policies whose plan can be used."""
-    return [(one.label, one.timeline) for one in outcomes if one.timeline and not one.reason]
+    return [(label, timeline) for label, timeline, reason in outcomes if timeline and not reason]

@@ -73,10 +73,10 @@ def parse_group(name: str) -> SubGroup:
     parts = sizes.split("x")
     if not dot or not all(text.isascii() and text.isdigit() for text in (*parts, dim)):
         raise ValueError(f"a part of a group must look like dp:2x4.1, got {name!r}")
-    found = SubGroup(base, tuple(map(int, parts)), int(dim))
-    if min(found.mesh) < 1 or found.dim >= len(found.mesh):
+    group = SubGroup(base, tuple(map(int, parts)), int(dim))
+    if min(group.mesh) < 1 or group.dim >= len(group.mesh):
         raise ValueError(f"a part of a group must look like dp:2x4.1, got {name!r}")
-    return found
+    return group
 
 
 def group_partition(mesh: Sequence[int], rank: int) -> list[list[int]]:
@@ -94,12 +94,12 @@ def group_partition(mesh: Sequence[int], rank: int) -> list[list[int]]:
     """
     sizes = _checked(mesh)
     rank = checked_integer(f"rank in mesh {sizes}", rank, 0, prod(sizes))
-    found = []
+    groups = []
     for dim, size in enumerate(sizes):
         stride = prod(sizes[dim + 1 :])
         first = rank - (rank // stride % size) * stride
-        found.append([first + place * stride for place in range(size)])
-    return found
+        groups.append([first + place * stride for place in range(size)])
+    return groups
 
 
 def gathered_order(mesh: Sequence[int], order: Sequence[int]) -> list[int]:

@@ -199,16 +199,16 @@ def step_of(
     Raises:
         ValueError: no such model, or sizes that do not divide; the message names both.
     """
-    found = model_of(model)
+    described = model_of(model)
     if micro_batches is None:
         micro_batches = 1 if parallel.pp == 1 else 4 * parallel.pp
     return TrainingStep(
-        name=found.name,
-        layer=found.layer,
-        layers=found.layers if layers is None else layers,
-        dtype=dtype or found.dtype,
+        name=described.name,
+        layer=described.layer,
+        layers=described.layers if layers is None else layers,
+        dtype=dtype or described.dtype,
         parallel=parallel,
-        sequence=found.sequence if sequence is None else sequence,
+        sequence=described.sequence if sequence is None else sequence,
         micro_batch=micro_batch,
         micro_batches=micro_batches,
         zero=zero,

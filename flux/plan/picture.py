@@ -181,4 +181,4 @@ def _paths(timeline: Timeline, numbers: Sequence[int], longest: float, top: int)
         colour = _COLOURS[_key(timeline.schedule.graph.ops[number])][0]
         right = f"{x + width - (0.6 if width > 3 else 0):.1f}"  # bars of one colour stay apart
         bars.setdefault(colour, []).append(f"M{x:.1f} {top}H{right}v{height}H{x:.1f}")
-    return [f'<path fill="{colour}" d="{"".join(found)}z"/>' for colour, found in bars.items()]
+    return [f'<path fill="{colour}" d="{"".join(parts)}z"/>' for colour, parts in bars.items()]

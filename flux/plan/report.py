@@ -39,12 +39,12 @@ def document(label: str, step: TrainingStep, cluster: str, timeline: Figures) ->
     }
 
 
-def outcome(one: Compared, step: TrainingStep, cluster: str) -> dict[str, Any]:
+def outcome(compared: Compared, step: TrainingStep, cluster: str) -> dict[str, Any]:
     """Return the JSON object of one policy; if its plan cannot be used, with ``error``."""
-    if one.timeline is None:
-        return _names(one.label, step, cluster) | {"error": one.reason}
-    row = document(one.label, step, cluster, one.timeline)
-    return row | {"error": one.reason} if one.reason else row
+    if compared.timeline is None:
+        return _names(compared.label, step, cluster) | {"error": compared.reason}
+    row = document(compared.label, step, cluster, compared.timeline)
+    return row | {"error": compared.reason} if compared.reason else row
 
 
 def _names(label: str, step: TrainingStep, cluster: str) -> dict[str, Any]:

@@ -147,14 +147,14 @@ def from_few_micro_batches(
     Raises:
         ValueError: the policy cannot be used for the step.
     """
-    counts, found = lengths(step), []
+    counts, points = lengths(step), []
     policy = policy_of(name, options)
     _share(policy, counts[-1] / step.micro_batches)
     with paused_collector():
         for count in counts:
             layout = StepLayout(cluster, replace(step, micro_batches=count))
-            found.append((float(count), Figures.of(layout.timeline(policy))))
-    figures = line(found[0], found[-1], step.micro_batches)
+            points.append((float(count), Figures.of(layout.timeline(policy))))
+    figures = line(points[0], points[-1], step.micro_batches)
     return SampleOutcome(figures, label_of(name, options, policy))
 
 
@@ -183,13 +183,13 @@ def estimates(cluster: Cluster, policies: Policies, step: TrainingStep) -> list[
     """Return the estimate of a step under each policy; or why the policy cannot be used."""
     with paused_collector():
         short = _Short(cluster, step)
-        found: list[Estimate | str] = []
+        rated: list[Estimate | str] = []
         for name, options in policies:
             try:
-                found.append(short.estimate(name, options))
+                rated.append(short.estimate(name, options))
             except ValueError as error:
-                found.append(refusal(name, error))
-        return found
+                rated.append(refusal(name, error))
+        return rated
 
 
 class _Short:
@@ -218,12 +218,12 @@ class _Short:
     def _with_layers(self, few: int, name: str, options: Mapping[str, Any]) -> Estimate:
         policy, counts = policy_of(name, options), lengths(self.step)
         least = counts[0]
-        found = [(float(n), self._figures(few, n, policy)) for n in counts]
-        at = line(found[0], found[-1], self.step.micro_batches)
+        points = [(float(n), self._figures(few, n, policy)) for n in counts]
+        at = line(points[0], points[-1], self.step.micro_batches)
         if few == self.layers:
             return Estimate(at.iteration_ms, at.peak_memory_bytes)
         more = min(self.layers, 2 * few)
-        short, long = found[0][1], self._figures(more, least, policy)
+        short, long = points[0][1], self._figures(more, least, policy)
         all_layers = line((few, short), (more, long), self.layers)
         time = at.iteration_ms * all_layers.iteration_ms / short.iteration_ms
         grown = (long.peak_memory_bytes - short.peak_memory_bytes) / (more - few)

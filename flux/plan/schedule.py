@@ -82,8 +82,8 @@ class StepSchedule:
                         f"stage {stage}"
                     )
                 seen[number] = True
-        for number, found in enumerate(seen):
-            if not found:
+        for number, scheduled in enumerate(seen):
+            if not scheduled:
                 raise GraphError(f"{ops[number].name} is not scheduled")
         return True
 
@@ -143,15 +143,15 @@ class StepSchedule:
         """
         if self.actions:
             return [list(row) for row in self.actions]
-        found: list[list[str]] = []
+        table: list[list[str]] = []
         for stage in range(self.graph.stages):
             actions: dict[str, None] = {}
             for number in self.lanes.get((stage, "comp"), ()):
                 op = self.graph.ops[number]
                 if op.micro >= 0:
                     actions[f"{stage}{'F' if op.role == 'fwd' else 'B'}{op.micro}"] = None
-            found.append(list(actions))
-        return found
+            table.append(list(actions))
+        return table
 
     def to_csv(self) -> str:
         """Return ``rows`` as comma-separated values, a line for each stage."""

@@ -148,7 +148,7 @@ class SearchedPlan(Figures):
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchOutcome:
     """The outcome of a search.
 
     Attributes:
@@ -173,7 +173,9 @@ def default_policies() -> Policies:
     )
 
 
-def search(query: Query, progress: Callable[[str, int, int], None], workers: int = 2) -> Found:
+def search(
+    query: Query, progress: Callable[[str, int, int], None], workers: int = 2
+) -> SearchOutcome:
     """Return the fastest plans.
 
     Args:
@@ -204,12 +206,14 @@ def search(query: Query, progress: Callable[[str, int, int], None], workers: int
     with _pool(workers) as pool:
         round2 = pool.map(partial(estimates, query.cluster, query.policies), kept)
         rated2 = list(_followed(round2, "policies", len(kept), progress))
-        refused = Counter(one for of_step in rated2 for one in of_step if isinstance(one, str))
+        refused = Counter(
+            rating for of_step in rated2 for rating in of_step if isinstance(rating, str)
+        )
         candidates = [
-            PlanCandidate(one, (step, name, options))
+            PlanCandidate(rating, (step, name, options))
             for step, of_step in zip(kept, rated2, strict=True)
-            for one, (name, options) in zip(of_step, query.policies, strict=True)
-            if not isinstance(one, str)
+            for rating, (name, options) in zip(of_step, query.policies, strict=True)
+            if not isinstance(rating, str)
         ]
         plans, refused3 = _third_round(candidates, query, pool, progress)
     refused.update(refused3)
@@ -217,14 +221,14 @@ def search(query: Query, progress: Callable[[str, int, int], None], workers: int
         raise ValueError(f"no policy can be used: {'; '.join(refused)}")
     fits = [plan for plan in plans if plan.peak_memory_bytes <= limit]
     if not fits:
-        needs = [one.rating.peak_memory_bytes for one in candidates]
+        needs = [candidate.rating.peak_memory_bytes for candidate in candidates]
         raise ValueError(
             f"the {len(candidates)} plans need {min(needs) / 1e9:.1f} GB and more, and a device "
             f"has {query.memory_gb:g}: a larger beam reaches others"
         )
     large = len(possible) - len(fitting) + len(plans) - len(fits)
-    large += sum(not _may_fit(one, query) for one in candidates)
-    return Found(tuple(fits), len(fitting), len(candidates), dict(refused), large)
+    large += sum(not _may_fit(candidate, query) for candidate in candidates)
+    return SearchOutcome(tuple(fits), len(fitting), len(candidates), dict(refused), large)
 
 
 class _Here(Executor):
@@ -318,12 +322,12 @@ def _best(rated: Sequence[tuple[Rating, TrainingStep]], count: int) -> list[Trai
     orders = [
         sorted(rated, key=lambda pair: (pair[0][which], pair[0].serial_ms)) for which in range(3)
     ]
-    found = dict.fromkeys(step for pair in zip(*orders, strict=True) for _, step in pair)
+    layouts = dict.fromkeys(step for pair in zip(*orders, strict=True) for _, step in pair)
     plain: dict[int, TrainingStep] = {}
     for _, step in orders[0]:
         if step.parallel.dp == step.parallel.world:
             plain.setdefault(step.zero, step)
-    return list(dict.fromkeys([*list(found)[:count], *plain.values()]))
+    return list(dict.fromkeys([*list(layouts)[:count], *plain.values()]))
 
 
 def estimate(step: TrainingStep, cluster: Cluster) -> Rating:
@@ -372,7 +376,7 @@ def _third_round(
 
     Of those that do not fit after all, the next ones take the places.
     """
-    waiting = sorted((one for one in candidates if _may_fit(one, query)), key=_order)
+    waiting = sorted((c for c in candidates if _may_fit(c, query)), key=_order)
     plans: list[SearchedPlan] = []
     refused: list[str] = []
     limit = 1e9 * query.memory_gb
@@ -381,12 +385,12 @@ def _third_round(
         if missing <= 0:
             break
         last = waiting[min(missing, len(waiting)) - 1].rating.iteration_ms * (1 + MARGIN)
-        count = sum(one.rating.iteration_ms <= last for one in waiting)
-        jobs = [one.job for one in waiting[:count]]
+        count = sum(candidate.rating.iteration_ms <= last for candidate in waiting)
+        jobs = [candidate.job for candidate in waiting[:count]]
         del waiting[:count]
         ended = pool.map(partial(plan_of, query.cluster, False), jobs)
-        for one in _followed(ended, "best", count, progress):
-            (refused if isinstance(one, str) else plans).append(one)
+        for candidate in _followed(ended, "best", count, progress):
+            (refused if isinstance(candidate, str) else plans).append(candidate)
     return _settled(plans, query, pool, progress), refused
 
 
@@ -416,13 +420,13 @@ def _ops(step: TrainingStep) -> int:
     return step.layers * step.micro_batches * 32
 
 
-def _may_fit(one: PlanCandidate, query: Query) -> bool:
-    return one.rating.peak_memory_bytes <= 1e9 * query.memory_gb * (1 + MEMORY_MARGIN)
+def _may_fit(candidate: PlanCandidate, query: Query) -> bool:
+    return candidate.rating.peak_memory_bytes <= 1e9 * query.memory_gb * (1 + MEMORY_MARGIN)
 
 
-def _order(one: PlanCandidate) -> tuple[float, str]:
+def _order(candidate: PlanCandidate) -> tuple[float, str]:
     """Return a sort key; of equally fast candidates the order does not depend on the others."""
-    return one.rating.iteration_ms, str(one.job)
+    return candidate.rating.iteration_ms, str(candidate.job)
 
 
 def _rank(plan: SearchedPlan) -> tuple[float, float, str]:

@@ -14,7 +14,7 @@ from flux.machine.cluster import Cluster
 from flux.plan.model import TrainingStep
 from flux.plan.policies import Policies
 from flux.plan.report import document
-from flux.plan.search import Found, Query, SearchedPlan, plan_of
+from flux.plan.search import Query, SearchedPlan, SearchOutcome, plan_of
 
 _DEGREES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep": "expert"}
 
@@ -77,10 +77,10 @@ def mfu(plan: SearchedPlan, cluster: Cluster) -> float | None:
     return plan.step.operations / possible
 
 
-def search_document(query: Query, found: Found, why: list[str]) -> dict[str, Any]:
+def search_document(query: Query, outcome: SearchOutcome, why: list[str]) -> dict[str, Any]:
     """Return the JSON object of a search, of which ``winner_of`` reads the first plan."""
     rows = []
-    for plan in found.ranked:
+    for plan in outcome.ranked:
         step, p = plan.step, plan.step.parallel
         rows.append(
             document(plan.label, step, query.cluster.name, plan)
@@ -103,28 +103,28 @@ def search_document(query: Query, found: Found, why: list[str]) -> dict[str, Any
         "batch": query.batch,
         "sequence": query.sequence,
         "memory_gb": query.memory_gb,
-        "layouts": found.layouts,
-        "simulated": found.simulated,
-        "too_large": found.too_large,
-        "refused": dict(found.reasons),
+        "layouts": outcome.layouts,
+        "simulated": outcome.simulated,
+        "too_large": outcome.too_large,
+        "refused": dict(outcome.reasons),
         "why": why,
         "plans": rows,
     }
 
 
-def reasons(found: Found, cluster: Cluster) -> list[str]:
+def reasons(outcome: SearchOutcome, cluster: Cluster) -> list[str]:
     """Return lines that say where the winner's time goes, beside what came close.
 
     Args:
-        found: a search's outcome.
+        outcome: of a search.
         cluster: of the search.
     """
-    winner = found.ranked[0]
+    winner = outcome.ranked[0]
     serial = plan_of(cluster, not winner.scaled, (winner.step, "serial", {}))
     rows = [("the winner", winner)]
     if isinstance(serial, SearchedPlan):
         rows.append(("its layout without overlap", serial))
-    for plan in found.ranked:
+    for plan in outcome.ranked:
         if layout_of(plan.step) != layout_of(winner.step):
             rows.append((f"the next layout, {layout_of(plan.step)}, {plan.label}", plan))
             break
@@ -142,7 +142,7 @@ def reasons(found: Found, cluster: Cluster) -> list[str]:
     return lines
 
 
-def show(query: Query, found: Found, top: int, why: list[str], console: Console) -> None:
+def show(query: Query, outcome: SearchOutcome, top: int, why: list[str], console: Console) -> None:
     """Print the first plans as a table, its legend, and where the winner's time goes."""
     title = (
         f"{query.model} on {query.gpus} GPUs of {query.cluster.name}: {query.batch} sequences of "
@@ -153,28 +153,28 @@ def show(query: Query, found: Found, top: int, why: list[str], console: Console)
     table.add_column("layout", overflow="fold")
     for head in ("step\nms", "ratio", "exposed\nms", "MFU\n%", "GB"):
         table.add_column(head, justify="right", no_wrap=True)
-    for plan in found.ranked[:top]:
+    for plan in outcome.ranked[:top]:
         share = mfu(plan, query.cluster)
         table.add_row(
             plan.label,
             layout_of(plan.step),
             f"{plan.iteration_ms:.0f}",
-            f"{plan.iteration_ms / found.ranked[0].iteration_ms:.2f}",
+            f"{plan.iteration_ms / outcome.ranked[0].iteration_ms:.2f}",
             f"{plan.exposed_comm_ms:.0f}",
             "-" if share is None else f"{100 * share:.1f}",
             f"{plan.peak_memory_bytes / 1e9:.1f}",
         )
     console.print(table)
     if top > 0:
-        console.print(legend(list(found.ranked[:top])), **PLAIN)
+        console.print(legend(list(outcome.ranked[:top])), **PLAIN)
     for line in why:
         console.print(line, **PLAIN)
-    short = sum(plan.scaled for plan in found.ranked)
+    short = sum(plan.scaled for plan in outcome.ranked)
     console.print(
-        f"{found.layouts} layouts fit; {found.simulated} candidates were simulated with few "
-        f"layers, the best {len(found.ranked)} with all"
+        f"{outcome.layouts} layouts fit; {outcome.simulated} candidates were simulated with few "
+        f"layers, the best {len(outcome.ranked)} with all"
         + (f", {short} of these with fewer micro-batches, and scaled" if short else "")
-        + f"; {found.too_large} need more memory.",
+        + f"; {outcome.too_large} need more memory.",
         **PLAIN,
     )
 

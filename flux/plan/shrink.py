@@ -79,10 +79,11 @@ def changes_of(plan: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 def _degrees(plan: Mapping[str, Any], ranks: int, exact: bool) -> Iterator[dict[str, int]]:
     """Yield the degrees that are tried, the best first."""
     sizes = [[n for n in range(1, plan[key] + 1) if plan[key] % n == 0] for key in DEGREES]
-    found = [of for of in product(*sizes) if prod(of) == ranks or (not exact and prod(of) < ranks)]
-    found.sort(key=lambda of: (prod(of), sum(n > 1 for n in of), of), reverse=True)
-    for of in found:
-        yield dict(zip(DEGREES, of, strict=True))
+    least = ranks if exact else 1
+    choices = [degrees for degrees in product(*sizes) if least <= prod(degrees) <= ranks]
+    choices.sort(key=lambda of: (prod(of), sum(n > 1 for n in of), of), reverse=True)
+    for degrees in choices:
+        yield dict(zip(DEGREES, degrees, strict=True))
 
 
 def _steps(

@@ -115,12 +115,12 @@ class Timeline:
         Args:
             label: put in front of the names of lanes, so that two timelines fit into one trace.
         """
-        found = []
+        events = []
         for (stage, stream), numbers in self.schedule.lanes.items():
             for number in numbers:
                 op = self.schedule.graph.ops[number]
                 kind = Kind.send if op.is_collective else _KINDS.get(op.kind, Kind.reduce)
-                found.append(
+                events.append(
                     Event(
                         rank=stage,
                         lane=f"{label}{stream}",
@@ -131,7 +131,7 @@ class Timeline:
                         details={"kind": op.kind, "shape": str(op.shape)},
                     )
                 )
-        return found
+        return events
 
 
 def _merged(

@@ -39,11 +39,11 @@ _STRIDES = ("tp", "cp", "dp", "pp")  # fastest first
 
 def coordinates(parallel: Parallel, rank: int) -> dict[str, int]:
     """Return the place of a rank: its number in each kind of group."""
-    found, rest = {}, rank
+    places, rest = {}, rank
     for name in _STRIDES:
         size = getattr(parallel, name)
-        found[name], rest = rest % size, rest // size
-    return found
+        places[name], rest = rest % size, rest // size
+    return places
 
 
 def members(parallel: Parallel, group: str) -> list[list[int]]:
@@ -56,7 +56,7 @@ def members(parallel: Parallel, group: str) -> list[list[int]]:
             for first in range(len(ranks))
             if (places := group_partition(part.mesh, first)[part.dim])[0] == first
         ]
-    found: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(parallel.world):
         at = coordinates(parallel, rank)
         within, beyond = at["dp"] % parallel.ep, at["dp"] // parallel.ep
@@ -69,8 +69,8 @@ def members(parallel: Parallel, group: str) -> list[list[int]]:
             key = tuple(others)
         else:
             key = (*others, at["dp"])
-        found.setdefault(key, []).append(rank)
-    return list(found.values())
+        groups.setdefault(key, []).append(rank)
+    return list(groups.values())
 
 
 class OperatorWork:
@@ -193,9 +193,9 @@ def _check_equal(schedule: StepSchedule) -> None:
     """
     ops, lanes = schedule.graph.ops, sorted(schedule.lanes.items())
     order = [(lane, [ops[number] for number in numbers]) for lane, numbers in lanes]
-    found = [""] * dist.get_world_size()
-    dist.all_gather_object(found, hashlib.sha256(repr(order).encode()).hexdigest())
-    others = [rank for rank, digest in enumerate(found) if digest != found[0]]
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(repr(order).encode()).hexdigest())
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise ValueError(f"ranks {others} have another schedule than rank 0")
 
@@ -249,7 +249,7 @@ class Executor:
 
     def _make_groups(self) -> dict[tuple[str, str], dist.ProcessGroup | None]:
         """Make a process group for each kind of group and stream; all ranks in the same order."""
-        ops, found = self.schedule.graph.ops, {}
+        ops, groups = self.schedule.graph.ops, {}
         needed = sorted(
             {
                 (stream, ops[number].group)
@@ -262,14 +262,14 @@ class Executor:
             for ranks in members(self.parallel, kind):
                 group = dist.new_group(ranks, self.timeout) if len(ranks) > 1 else None
                 if self.rank in ranks:
-                    found[stream, kind] = group
+                    groups[stream, kind] = group
         # A send and its receive meet by their stage and lane.
         for lane in self._sending():
             for ranks in members(self.parallel, "pp"):
                 group = dist.new_group(ranks, self.timeout)
                 if self.rank in ranks:
-                    found[f"send {lane}", "pp"] = group
-        return found
+                    groups[f"send {lane}", "pp"] = group
+        return groups
 
     def _sending(self) -> list[Lane]:
         """Return lanes with sends, in one order on all ranks."""

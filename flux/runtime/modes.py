@@ -260,10 +260,10 @@ def _of_process() -> list[_Value]:
 
 def _generators() -> list[torch.Generator]:
     """Return torch's generators of the CPU and of the GPU in use."""
-    found: list[torch.Generator] = [torch.default_generator]
+    generators: list[torch.Generator] = [torch.default_generator]
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return found
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return generators
 
 
 def generator_states() -> list[tuple[torch.Generator, torch.Tensor]]:

@@ -82,21 +82,21 @@ def read_profile(path: Path) -> Profile:
     """
     top = Table.load_json(path, "a profile of flux", _FORMAT)
     solo: dict[Key, float] = {}
-    for one in top.tables("solo"):
-        _put(one, solo, _key(one), one.number("ms", most=_MOST_MS))
+    for row in top.tables("solo"):
+        _put(row, solo, _key(row), row.number("ms", most=_MOST_MS))
     oef: dict[tuple[str, str], float] = {}
-    for one in top.tables("oef"):
-        kinds = one.text("compute", choices=COMPUTE), one.text("resource", choices=RESOURCES[1:])
-        _put(one, oef, kinds, _oef(one))
+    for row in top.tables("oef"):
+        kinds = row.text("compute", choices=COMPUTE), row.text("resource", choices=RESOURCES[1:])
+        _put(row, oef, kinds, _oef(row))
     pairs: dict[tuple[Key, Key], float] = {}
-    for one in top.tables("pairs"):
-        tables = one.table("first"), one.table("second")
+    for row in top.tables("pairs"):
+        tables = row.table("first"), row.table("second")
         first, second = map(_key, tables)
         for of, key in zip(tables, (first, second), strict=True):
             of.done()
             if key not in solo:
                 of.fail("kind", f"{key[0]} {list(key[1])} has no time by itself in solo")
-        _put(one, pairs, (first, second), _oef(one))
+        _put(row, pairs, (first, second), _oef(row))
     place = top.scalars("place")
     top.done()
     return Profile(solo, oef, place, pairs)
@@ -145,17 +145,17 @@ class ProfiledCost:
     def solo(self, op: Operator) -> float:
         """Return the time of an operator by itself, in ms."""
         key = key_of(op)
-        found = self.profile.solo.get(key, self._estimated.get(key))
-        if found is None and self.estimate is not None:
+        time = self.profile.solo.get(key, self._estimated.get(key))
+        if time is None and self.estimate is not None:
             ratios = [self._ratios.get(of) for of in ((op.kind, op.group), (op.kind,), ())]
-            ratio = next((one for one in ratios if one is not None), 1.0)
-            found = self._estimated[key] = ratio * self.estimate.solo(op)
-        if found is None:
+            ratio = next((known for known in ratios if known is not None), 1.0)
+            time = self._estimated[key] = ratio * self.estimate.solo(op)
+        if time is None:
             raise ValueError(
                 f"{op.name}: {op.kind} {op.shape} is not in the profile; measure it with "
                 "flux plan profile and the same model, parallelism and policies"
             )
-        return found
+        return time
 
     def oef(self, comp: Operator, comm: Operator) -> float:
         """Return the overlap effectiveness factor of two operators.
@@ -170,23 +170,23 @@ class ProfiledCost:
             return measured
         if comp.is_collective:
             return 1.0
-        found = self.profile.oef.get((comp.kind, comm.resource))
-        if found is None and self.estimate is not None:
+        factor = self.profile.oef.get((comp.kind, comm.resource))
+        if factor is None and self.estimate is not None:
             return self.estimate.oef(comp, comm)
-        if found is None:
+        if factor is None:
             raise ValueError(f"{comp.kind} beside {comm.resource} is not in the profile")
-        return found
+        return factor
 
 
 def _ratios(profile: Profile, estimate: CostModel) -> dict[tuple[str, ...], float]:
     """Return measured over estimated times: medians by (kind, group), by (kind,) and of all."""
-    found: dict[tuple[str, ...], list[float]] = {}
+    samples: dict[tuple[str, ...], list[float]] = {}
     for (kind, shape, group, role), ms in profile.solo.items():
         time = estimate.solo(Operator("", kind, "", role, 0, "", shape=shape, group=group))
         if time > 0:
             for of in ((kind, group), (kind,), ()):
-                found.setdefault(of, []).append(ms / time)
-    return {of: statistics.median(ratios) for of, ratios in found.items()}
+                samples.setdefault(of, []).append(ms / time)
+    return {of: statistics.median(ratios) for of, ratios in samples.items()}
 
 
 class Profiler:
@@ -252,15 +252,15 @@ class Profiler:
                 self._call(comp), repeated, self._call(comm)
             )
             progress(len(ops) + done + 1, total)
-        found = dict(known.pairs)
+        factors = dict(known.pairs)
         if any(a.is_collective and b.is_collective for a, b in beside):
             self.others = self.others or _groups(self.parallel, sorted(self.groups))
         for done, (a, b) in enumerate(beside):
             repeated = max(1, round(solo[key_of(b)] / max(solo[key_of(a)], 1e-3)))
             other = self._call(b, self.others if a.is_collective else self.groups)
-            found[key_of(a), key_of(b)] = self._factor(self._call(a), repeated, other)
+            factors[key_of(a), key_of(b)] = self._factor(self._call(a), repeated, other)
             progress(total - len(beside) + done + 1, total)
-        return Profile(solo, oef, self.place, found)
+        return Profile(solo, oef, self.place, factors)
 
     def _call(
         self, op: Operator, groups: Mapping[str, dist.ProcessGroup | None] | None = None
@@ -315,13 +315,13 @@ class Profiler:
                 first()
 
         ways: list[list[Callable[[], object]]] = [[many], [communicate], [many, communicate]]
-        found: list[list[float]] = [[] for _ in ways]
+        factors: list[list[float]] = [[] for _ in ways]
         for round_ in range(self.repeats + 1):
-            for times_of, way in zip(found, ways, strict=True):
+            for times_of, way in zip(factors, ways, strict=True):
                 taken = self._together(way)
                 if round_:
                     times_of.append(taken)
-        alone, beside, both = _slowest(found)
+        alone, beside, both = _slowest(factors)
         factor = (alone + beside - both) / max(min(alone, beside), 1e-6)
         return min(factor, 1.0)
 
@@ -340,13 +340,13 @@ def _quietly(call: Callable[[], object]) -> None:
 
 def _groups(parallel: Parallel, kinds: Sequence[str]) -> dict[str, dist.ProcessGroup | None]:
     """Return this rank's process group of each kind, or part of one. Collective."""
-    found: dict[str, dist.ProcessGroup | None] = {}
+    groups: dict[str, dist.ProcessGroup | None] = {}
     for kind in kinds:
         for ranks in members(parallel, kind):
             group = dist.new_group(ranks) if len(ranks) > 1 else None
             if dist.get_rank() in ranks:
-                found[kind] = group
-    return found
+                groups[kind] = group
+    return groups
 
 
 def layer_pairs(graph: Graph) -> list[tuple[Operator, Operator]]:
@@ -355,16 +355,16 @@ def layer_pairs(graph: Graph) -> list[tuple[Operator, Operator]]:
     A compute operator comes first. Equal ones are returned once. It is the matrix that DHelix
     measures once for new hardware (arXiv 2411.15871, section 4.2).
     """
-    found: dict[tuple[Key, Key], tuple[Operator, Operator]] = {}
+    pairs: dict[tuple[Key, Key], tuple[Operator, Operator]] = {}
     ops = [op for op in graph.ops if op.layer == 0 and op.micro == 0 and op.kind != "send"]
     for forward in ops:
         for backward in ops:
             is_pair = forward.role == "fwd" and backward.role != "fwd"
             if is_pair and forward.resource != backward.resource:
                 a, b = sorted((forward, backward), key=lambda op: op.is_collective)
-                if (key_of(b), key_of(a)) not in found:
-                    found.setdefault((key_of(a), key_of(b)), (a, b))
-    return list(found.values())
+                if (key_of(b), key_of(a)) not in pairs:
+                    pairs.setdefault((key_of(a), key_of(b)), (a, b))
+    return list(pairs.values())
 
 
 def _pairs(ops: Sequence[Operator]) -> list[tuple[Operator, Operator]]:

@@ -98,12 +98,12 @@ def schedules_of(config: PlanRun, profile: Profile | None = None) -> dict[str, S
     cost: CostModel = AnalyticCost(fabric, config.step.dtype, config.step.itemsize)
     if profile is not None:
         cost = ProfiledCost(profile, cost)
-    found = {}
+    schedules = {}
     for name, options in config.policies:
         policy = policy_of(name, options)
         schedule = planned(policy, graph, fabric, cost)
-        found[label_of(name, options, policy)] = schedule
-    return found
+        schedules[label_of(name, options, policy)] = schedule
+    return schedules
 
 
 def predictions(profile: Profile, schedules: Mapping[str, StepSchedule]) -> dict[str, Timeline]:
@@ -146,7 +146,9 @@ def _graphs_to_profile(config: PlanRun) -> list[Graph]:
         choices = [options]
         if options.get("fused") == "auto":
             choices = [{**options, "fused": kind} for kind in ("none", *sorted(fusable(graph)))]
-        graphs += [planned(policy_of(name, one), graph, fabric, cost).graph for one in choices]
+        graphs += [
+            planned(policy_of(name, choice), graph, fabric, cost).graph for choice in choices
+        ]
     return graphs or [graph]
 
 
@@ -185,7 +187,7 @@ def _run(
         label: Executor(schedule, config.step.parallel, work, config.timeout_s)
         for label, schedule in schedules.items()
     }
-    found: dict[str, list[tuple[float, dict[int, tuple[float, float]]]]] = {
+    results: dict[str, list[tuple[float, dict[int, tuple[float, float]]]]] = {
         label: [] for label in executors
     }
     rounds = config.warmup + config.repeats
@@ -193,10 +195,10 @@ def _run(
         for label, executor in executors.items():  # interleaved: drift meets all alike
             times = executor.run()
             if index >= config.warmup:
-                found[label].append((max(end for _, end in times.values()), times))
+                results[label].append((max(end for _, end in times.values()), times))
         progress("steps", index + 1, rounds)
     return profile, [
-        _gathered(label, predicted[label], config, runs) for label, runs in found.items()
+        _gathered(label, predicted[label], config, runs) for label, runs in results.items()
     ]
 
 

@@ -161,8 +161,8 @@ class Slices:
         waiting = {number: _Slice(self, number, begin) for number in range(self.count)}
         with kept_modes():
             try:
-                for number, one in waiting.items():
-                    one.switch(number, bodies[number])
+                for number, job in waiting.items():
+                    job.switch(number, bodies[number])
                 self._take_turns(waiting, results)
             except BaseException as error:
                 self._end(waiting, error)
@@ -188,12 +188,12 @@ class Slices:
         for turn in itertools.count():
             if not waiting:
                 return
-            for number, one in list(waiting.items()):
+            for number, job in list(waiting.items()):
                 if self.order == "staggered" and number > turn:
                     break  # a slice begins one segment behind the one before it
                 self.current = number
-                results[number] = one.switch()
-                if one.dead:
+                results[number] = job.switch()
+                if job.dead:
                     del waiting[number]
 
     def _end(self, waiting: dict[int, _Slice], error: BaseException) -> None:
@@ -204,11 +204,11 @@ class Slices:
             error: what ends them; what they raise on their way out becomes its context.
         """
         self._ending = True
-        for number, one in waiting.items():
+        for number, job in waiting.items():
             self.current = number
             try:
-                if not one.dead:
-                    one.throw(greenlet.GreenletExit)
+                if not job.dead:
+                    job.throw(greenlet.GreenletExit)
             except BaseException as other:
                 other.__context__, error.__context__ = error.__context__, other
 
@@ -252,9 +252,9 @@ def running() -> Slices | None:
 
     Backward that a slice starts is none of it: what it computes again cannot be left.
     """
-    one = greenlet.getcurrent()
-    if isinstance(one, _Slice) and torch._C._current_graph_task_id() == one.slices.backward:
-        return one.slices
+    current = greenlet.getcurrent()
+    if isinstance(current, _Slice) and torch._C._current_graph_task_id() == current.slices.backward:
+        return current.slices
     return None
 
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from flux.cli.app import app
 from flux.machine.cluster import load_cluster
+from flux.plan import sample
 from flux.plan import search as searching
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
@@ -112,21 +113,24 @@ LONG: tuple[tuple[str, dict[str, Any]], ...] = (
     ("serial", {"wgrad_overlap": True}),
     ("serial", {"fused": "auto"}),
     ("domino", {"slices": 2}),
-    ("centauri", {}),
     ("centauri", {"chunks": 2}),
     ("dhelix", {}),
     ("wavelet", {}),
-    ("interleaved", {"chunks": 3}),
+    ("interleaved", {"chunks": 2}),
     ("zbv", {}),
     ("dualpipev", {}),
 )
 
 
-def test_times_of_short_steps_foretell_those_of_long_ones() -> None:
-    """Each policy fills and drains its pipeline in its own way: the ratio of 1F1B fits no other."""
+def test_long_steps_follow_from_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each policy fills and drains its pipeline in its own way: the ratio of 1F1B fits no other.
+
+    Here 2 of 4 layers of a stage are simulated, and 4 and 6 of 8 micro-batches.
+    """
+    monkeypatch.setattr(sample, "few_layers", lambda step: 2)
     cluster = load_cluster("flux-h800")
     parallel = Parallel(tp=2, pp=2, sequence=True)
-    step = step_of("gpt-6.7b", parallel, layers=12, sequence=1024, micro_batch=2, micro_batches=12)
+    step = step_of("gpt-6.7b", parallel, layers=8, sequence=1024, micro_batch=2, micro_batches=8)
     for (name, options), rated in zip(LONG, estimates(cluster, LONG, step), strict=True):
         assert not isinstance(rated, str), rated
         true = whole(cluster, step, name, options).figures

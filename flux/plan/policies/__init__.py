@@ -65,10 +65,10 @@ def policy_of(name: str, options: Mapping[str, Any] | None = None) -> Policy:
         ValueError: no such policy, or options or values that it does not have; the message lists
             its options with their defaults.
     """
-    found = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name not in found:
+    entries = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name not in entries:
         raise ValueError(f"policy must be one of {', '.join(policy_names())}, got {name!r}")
-    made, options = found[name].load(), options or {}
+    made, options = entries[name].load(), options or {}
     known = _options_of(made)
     takes = ", ".join(f"{key}={_word(value)}" for key, value in known.items()) or "none"
     for key, value in options.items():

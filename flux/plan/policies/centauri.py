@@ -119,14 +119,14 @@ class Centauri:
         if isinstance(self.chunks, int):
             return self._parts(graph, self.chunks, fabric, cost)
         limit = 1e9 * self._memory_gb(cost)
-        layers, found = layers_of(graph) // graph.stages, []
+        layers, changes = layers_of(graph) // graph.stages, []
         for chunks in (1, 2, 3, 4) if graph.stages > 1 else (1,):
             if layers % chunks == 0:
                 parts = self._parts(graph, chunks, fabric, cost)
                 timeline = simulate(self.order(parts, cost), cost)
                 rating = (max(timeline.peak_memory_bytes, limit), timeline.iteration_ms, chunks)
-                found.append((rating, parts))
-        rating, parts = min(found, key=lambda of: of[0])
+                changes.append((rating, parts))
+        rating, parts = min(changes, key=lambda of: of[0])
         self.chosen = {"chunks": rating[-1]}
         return parts
 
@@ -139,7 +139,7 @@ class Centauri:
             graph = placed(graph, chunks * ranks, lambda stage: stage % ranks)
         if self.substitute:
             graph = substituted(graph, fabric, cost)
-        passes = [[one for block in of for one in block] for of in _blocks(graph, 1, 1)]
+        passes = [[operator for block in of for operator in block] for of in _blocks(graph, 1, 1)]
         graph = limited(graph, passes, graph.stages * chunks_of(graph), self.prefetch)
         if not self.operation:
             return graph
@@ -234,16 +234,16 @@ class Centauri:
         options = [(mode, pair) for pair in together for mode in modes]
         if len(options) == 1:
             return self._ordered(graph, cost, *options[0][:1], *options[0][1])
-        found = []
+        streams = []
         limit = 1e9 * self._memory_gb(cost)
         for mode, (forward, backward) in options:
             schedule = self._ordered(small, cost, mode, forward, backward)
             timeline = simulate(schedule, cost)
             peak = timeline.peak_memory_bytes
-            found.append((max(peak, limit), timeline.iteration_ms, peak, schedule))
-        best = min(range(len(found)), key=lambda index: found[index][:3])
+            streams.append((max(peak, limit), timeline.iteration_ms, peak, schedule))
+        best = min(range(len(streams)), key=lambda index: streams[index][:3])
         if small is graph:
-            return found[best][3]
+            return streams[best][3]
         mode, (forward, backward) = options[best]
         return self._ordered(graph, cost, mode, forward, backward)
 
@@ -328,11 +328,11 @@ def _chain(graph: Graph, number: int, cost: CostModel) -> tuple[int, float]:
             break
         here = nexts[0]
         following.append(graph.ops[here])
-    kinds = [_workload(one) for one in following]
-    costs = [cost.solo(one) for one in following]
-    found = chains(kinds, costs, None if moves_weights(op) else 0)
-    found = [chain for chain in found if not chain.reduces]
-    best = choose_chain(found, cost.solo(op), _independent(graph, number, cost))
+    kinds = [_workload(follower) for follower in following]
+    costs = [cost.solo(follower) for follower in following]
+    candidates = chains(kinds, costs, None if moves_weights(op) else 0)
+    candidates = [chain for chain in candidates if not chain.reduces]
+    best = choose_chain(candidates, cost.solo(op), _independent(graph, number, cost))
     return (0, 0.0) if best is None else (len(best.axes), best.cost)
 
 
@@ -355,10 +355,10 @@ def _independent(graph: Graph, number: int, cost: CostModel) -> float:
     micro = max(op.micro, 0)
     roles = ("fwd",) if op.role in ("fwd", "step") else ("dgrad", "wgrad")
     return sum(
-        cost.solo(one)
-        for one in graph.ops
-        if one.layer == before
-        and one.micro == micro
-        and one.role in roles
-        and not one.is_collective
+        cost.solo(other)
+        for other in graph.ops
+        if other.layer == before
+        and other.micro == micro
+        and other.role in roles
+        and not other.is_collective
     )

@@ -251,14 +251,14 @@ class _Rewriter:
 
     def _needs(self, number: int, chunk: int | None) -> list[int]:
         """Return new operators that a chunk of an old one, or all of it, waits for."""
-        found: list[int] = []
+        needed: list[int] = []
         for dep in self.graph.deps[number]:
             outs = self.outs.get((dep, number)) or self.outs[dep]
             if chunk is not None and (dep, number) in self.aligned and len(outs) > chunk:
-                found += outs[chunk]
+                needed += outs[chunk]
             else:
-                found += [new for out in outs for new in out]
-        return found
+                needed += [new for out in outs for new in out]
+        return needed
 
     def _add_compute(self, number: int, op: Operator) -> None:
         fractions = self.cuts.get(number)

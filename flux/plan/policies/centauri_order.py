@@ -41,7 +41,7 @@ def blocks(
         order += [Action(rank, "F", micro), Action(rank, "B", micro - ahead)]
     order += [Action(rank, "B", micro) for micro in range(micro_batches - ahead, micro_batches)]
     first, last = min(forward, micro_batches), min(backward, micro_batches)
-    middle: list[Block] = [(one,) for one in order[first : len(order) - last]]
+    middle: list[Block] = [(action,) for action in order[first : len(order) - last]]
     return [tuple(order[:first]), *middle, tuple(order[len(order) - last :])]
 
 
@@ -121,7 +121,7 @@ class _Lists:
         for number in keys:
             self.left[self.ops[number].stage][self.block[number]] += 1
         self.current = [0] * len(passes)
-        self.rows = tuple(tuple(str(one) for block in of for one in block) for of in passes)
+        self.rows = tuple(tuple(str(action) for block in of for action in block) for of in passes)
         self.ready: dict[tuple[int, str, int], list[tuple[float, int]]] = {}
         self.busy: set[tuple[int, str]] = set()
         self.heap: list[tuple[float, int]] = []

@@ -49,11 +49,11 @@ def substitutions(kind: str, price: Callable[[str], float]) -> list[tuple[str, .
         price: returns the time of a primitive of the same tensor among the same ranks; it is asked
             for those that scale.
     """
-    found: list[tuple[str, ...]] = [(kind,)]
+    sequences: list[tuple[str, ...]] = [(kind,)]
     for option in SUBSTITUTIONS.get(kind, ()):
         if option.scalable and sum(map(price, option.primitives)) <= price(kind) * (1 + 1e-9):
-            found.append(option.primitives)
-    return found
+            sequences.append(option.primitives)
+    return sequences
 
 
 def meshes(size: int, per_host: int) -> list[tuple[int, ...]]:
@@ -130,7 +130,7 @@ def chains(kinds: Sequence[str], costs: Sequence[float], arrives: int | None = 0
     for kind in kinds:
         if kind not in AXES:
             raise ValueError(f"kind must be one of {', '.join(AXES)}, got {kind!r}")
-    found: list[Chain] = []
+    candidates: list[Chain] = []
     open_chains: list[tuple[tuple[str, ...], int | None]] = [((), arrives)]
     cost = 0.0
     for kind, own in zip(kinds, costs, strict=True):
@@ -141,30 +141,30 @@ def chains(kinds: Sequence[str], costs: Sequence[float], arrives: int | None = 0
                 if axis.takes != has:
                     continue
                 chain = (*names, axis.name)
-                found.append(Chain(chain, cost, axis.gives is None))
+                candidates.append(Chain(chain, cost, axis.gives is None))
                 if axis.gives is not None:
                     grown.append((chain, axis.gives))
         open_chains = grown
-    return found
+    return candidates
 
 
-def choose_chain(found: Sequence[Chain], comm: float, independent: float) -> Chain | None:
+def choose_chain(candidates: Sequence[Chain], comm: float, independent: float) -> Chain | None:
     """Return the shortest chain that hides a collective, or else the longest one.
 
     A chain hides it if its cost, and that of independent operators, are not less than the
     collective's. Of equally long ones, one without partial sums is preferred (section 3.1.3).
 
     Args:
-        found: what ``chains`` returned.
+        candidates: what ``chains`` returned.
         comm: cost of the collective.
         independent: cost of operators that run beside it in any case.
     """
-    if not found:
+    if not candidates:
         return None
-    enough = [chain for chain in found if chain.cost + independent >= comm]
+    enough = [chain for chain in candidates if chain.cost + independent >= comm]
     if enough:
         return min(enough, key=lambda chain: (len(chain.axes), chain.reduces))
-    return min(found, key=lambda chain: (-len(chain.axes), chain.reduces))
+    return min(candidates, key=lambda chain: (-len(chain.axes), chain.reduces))
 
 
 # -- pieces of a collective ------------------------------------------------------------------------
@@ -201,16 +201,16 @@ def even_by_group(kind: str, chunks: int, intra: int) -> tuple[CommPiece, ...]:
     Between hosts each rank has 1 / intra of the volume. AllGather goes between hosts first, and
     ReduceScatter inside first, so that nothing crosses twice.
     """
-    found: list[CommPiece] = []
+    pieces: list[CommPiece] = []
     for chunk in range(chunks):
         inter, intra_piece = 1 / (chunks * intra), 1 / chunks
         if kind == "all_gather":
-            found.append(CommPiece("inter", inter))
-            found.append(CommPiece("intra", intra_piece, (2 * chunk,), 1 / chunks))
+            pieces.append(CommPiece("inter", inter))
+            pieces.append(CommPiece("intra", intra_piece, (2 * chunk,), 1 / chunks))
         else:
-            found.append(CommPiece("intra", intra_piece, (), 1 / chunks))
-            found.append(CommPiece("inter", inter, (2 * chunk,)))
-    return tuple(found)
+            pieces.append(CommPiece("intra", intra_piece, (), 1 / chunks))
+            pieces.append(CommPiece("inter", inter, (2 * chunk,)))
+    return tuple(pieces)
 
 
 def uneven_by_group(

@@ -86,16 +86,16 @@ def fused(graph: Graph, linears: Collection[str]) -> Graph:
 
 def _pairs(graph: Graph, linears: Collection[str]) -> dict[int, int]:
     """Return the collective that each GEMM is fused with."""
-    found: dict[int, int] = {}
+    pairs: dict[int, int] = {}
     for number in graph.order:
         op = graph.ops[number]
         for dep in graph.deps[number]:
             before = graph.ops[dep]
             if _gathers(before, op) and LINEARS[op.part] in linears:
-                found[number] = dep
+                pairs[number] = dep
             elif _reduces(before, op, graph, number) and LINEARS[before.part] in linears:
-                found[dep] = number
-    return found
+                pairs[dep] = number
+    return pairs
 
 
 def _gathers(collective: Operator, gemm: Operator) -> bool:

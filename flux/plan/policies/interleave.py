@@ -38,15 +38,15 @@ def graph_of_layer(graph: Graph, direction: str, layer: int = 0) -> nx.DiGraph:
     roles = {"forward": ("fwd",), "backward": ("dgrad", "wgrad")}.get(direction)
     if roles is None:
         raise ValueError(f"direction must be forward or backward, got {direction!r}")
-    found = nx.DiGraph()
+    digraph = nx.DiGraph()
     for number in graph.order:
         op = graph.ops[number]
         if op.layer == layer and op.micro == 0 and op.role in roles and op.kind != "send":
-            found.add_node(node_of(op), op=op)
+            digraph.add_node(node_of(op), op=op)
             before = [graph.ops[dep] for dep in graph.deps[number]]
-            edges = [(node_of(dep), node_of(op)) for dep in before if node_of(dep) in found]
-            found.add_edges_from(edges)
-    return found
+            edges = [(node_of(dep), node_of(op)) for dep in before if node_of(dep) in digraph]
+            digraph.add_edges_from(edges)
+    return digraph
 
 
 def one_after_the_other(forward: Sequence[int], backward: Sequence[int]) -> Segments:
@@ -80,19 +80,19 @@ def by_layer(graph: Graph, plan: Pairing, cost: CostModel) -> Merge:
 
 def _layers(graph: Graph, numbers: Iterable[int]) -> list[dict[Hashable, int]]:
     """Return a pass's operators by layer and node, without sends."""
-    found: dict[int, dict[Hashable, int]] = {}
+    places: dict[int, dict[Hashable, int]] = {}
     for number in numbers:
         op = graph.ops[number]
         if op.kind != "send":
-            found.setdefault(op.layer, {})[node_of(op)] = number
-    return list(found.values())
+            places.setdefault(op.layer, {})[node_of(op)] = number
+    return list(places.values())
 
 
 def _started(graph: Graph, f: Sequence[int], b: Sequence[int], cost: CostModel) -> list[int]:
     """Return the operators of two segments in the order in which they start."""
     ops = [[graph.ops[number] for number in side] for side in (f, b)]
     solo = [[cost.solo(op) for op in side] for side in ops]
-    slowed = [[2.0 - factor(cost, one, other) for other in ops[1]] for one in ops[0]]
+    slowed = [[2.0 - factor(cost, first, other) for other in ops[1]] for first in ops[0]]
     starts: list[tuple[float, int, int]] = []
     time_together(range(len(f)), range(len(b)), solo, slowed, starts)
     return [(f, b)[side][place] for _, side, place in sorted(starts)]

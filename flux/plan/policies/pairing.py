@@ -124,15 +124,15 @@ def pair(
     needs = forward.needs, backward.needs
     if hasattr(cost, "solo"):
         model = cast(CostModel, cost)
-        makespan, found = _searched(*needs, *_tables(forward, backward, model), barrier, longest)
+        makespan, order = _searched(*needs, *_tables(forward, backward, model), barrier, longest)
     else:
         of_segments: SegmentCost = cost
-        makespan, found = _shortest(
+        makespan, order = _shortest(
             *_downsets(*needs, longest),
             lambda f, b: of_segments(forward.named(f), backward.named(b)),
             barrier,
         )
-    return Pairing(makespan, tuple((forward.named(f), backward.named(b)) for f, b in found))
+    return Pairing(makespan, tuple((forward.named(f), backward.named(b)) for f, b in order))
 
 
 class _Strand:
@@ -161,10 +161,10 @@ def _downsets(
 ) -> tuple[_Downsets, _Downsets]:
     """Return the down-sets of both graphs, with segments as ``pair`` says."""
     if longest is None:
-        one = _Downsets(forward, len(forward), EXACT)
-        other = _Downsets(backward, len(backward), EXACT // one.tried)
-        if one.tried * other.tried <= EXACT:
-            return one, other
+        downsets = _Downsets(forward, len(forward), EXACT)
+        other = _Downsets(backward, len(backward), EXACT // downsets.tried)
+        if downsets.tried * other.tried <= EXACT:
+            return downsets, other
         longest = LONGEST
     return _Downsets(forward, longest), _Downsets(backward, longest)
 
@@ -192,7 +192,7 @@ class _Downsets:
 
     def _reach(self, mask: int, longest: int) -> list[int]:
         """Return the segments that can follow a down-set, the empty one first."""
-        found, grown = {0: None}, [0]
+        reached, grown = {0: None}, [0]
         for _ in range(longest):
             wider: dict[int, None] = {}
             for segment in grown:
@@ -202,12 +202,12 @@ class _Downsets:
                     if not held & bit and not needs & ~held:
                         wider[segment | bit] = None
             grown = list(wider)
-            found |= wider
+            reached |= wider
             for segment in grown:
                 self._order(segment)
                 if self.tried > self.most:
                     return []
-        return list(found)
+        return list(reached)
 
     def _order(self, segment: int) -> list[_Order]:
         """Return all orders of a segment's operators. They do not depend on what comes before."""
@@ -320,17 +320,17 @@ def _shortest(
 
     def cheapest(f: int, b: int) -> tuple[float, _Order, _Order]:
         """Return the least time of two segments in any order, and these orders."""
-        found = best.get((f, b))
-        if found is None:
-            found = min(
+        known = best.get((f, b))
+        if known is None:
+            known = min(
                 [
-                    (price(one, other), one, other)
-                    for one in forward.orders[f]
+                    (price(op, other), op, other)
+                    for op in forward.orders[f]
                     for other in backward.orders[b]
                 ]
             )
-            best[f, b] = found
-        return found
+            best[f, b] = known
+        return known
 
     def sizes(mask: int) -> tuple[int, int]:
         return mask.bit_count(), mask
@@ -361,8 +361,8 @@ def _shortest(
         path.append(came[path[-1]])
     segments = []
     for after, before in pairwise(path):
-        _, one, other = cheapest(after[0] & ~before[0], after[1] & ~before[1])
-        segments.append((one, other))
+        _, op, other = cheapest(after[0] & ~before[0], after[1] & ~before[1])
+        segments.append((op, other))
     return time[states[-1]], tuple(reversed(segments))
 
 

@@ -31,12 +31,12 @@ def by_pass(graph: Graph) -> dict[tuple[int, str, int], list[int]]:
 
     Operators of the whole step are those of the pass "S" of micro-batch -1.
     """
-    found: dict[tuple[int, str, int], list[int]] = {}
+    passes: dict[tuple[int, str, int], list[int]] = {}
     for number in graph.order:
         op = graph.ops[number]
         kind = "S" if op.micro < 0 else "F" if op.role == "fwd" else "B"
-        found.setdefault((op.stage, kind, op.micro), []).append(number)
-    return found
+        passes.setdefault((op.stage, kind, op.micro), []).append(number)
+    return passes
 
 
 def sequences(

@@ -177,17 +177,17 @@ class Group:
         self._exchange(slices, [own] * self.size)
 
     def _exchange(
-        self, into: Sequence[Sequence[torch.Tensor]], given: Sequence[Sequence[torch.Tensor]]
+        self, into: Sequence[Sequence[torch.Tensor]], outgoing: Sequence[Sequence[torch.Tensor]]
     ) -> None:
         """Receive from each other rank into its tensors, and send it those that are for it."""
         if self.group is None:
             return
         if self._is_nccl:  # which must see all of them at once
             ops = [
-                dist.P2POp(of, one, group=self.group, group_peer=peer)
-                for of, given_to in ((dist.irecv, into), (dist.isend, given))
+                dist.P2POp(of, part, group=self.group, group_peer=peer)
+                for of, given_to in ((dist.irecv, into), (dist.isend, outgoing))
                 for peer in self._all
-                for one in given_to[peer]
+                for part in given_to[peer]
                 if peer != self.rank
             ]
             self._wait(dist.batch_isend_irecv(ops))
@@ -196,12 +196,12 @@ class Group:
         # Receives first: gloo's sender waits for a word that one is posted.
         for peer in self._all:
             way = self.group if peer < self.rank else self._back
-            for one in into[peer] if peer != self.rank else ():
-                works.append(dist.irecv(one, group=way, group_src=peer))
+            for part in into[peer] if peer != self.rank else ():
+                works.append(dist.irecv(part, group=way, group_src=peer))
         for distance in range(1, self.size):
             peer = (self.rank + distance) % self.size
             way = self.group if peer > self.rank else self._back
-            works += [dist.isend(one, group=way, group_dst=peer) for one in given[peer]]
+            works += [dist.isend(part, group=way, group_dst=peer) for part in outgoing[peer]]
         self._wait(works)
 
     def meet(self) -> None:

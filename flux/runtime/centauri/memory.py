@@ -64,9 +64,9 @@ class HostMemory:
             segment = ends.index(min(ends))
             self._regions.append((segment, ends[segment], size))
             ends[segment] = round_up(ends[segment] + size, _ALIGNMENT)
-        found = shm.allocate(exchange, [True] * self.count, 0, max(ends), "weights of a host")
-        found.processes.close()  # gloo tells of ranks that have died
-        self._data = found.data
+        memory = shm.allocate(exchange, [True] * self.count, 0, max(ends), "weights of a host")
+        memory.processes.close()  # gloo tells of ranks that have died
+        self._data = memory.data
         self._pieces = 0
 
     def region(self, number: int, dtype: torch.dtype) -> torch.Tensor:
@@ -129,12 +129,12 @@ def add_up(out: torch.Tensor, sources: Sequence[torch.Tensor], scale: float = 1.
     Raises:
         ValueError: a dtype that the CPU backend cannot sum.
     """
-    found = DTYPES.get(str(out.dtype).removeprefix("torch."))
-    if found is None or found.native is None:
+    dtype = DTYPES.get(str(out.dtype).removeprefix("torch."))
+    if dtype is None or dtype.native is None:
         raise ValueError(f"gradients of {out.dtype} cannot be added up")
     if out.numel():
         pointers = [address_of(source) for source in sources]
-        _C.reduce(found.native, pointers, address_of(out), 0, 1, out.numel(), scale)
+        _C.reduce(dtype.native, pointers, address_of(out), 0, 1, out.numel(), scale)
 
 
 def share_memory(
@@ -150,8 +150,8 @@ def share_memory(
     """
     everybody = Exchange(resolve_group(None), "flux.runtime.centauri", timeout_s)
     inside = Exchange(row, "flux.runtime.centauri", timeout_s)
-    one = len(set(inside.all_gather(memory_identity()))) == 1
-    if not all(everybody.all_gather(one)):
+    same_host = len(set(inside.all_gather(memory_identity()))) == 1
+    if not all(everybody.all_gather(same_host)):
         why = "ranks of one row of the mesh are on several hosts, or cannot map each other's memory"
         if wanted:
             raise ValueError(f"shared_memory: {why}")
@@ -162,7 +162,7 @@ def share_memory(
         memory = HostMemory(inside, sizes)
     except OSError as error:
         failure = error
-    failures = [told for told in everybody.all_gather(failure and str(failure)) if told]
+    failures = [message for message in everybody.all_gather(failure and str(failure)) if message]
     if memory is not None and not failures:
         return memory
     if wanted:

@@ -72,7 +72,7 @@ class Sharded:
     def __init__(
         self,
         model: nn.Module,
-        found: Sequence[UnitOf],
+        unit_specs: Sequence[UnitOf],
         layout: torch.Tensor,
         plan: RuntimePlan,
         device: torch.device,
@@ -93,14 +93,14 @@ class Sharded:
         self.units: list[Unit] = []
         self._chunk_of: dict[int, tuple[Unit, Managed]] = {}  # by storage
         owners: dict[int, tuple[Unit, Managed]] = {}  # by original parameter
-        for number, (name, _, parameters) in enumerate(found):
+        for number, (name, _, parameters) in enumerate(unit_specs):
             managed = [Managed(n, p, self.mesh, plan.param_dtype) for n, p in parameters]
             unit = Unit(number, name, managed, self._traffic)
             self.units.append(unit)
             owners |= {id(p): (unit, m) for (_, p), m in zip(parameters, managed, strict=True)}
         self._allocate(device)
         self._model = weakref.ref(model)
-        units = {module: unit for (_, module, _), unit in zip(found, self.units, strict=True)}
+        units = {module: unit for (_, module, _), unit in zip(unit_specs, self.units, strict=True)}
         for module in {model: None, **units}:
             used = {owners[id(p)][0] for p in module.parameters()}
             _Hooks(self, module, units.get(module), sorted(used, key=lambda u: u.number))
@@ -116,17 +116,17 @@ class Sharded:
         row = routes.intra.group
         if row is not None and device.type == "cpu" and plan.shared_memory is not False:
             sizes = [chunk.nbytes for chunk in chunks]
-            found = share_memory(plan.shared_memory, row, sizes, plan.timeout_s)
-            if isinstance(found, str):
-                warnings.warn(f"no shared memory, so sockets carry all: {found}", stacklevel=4)
+            allocated = share_memory(plan.shared_memory, row, sizes, plan.timeout_s)
+            if isinstance(allocated, str):
+                warnings.warn(f"no shared memory, so sockets carry all: {allocated}", stacklevel=4)
             else:
-                routes.memory = found
+                routes.memory = allocated
         for number, chunk in enumerate(chunks):
             memory = routes.memory
             chunk.attach(None if memory is None else memory.region(number, chunk.dtype))
         for unit in self.units:
-            for one in unit.parameters:
-                self._chunk_of[one.buffer.untyped_storage()._cdata] = (unit, one)
+            for parameter in unit.parameters:
+                self._chunk_of[parameter.buffer.untyped_storage()._cdata] = (unit, parameter)
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -243,17 +243,17 @@ class Sharded:
                 p.trained = p.sharded.requires_grad
                 p.follow(_accept(self, unit, p))
 
-    def cast(self, given: Any) -> Any:
+    def cast(self, inputs: Any) -> Any:
         """Return inputs in the dtype of weights, where the plan gives one."""
         dtype = self.plan.param_dtype
         if dtype is None:
-            return given
+            return inputs
 
         def cast(value: Any) -> Any:
             floats = isinstance(value, torch.Tensor) and value.is_floating_point()
             return value.to(dtype) if floats else value
 
-        return tree_map(cast, given)
+        return tree_map(cast, inputs)
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -431,10 +431,10 @@ def sharded(model: nn.Module) -> Sharded:
     Raises:
         ValueError: it was not parallelized.
     """
-    found = getattr(model, _STATE, None)
-    if not isinstance(found, Sharded):
+    state = getattr(model, _STATE, None)
+    if not isinstance(state, Sharded):
         raise ValueError("the model was not parallelized by flux.runtime.centauri")
-    return found
+    return state
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan | None = None) -> nn.Module:
@@ -460,8 +460,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan | None = N
             not agree on it, on every rank.
     """
     plan = RuntimePlan() if plan is None else plan
-    found = checked_units(model, mesh, plan)
-    device = next(p for _, _, of in found for _, p in of).device
-    state = Sharded(model, found, layout_of(mesh, plan), plan, device)
+    checked = checked_units(model, mesh, plan)
+    device = next(p for _, _, of in checked for _, p in of).device
+    state = Sharded(model, checked, layout_of(mesh, plan), plan, device)
     object.__setattr__(model, _STATE, state)
     return model

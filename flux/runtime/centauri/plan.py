@@ -233,18 +233,18 @@ def all_layouts(layout: torch.Tensor) -> list[torch.Tensor]:
     Raises:
         ValueError: on every rank: the ranks do not agree on who is in which mesh.
     """
-    given: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(given, layout.tolist())
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, layout.tolist())
     takers: dict[str, list[int]] = {}
-    for rank, theirs in enumerate(given):
+    for rank, theirs in enumerate(of_ranks):
         takers.setdefault(str(theirs), []).append(rank)
-    layouts = [torch.tensor(given[ranks[0]]) for ranks in takers.values()]
+    layouts = [torch.tensor(of_ranks[ranks[0]]) for ranks in takers.values()]
     for theirs, ranks in zip(layouts, takers.values(), strict=True):
         others = set(theirs.flatten().tolist()).difference(ranks)
         if others:
             other = min(others)
             raise ValueError(
                 f"rank {ranks[0]} has {theirs.tolist()} as its mesh, and rank {other} has "
-                f"{given[other]}: ranks of one mesh must agree on it"
+                f"{of_ranks[other]}: ranks of one mesh must agree on it"
             )
     return layouts

@@ -83,10 +83,10 @@ class PlannedRun:
             ValueError: another order; the message names the first collective that differs.
         """
         for number, planned in enumerate(self.order):
-            found = recorded[number] if number < len(recorded) else ("nothing", "")
-            if found != planned:
+            record = recorded[number] if number < len(recorded) else ("nothing", "")
+            if record != planned:
                 raise ValueError(
-                    f"collective {number} is {' of '.join(found)}, and {' of '.join(planned)} was "
+                    f"collective {number} is {' of '.join(record)}, and {' of '.join(planned)} was "
                     "planned"
                 )
         if len(recorded) > len(self.order):
@@ -119,19 +119,19 @@ def plan_run(
     if type(tokens) is not int or tokens < 1:
         raise ValueError(f"tokens must be an integer of at least 1, got {tokens!r}")
     replicas, hosts, ranks = _sizes(mesh, fixed)
-    found = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    found = replace(found, hosts=replicas * hosts, devices=ranks)
-    tried = []
+    described = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    described = replace(described, hosts=replicas * hosts, devices=ranks)
+    attempts = []
     groups = (True, False) if hosts > 1 and ranks > 1 else (fixed.by_group,)
     ahead = range(min(PREFETCH, len(units_of(model, fixed))) + 1)
     for by_group, chunk_bytes, prefetch in product(groups, CHUNK_BYTES, ahead):
         plan = replace(fixed, by_group=by_group, chunk_bytes=chunk_bytes, prefetch=prefetch)
-        step = _Step(model, plan, (replicas, hosts, ranks), tokens, found)
-        tried.append((plan, simulate(step.schedule(), step.cost), step))
+        step = _Step(model, plan, (replicas, hosts, ranks), tokens, described)
+        attempts.append((plan, simulate(step.schedule(), step.cost), step))
     # Of equally fast ones: fewest weights at a time, then fewest collectives.
-    tried.sort(key=lambda one: (round(one[1].iteration_ms, 6), one[0].prefetch, len(one[2].order)))
-    plan, timeline, step = tried[0]
-    listed = tuple((one, line.iteration_ms) for one, line, _ in tried)
+    attempts.sort(key=lambda a: (round(a[1].iteration_ms, 6), a[0].prefetch, len(a[2].order)))
+    plan, timeline, step = attempts[0]
+    listed = tuple((candidate, line.iteration_ms) for candidate, line, _ in attempts)
     return PlannedRun(plan, timeline, tuple(step.order), listed)
 
 
@@ -202,8 +202,8 @@ class _Step:
         self.ends: list[int] = []  # reductions
 
     def _weight(self, name: str, p: nn.Parameter, looked_up: bool) -> _Weight:
-        given = self.plan.param_dtype
-        dtype = given if given is not None and p.is_floating_point() else p.dtype
+        param_dtype = self.plan.param_dtype
+        dtype = param_dtype if param_dtype is not None and p.is_floating_point() else p.dtype
         rows = round_up(p.shape[0], self.world)
         nbytes = rows * prod(p.shape[1:]) * dtype.itemsize
         return _Weight(name, p.shape, dtype, p.requires_grad, nbytes, looked_up)
@@ -286,12 +286,12 @@ class _Step:
             # Each rank sends its shard to each other one, so to each of the ranks of a host.
             flat = SubGroup("dp", (self.sizes[0], hosts * ranks), 1)
             return [("inside", flat, elements * ranks)]
-        found = []
+        moves = []
         if hosts > 1:
-            found.append(("between", inter, elements // ranks))
+            moves.append(("between", inter, elements // ranks))
         if ranks > 1:  # whole weights that a host shares are not moved inside, ranks only meet
-            found.append(("inside", intra, 0 if gathers and self.shares else elements))
-        return found
+            moves.append(("inside", intra, 0 if gathers and self.shares else elements))
+        return moves
 
     def _compute(self, unit: int, direction: str) -> None:
         chunks, weights, _ = self.units[unit]

@@ -131,8 +131,8 @@ class Routes:
         self.on_cuda = on_cuda
         _, hosts, size = mesh.shape
         rank = dist.get_rank()
-        found = (mesh == rank).nonzero()[0].tolist()
-        self.host, self.place = int(found[1]), int(found[2])
+        position = (mesh == rank).nonzero()[0].tolist()
+        self.host, self.place = int(position[1]), int(position[2])
         self.rank, self.world = self.host * size + self.place, hosts * size
         self.gather_lanes, self.scatter_lanes = gather_lanes, scatter_lanes
         # Sub-groups of gathers and of reductions: calls of two lanes must not meet.

@@ -154,15 +154,15 @@ class Managed:
             if now[1]._cdata == before[1]._cdata:
                 return ".data was assigned, which a DTensor ignores; use copy_ under torch.no_grad"
         local = self.local
-        for kind, given, found in zip(
+        for kind, recorded, current in zip(
             ("dtype", "device", "rows of a rank"),
             self._given,
             (local.dtype, local.device, local.shape),
             strict=True,
         ):
-            if given != found:
+            if recorded != current:
                 return (
-                    f"its {kind} was {given} when it was sharded, and is {found}; convert the "
+                    f"its {kind} was {recorded} when it was sharded, and is {current}; convert the "
                     "model before parallelize, or give RuntimePlan(param_dtype=...)"
                 )
         return None

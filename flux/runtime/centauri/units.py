@@ -149,9 +149,9 @@ class Parameters(dict[str, Any]):
     """
 
     def __init__(
-        self, given: dict[str, Any], owners: dict[str, tuple[Unit, Managed]], reader: Reader
+        self, state: dict[str, Any], owners: dict[str, tuple[Unit, Managed]], reader: Reader
     ) -> None:
-        super().__init__({n: owners[n][1].sharded if n in owners else p for n, p in given.items()})
+        super().__init__({n: owners[n][1].sharded if n in owners else p for n, p in state.items()})
         self._owners, self._reader = owners, reader
         for name, (_, parameter) in owners.items():
             parameter.places.append((self, name))

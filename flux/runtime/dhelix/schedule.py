@@ -70,17 +70,17 @@ class _Chunk(NamedTuple):
 
 def _chunks(graph: nx.DiGraph, cost: CostModel) -> list[_Chunk]:
     """Return a pass of a layer as the linear layers run it; the last chunk has no collective."""
-    found, before, behind = [], 0.0, 0.0
+    sizes, before, behind = [], 0.0, 0.0
     collectives = {node for node, op in graph.nodes(data="op") if op.is_collective}
     for _, op in graph.nodes(data="op"):  # in the order of a serial pass
         if op.is_collective and op.group == "tp" and op.role != "wgrad":
-            found.append(_Chunk(before, behind, cost.solo(op)))
+            sizes.append(_Chunk(before, behind, cost.solo(op)))
             before = behind = 0.0
         elif op.role == "wgrad" and any(after in collectives for after in graph[f"{op.part}.d"]):
             behind += cost.solo(op)
         else:
             before += cost.solo(op)
-    return [*found, _Chunk(before, behind, 0.0)]
+    return [*sizes, _Chunk(before, behind, 0.0)]
 
 
 def script_time(
@@ -168,12 +168,12 @@ class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
         if not stages:
             raise ValueError("a rank has two stages of a folded model, got none")
         ranks, rank = stages[0].group_size, stages[0].group_rank
-        found = [(stage.stage_index, stage.num_stages) for stage in stages]
+        numbers = [(stage.stage_index, stage.num_stages) for stage in stages]
         wanted = [(rank, 2 * ranks), (2 * ranks - 1 - rank, 2 * ranks)]
-        if found != wanted:
+        if numbers != wanted:
             raise ValueError(
                 f"rank {rank} of {ranks} needs stages {wanted[0][0]} and {wanted[1][0]} of "
-                f"{2 * ranks}, got (stage, stages) = {found}"
+                f"{2 * ranks}, got (stage, stages) = {numbers}"
             )
         if type(n_microbatches) is not int or n_microbatches <= ranks:
             raise ValueError(
