@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flux.core.dtypes import BY_SHORT, DTYPES
+from flux.core.dtypes import BY_SHORT, DTYPES, MEASURED_DTYPES
 from flux.core.env import MOST_SECONDS
 from flux.core.knobs import Op
 from flux.core.problem import Problem
@@ -25,9 +25,6 @@ _RANGES = {
 """Smallest and largest values of settings."""
 
 ONE_GPU = ("virtual", "loopback")  # transports of ranks that share a GPU and a process
-
-MEASURED_DTYPES = tuple(dtype.name for dtype in DTYPES.values() if dtype.native is not None)
-"""Dtypes that are measured: float8 needs scales, which the inputs here do not have."""
 
 
 def dtype_name(text: str) -> str:

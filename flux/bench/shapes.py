@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flux.bench.config import MEASURED_DTYPES
 from flux.core.datafile import MOST_SIZE, Table, find
+from flux.core.dtypes import MEASURED_DTYPES
 from flux.core.knobs import OPS, Op
 from flux.core.problem import Problem
 

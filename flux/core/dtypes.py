@@ -56,6 +56,9 @@ DTYPES = {
 }
 """All dtypes of operands, by name."""
 
+MEASURED_DTYPES = tuple(dtype.name for dtype in DTYPES.values() if dtype.native is not None)
+"""Dtypes that benchmarks measure: float8 needs scales, which their inputs do not have."""
+
 BY_SHORT = {dtype.short: dtype for dtype in DTYPES.values()}
 
 

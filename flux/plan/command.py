@@ -121,7 +121,10 @@ def simulate_command(
         if target not in (None, "-"):
             check_writable(str(target))
     step, cluster, outcomes = _compare(step_options)
-    rows = [report.outcome(outcome, step, cluster) for outcome in outcomes]
+    rows = []
+    for label, timeline, reason in outcomes:
+        row = report.document(label, step, cluster, timeline)
+        rows.append(row | {"error": reason} if reason else row)
     if json_target != "-":
         report.show(rows, title_of(step, cluster), open_console())
     write(rows[0] if len(rows) == 1 else rows, json_target)

@@ -57,19 +57,14 @@ def compared(
                 reason = str(error).removeprefix(f"{name}: ")
                 outcomes.append(Compared(label_of(name, options), None, reason))
                 continue
-            reason = _too_large(timeline, limit)
+            needed, reason = timeline.peak_memory_bytes / 1e9, ""
+            if limit and needed > limit:
+                reason = (
+                    f"a device needs {needed:.1f} GB, and has {limit:g}; use more tp, pp or dp "
+                    "(zero=1 or 3), or a smaller micro-batch"
+                )
             outcomes.append(Compared(label_of(name, options, policy), timeline, reason))
     return outcomes
-
-
-def _too_large(timeline: Timeline, limit: float) -> str:
-    needed = timeline.peak_memory_bytes / 1e9
-    if not limit or needed <= limit:
-        return ""
-    return (
-        f"a device needs {needed:.1f} GB, and has {limit:g}; use more tp, pp or dp (zero=1 or 3), "
-        "or a smaller micro-batch"
-    )
 
 
 def usable(outcomes: Sequence[Compared]) -> list[tuple[str, Timeline]]:

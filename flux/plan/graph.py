@@ -137,30 +137,27 @@ class Graph:
 
 
 def _check_op(op: Operator) -> None:
+    try:
+        base = parse_group(op.group).base
+    except ValueError as error:
+        raise GraphError(f"{op.name}: {error}") from error
     collective = op.kind in COLLECTIVES
     fine = (collective or op.kind in COMPUTE) and op.resource in RESOURCES and op.role in ROLES
     grouped = collective or op.kind in FUSED
-    fine = fine and (not grouped or _base(op) in GROUPS) and op.stage >= 0
+    fine = fine and (not grouped or base in GROUPS) and op.stage >= 0
     if fine and collective != (op.resource == "comp"):
         return
     for name, value, known in (
         ("kind", op.kind, (*COMPUTE, *COLLECTIVES)),
         ("resource", op.resource, RESOURCES),
         ("role", op.role, ROLES),
-        ("group", _base(op), GROUPS if grouped else (_base(op),)),
+        ("group", base, GROUPS if grouped else (base,)),
     ):
         if value not in known:
             raise GraphError(f"{op.name}: {name} must be one of {', '.join(known)}, got {value!r}")
     if op.stage < 0:
         raise GraphError(f"{op.name}: stage must be at least 0, got {op.stage}")
     raise GraphError(f"{op.name}: {op.kind} cannot occupy {op.resource}")
-
-
-def _base(op: Operator) -> str:
-    try:
-        return parse_group(op.group).base
-    except ValueError as error:
-        raise GraphError(f"{op.name}: {error}") from error
 
 
 def _after(deps: Sequence[Sequence[int]]) -> list[list[int]]:

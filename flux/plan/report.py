@@ -3,53 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from flux.plan.compare import Compared
 from flux.plan.model import TrainingStep
 from flux.plan.simulate import Timeline
 
-
-class Figures(Protocol):
-    """Times and memory of a step: of a timeline, or kept without it."""
-
-    @property
-    def iteration_ms(self) -> float: ...  # noqa: D102
-    @property
-    def compute_ms(self) -> float: ...  # noqa: D102
-    @property
-    def comm_ms(self) -> float: ...  # noqa: D102
-    @property
-    def exposed_comm_ms(self) -> float: ...  # noqa: D102
-    @property
-    def peak_memory_bytes(self) -> float: ...  # noqa: D102
+if TYPE_CHECKING:
+    from flux.plan.sample import Figures
 
 
-def document(label: str, step: TrainingStep, cluster: str, timeline: Figures) -> dict[str, Any]:
-    """Return the JSON object of one policy."""
-    return _names(label, step, cluster) | {
-        "iteration_ms": timeline.iteration_ms,
-        "compute_ms": timeline.compute_ms,
-        "comm_ms": timeline.comm_ms,
-        "exposed_comm_ms": timeline.exposed_comm_ms,
-        "peak_memory_bytes": timeline.peak_memory_bytes,
-    }
+def document(
+    label: str, step: TrainingStep, cluster: str, figures: Timeline | Figures | None
+) -> dict[str, Any]:
+    """Return the JSON object of one policy: what was planned, times in ms, and bytes.
 
-
-def outcome(compared: Compared, step: TrainingStep, cluster: str) -> dict[str, Any]:
-    """Return the JSON object of one policy; if its plan cannot be used, with ``error``."""
-    if compared.timeline is None:
-        return _names(compared.label, step, cluster) | {"error": compared.reason}
-    row = document(compared.label, step, cluster, compared.timeline)
-    return row | {"error": compared.reason} if compared.reason else row
-
-
-def _names(label: str, step: TrainingStep, cluster: str) -> dict[str, Any]:
+    Args:
+        label: the policy.
+        step: what was planned.
+        cluster: its name.
+        figures: of the step; None: there are none.
+    """
     parallel = step.parallel
-    return {
+    row: dict[str, Any] = {
         "policy": label,
         "model": step.name,
         "cluster": cluster,
@@ -57,13 +35,21 @@ def _names(label: str, step: TrainingStep, cluster: str) -> dict[str, Any]:
         "dp": parallel.dp,
         "pp": parallel.pp,
     }
+    if figures is not None:
+        row["iteration_ms"] = figures.iteration_ms
+        row["compute_ms"] = figures.compute_ms
+        row["comm_ms"] = figures.comm_ms
+        row["exposed_comm_ms"] = figures.exposed_comm_ms
+        row["peak_memory_bytes"] = figures.peak_memory_bytes
+    return row
 
 
 def show(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
     """Print a table of policies; the first one that can be used is what others are compared with.
 
     Args:
-        rows: of ``document`` or ``outcome``; those of a run have ``predicted_ms`` besides.
+        rows: of ``document``. Those of a run also have ``predicted_ms``. A plan that cannot be used
+            has ``error``.
         title: of the table.
         console: to print on.
     """

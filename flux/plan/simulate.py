@@ -12,14 +12,15 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from flux.core.collector import paused_collector
-from flux.core.events import Event, Kind
 from flux.plan.cost import CostModel
 from flux.plan.graph import FUSED, Graph, GraphError
 from flux.plan.schedule import Lane, StepSchedule
 
-_KINDS = dict.fromkeys(("gemm", "attention", *FUSED), Kind.gemm)
+if TYPE_CHECKING:
+    from flux.core.events import Event
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,10 @@ class Timeline:
         ]
         for number, op in enumerate(graph.ops):
             spans[op.stage][op.is_collective].append((self.start[number], self.end[number]))
-        return [_length(comm) - _overlap(comp, comm) for comp, comm in map(_merged, spans)]
+        return [
+            sum(end - begin for begin, end in comm) - _overlap(comp, comm)
+            for comp, comm in map(_merged, spans)
+        ]
 
     @property
     def exposed_comm_ms(self) -> float:
@@ -115,11 +119,14 @@ class Timeline:
         Args:
             label: put in front of the names of lanes, so that two timelines fit into one trace.
         """
+        from flux.core.events import Event, Kind
+
+        kinds = dict.fromkeys(("gemm", "attention", *FUSED), Kind.gemm)
         events = []
         for (stage, stream), numbers in self.schedule.lanes.items():
             for number in numbers:
                 op = self.schedule.graph.ops[number]
-                kind = Kind.send if op.is_collective else _KINDS.get(op.kind, Kind.reduce)
+                kind = Kind.send if op.is_collective else kinds.get(op.kind, Kind.reduce)
                 events.append(
                     Event(
                         rank=stage,
@@ -148,10 +155,6 @@ def _merged(
                 out.append((begin, end))
         both.append(out)
     return both[0], both[1]
-
-
-def _length(spans: Sequence[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in spans)
 
 
 def _overlap(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> float:

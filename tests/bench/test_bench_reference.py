@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flux.bench.config import MEASURED_DTYPES
 from flux.bench.methods import UnfusedMethod
 from flux.bench.reference import Reference, growth, judge, make_inputs, make_reference
+from flux.core.dtypes import MEASURED_DTYPES
 from flux.core.knobs import OPS, Op
 from flux.core.problem import Problem
 from harness import run_ranks

@@ -58,6 +58,31 @@ def test_a_command_imports_no_package_but_its_own() -> None:
     assert code == 0 and packages == {"cli", "core", "plan"} and "torch" not in modules
 
 
+def test_a_simulated_step_enters_few_files_and_functions() -> None:
+    """What a reader of `flux plan simulate` has to open; class bodies count as functions."""
+    script = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "import flux\n"
+        "entered, root = set(), str(Path(flux.__file__).parent)\n"
+        "def note(frame, event, _):\n"
+        "    code = frame.f_code\n"
+        "    if event == 'call' and code.co_filename.startswith(root):\n"
+        "        if not code.co_name.startswith('<'):\n"
+        "            entered.add((code.co_filename, code.co_name, code.co_firstlineno))\n"
+        "sys.setprofile(note)\n"
+        "from flux.cli.app import app\n"
+        "try:\n"
+        "    app(['plan', 'simulate', '--layers', '4'])\n"
+        "finally:\n"
+        "    sys.setprofile(None)\n"
+        "    print(json.dumps([len({file for file, *_ in entered}), len(entered)]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    files, functions = json.loads(done.stdout.splitlines()[-1])
+    assert 20 < files <= 40 and 100 < functions <= 235
+
+
 def test_other_packages_add_commands_groups_and_commands_of_groups(
     install: Callable[..., None],
 ) -> None:

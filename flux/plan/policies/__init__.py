@@ -69,24 +69,28 @@ def policy_of(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     if name not in entries:
         raise ValueError(f"policy must be one of {', '.join(policy_names())}, got {name!r}")
     made, options = entries[name].load(), options or {}
-    known = _options_of(made)
-    takes = ", ".join(f"{key}={_word(value)}" for key, value in known.items()) or "none"
-    for key, value in options.items():
-        if key not in known:
-            raise ValueError(f"policy {name}: no option {key!r}; its options: {takes}")
-        if type(known[key]) is bool and type(value) is not bool:
-            raise ValueError(
-                f"{name}: {key} must be true or false, got {value!r}; its options: {takes}"
-            )
     try:
+        for key, value in options.items():
+            default = _defaults(made).get(key, _MISSING)
+            if default is _MISSING:
+                raise ValueError(f"policy {name}: no option {key!r}")
+            if type(default) is bool and type(value) is not bool:
+                raise ValueError(f"{name}: {key} must be true or false, got {value!r}")
         policy: Policy = made(**options)
     except (TypeError, ValueError) as error:
-        said = str(error) if str(error).startswith(name) else f"{name}: {error}"
-        raise ValueError(f"{said}; its options: {takes}") from error
+        reason = str(error)
+        if not reason.startswith((name, "policy ")):
+            reason = f"{name}: {reason}"
+        defaults = _defaults(made)
+        listed = ", ".join(f"{key}={_word(value)}" for key, value in defaults.items()) or "none"
+        raise ValueError(f"{reason}; its options: {listed}") from error
     return policy
 
 
-def _options_of(made: type[Policy]) -> dict[str, Any]:
+_MISSING = object()
+
+
+def _defaults(made: type[Policy]) -> dict[str, Any]:
     """Return the default of each option of a policy, by name."""
     if made.__init__ is object.__init__:
         return {}
