@@ -18,9 +18,8 @@ from torch.nn.functional import linear
 from flux.core.backend import nothing
 from flux.core.tensors import check_memory
 from flux.layers.autocast import autocast_off, cast_once, compute_dtype
-from flux.layers.config import LinearConfig
+from flux.layers.config import LayerOps, LinearConfig
 from flux.ops import AGGemm, GemmAR, GemmRS
-from flux.ops.base import TensorParallelOp
 from flux.ops.early_gather import EarlyGather
 from flux.ops.gradients import Grad, as_rows, column_grads, fresh, no_rows, row_grads
 from flux.ops.transforms import RefuseTwice, check_no_forward_mode
@@ -43,10 +42,12 @@ def column_linear(
         PeerTimeoutError: a peer died or stalled.
     """
     check_no_forward_mode("a layer of flux")
-    if not config.sequence_parallel or _casts(x, weight):  # else the op checks, on all ranks alike
+    dtype, ops = compute_dtype(x), LayerOps(config)
+    # Where the op gets the operands as they are, it checks them, on all ranks alike.
+    if not config.sequence_parallel or not x.dtype == weight.dtype == dtype:
         check_memory("column layer", x=x, weight=weight, bias=bias)
-    early, operand = _early_gather(config, weight), _cast_of(weight, x)
-    y: torch.Tensor = cast(Any, _Column).apply(x, weight, bias, config, operand, early)
+    early, operand = _early_gather(ops, weight), _cast_of(weight, dtype)
+    y: torch.Tensor = cast(Any, _Column).apply(x, weight, bias, ops, operand, early)
     return y
 
 
@@ -64,31 +65,29 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, config: LinearConfig) -> t
         PeerTimeoutError: as ``column_linear``.
     """
     check_no_forward_mode("a layer of flux")
-    if _casts(x, weight):  # else the op checks, on all ranks alike
+    dtype, ops = compute_dtype(x), LayerOps(config)
+    if not x.dtype == weight.dtype == dtype:  # else the op checks, on all ranks alike
         check_memory("row layer", x=x, weight=weight)
-    pool = config.pool
-    before, pool.early_gather = pool.early_gather, None
-    z: torch.Tensor = cast(Any, _Row).apply(x, weight, config, _cast_of(weight, x), before)
+    before, ops.pool.early_gather = ops.pool.early_gather, None
+    z: torch.Tensor = cast(Any, _Row).apply(x, weight, ops, _cast_of(weight, dtype), before)
     return z
 
 
-def _cast_of(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+def _cast_of(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the weight in the dtype of the product, without history; None if it has that dtype."""
-    dtype = compute_dtype(x)
     return None if weight.dtype == dtype else cast_once(weight, dtype).detach()
 
 
-def _early_gather(config: LinearConfig, weight: torch.Tensor) -> EarlyGather | None:
+def _early_gather(ops: LayerOps, weight: torch.Tensor) -> EarlyGather | None:
     """Return an early gather for a column layer whose backward gathers its input, else None.
 
     The next row layer's backward begins that gather.
     """
-    if not config.sequence_parallel or config.wgrad.deferred is not None:
+    config = ops.config
+    gathers = config.sequence_parallel and ops.world > 1 and config.wgrad.deferred is None
+    if not (gathers and weight.requires_grad and torch.is_grad_enabled()):
         return None
-    pool = config.pool
-    if not (pool.world > 1 and weight.requires_grad and torch.is_grad_enabled()):
-        return None
-    gather = pool.early_gather = EarlyGather(partial(begin_gather, config))
+    gather = ops.pool.early_gather = EarlyGather(partial(begin_gather, ops))
     return gather
 
 
@@ -115,38 +114,26 @@ def once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, .
     return run
 
 
-def _casts(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether an operand is cast before it is multiplied."""
-    return not x.dtype == weight.dtype == compute_dtype(x)
-
-
-def check_sharded(x: torch.Tensor, parts: int = 1) -> None:
-    """Raise ValueError for an x [s, ..., K] of which ranks cannot have shards of rows.
+def unsharded(x: torch.Tensor, parts: int = 1) -> str | None:
+    """Return why ranks cannot have shards of rows of an x [s, ..., K], or None.
 
     ``parts``: ranks that s is to be scattered over.
     """
     if x.dim() < 2:
-        raise ValueError(
+        return (
             f"with sequence parallelism ranks have shards of the first dimension, and x must have "
             f"another for its features, got {list(x.shape)}"
         )
     if x.shape[0] % parts:
-        raise ValueError(
+        return (
             f"the first dimension must be divisible by the {parts} ranks that it is scattered "
             f"over, got {list(x.shape)}"
         )
-
-
-def _refuse_unsharded(op: TensorParallelOp, x: torch.Tensor, parts: int = 1) -> None:
-    """Apply ``check_sharded``; the peers hear of a refusal."""
-    try:
-        check_sharded(x, parts)
-    except ValueError as error:
-        op._turn_away(ValueError, str(error))
+    return None
 
 
 def _open(
-    ctx: Any, x: torch.Tensor, weight: torch.Tensor, operand: torch.Tensor, config: LinearConfig
+    ctx: Any, x: torch.Tensor, weight: torch.Tensor, operand: torch.Tensor, ops: LayerOps
 ) -> None:
     """Save what every backward needs; ``operand`` is the weight in the dtype of the product.
 
@@ -158,8 +145,8 @@ def _open(
     # Also keep the parameter itself. Hooks on saved tensors, such as those of activation
     # checkpointing, may return another tensor without Megatron's attributes.
     ctx.parameter = weight
-    ctx.main_grad = getattr(weight, "main_grad", None) if config.wgrad.accumulate else None
-    ctx.config = config
+    ctx.main_grad = getattr(weight, "main_grad", None) if ops.config.wgrad.accumulate else None
+    ctx.ops = ops
     ctx.shape, ctx.dtype = x.shape, x.dtype
 
 
@@ -173,46 +160,47 @@ class _Column(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        config: LinearConfig,
+        ops: LayerOps,
         operand: torch.Tensor | None,
         early: EarlyGather | None,
     ) -> torch.Tensor:
-        dtype = compute_dtype(x)
+        operand = weight if operand is None else operand
+        dtype = operand.dtype
         ctx.input_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
-        x, operand = x.to(dtype), weight if operand is None else operand
-        _open(ctx, x, weight, operand, config)
+        x = x.to(dtype)
+        _open(ctx, x, weight, operand, ops)
         ctx.early = early
         if early is not None:
             early.saved_by(ctx)
         with autocast_off(x):
             own_bias = bias if bias is not None and bias.dtype == dtype else None
-            y = column_product(x, operand, own_bias, config)
+            y = column_product(x, operand, own_bias, ops)
             # A bias of another dtype determines the dtype of the sum, as in Megatron.
             return y if bias is None or own_bias is not None else y + bias
 
     @staticmethod
     @once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        config: LinearConfig = ctx.config
+        ops: LayerOps = ctx.ops
         early: EarlyGather | None = ctx.early
         x, weight, wait = (*ctx.saved_tensors, None) if early is None else early.take(ctx)
         if wait is None:
             check_memory("backward of a column layer", x=x)
         check_memory("backward of a column layer", weight=weight)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        deferred = need_w and config.wgrad.defer(dy)
+        deferred = need_w and ops.config.wgrad.defer(dy)
         dtype = ctx.dtype
         rows = as_rows(dy).to(dtype)
         if wait is None and need_w and not deferred:
-            wait = begin_gather(config, x, weight)
+            wait = begin_gather(ops, x, weight)
 
         def deliver() -> Grad:
             if not need_w:
                 return None
             full = None if wait is None else wait()
-            return config.wgrad.deliver(ctx.parameter, ctx.main_grad, rows, full)
+            return ops.config.wgrad.deliver(ctx.parameter, ctx.main_grad, rows, full)
 
-        dx, dw = column_grads(config, rows, weight, need_x, deliver)
+        dx, dw = column_grads(ops, rows, weight, need_x, deliver)
         if dx is not None:
             dx = dx.view(ctx.shape).to(ctx.input_dtype)
         db = as_rows(dy).sum(0).to(ctx.bias_dtype) if need_b else None
@@ -220,28 +208,29 @@ class _Column(torch.autograd.Function):
 
 
 def column_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: LinearConfig
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ops: LayerOps
 ) -> torch.Tensor:
     """Return the forward result of a column layer, on operands of one dtype."""
-    world, rows = config.pool.world, as_rows(x)
-    if not config.sequence_parallel:
-        return fresh(linear(rows, weight, bias), *x.shape[:-1], weight.shape[0])
-    m, columns = rows.shape[0] * world, weight.shape[0]
-    op = config.op(AGGemm, m, config.whole(columns), weight.shape[1], x.dtype)
-    _refuse_unsharded(op, x)
+    rows, columns = as_rows(x), weight.shape[0]
+    if not ops.config.sequence_parallel:
+        return fresh(linear(rows, weight, bias), *x.shape[:-1], columns)
+    m = rows.shape[0] * ops.world
+    op = ops.op(AGGemm, m, ops.whole(columns), weight.shape[1], x.dtype)
+    if (reason := unsharded(x)) is not None:
+        op._turn_away(ValueError, reason)
     y = op(rows, weight, bias) if m else no_rows(op, rows, columns)
-    return fresh(y, x.shape[0] * world, *x.shape[1:-1], columns)
+    return fresh(y, x.shape[0] * ops.world, *x.shape[1:-1], columns)
 
 
 def begin_gather(
-    config: LinearConfig, x: torch.Tensor, weight: torch.Tensor
+    ops: LayerOps, x: torch.Tensor, weight: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
     """Begin to gather all rows of a column layer's input; return a function that waits for them."""
-    rows, world = as_rows(x), config.pool.world
-    m = rows.shape[0] * world
-    if m == 0 or not config.sequence_parallel:
+    rows = as_rows(x)
+    m = rows.shape[0] * ops.world
+    if m == 0 or not ops.config.sequence_parallel:
         return lambda: rows
-    op = config.op(AGGemm, m, config.whole(weight.shape[0]), weight.shape[1], x.dtype)
+    op = ops.op(AGGemm, m, ops.whole(weight.shape[0]), weight.shape[1], x.dtype)
     return op.start_gather(rows, m)
 
 
@@ -254,42 +243,43 @@ class _Row(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
-        config: LinearConfig,
+        ops: LayerOps,
         operand: torch.Tensor | None,
         before: EarlyGather | None,
     ) -> torch.Tensor:
         ctx.input_dtype, ctx.before = x.dtype, before
-        x, operand = x.to(compute_dtype(x)), weight if operand is None else operand
-        _open(ctx, x, weight, operand, config)
+        operand = weight if operand is None else operand
+        x = x.to(operand.dtype)
+        _open(ctx, x, weight, operand, ops)
         with autocast_off(x):
-            return row_product(x, operand, config)
+            return row_product(x, operand, ops)
 
     @staticmethod
     @once
     def backward(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
-        config: LinearConfig = ctx.config
+        ops: LayerOps = ctx.ops
         x, weight = ctx.saved_tensors
         check_memory("backward of a row layer", x=x, weight=weight)
         need_x, need_w = ctx.needs_input_grad[:2]
         rows = as_rows(dz).to(ctx.dtype)
         x = as_rows(x) if need_w else None
-        deliver = partial(config.wgrad.deliver, ctx.parameter, ctx.main_grad)
+        deliver = partial(ops.config.wgrad.deliver, ctx.parameter, ctx.main_grad)
         before: EarlyGather | None = ctx.before
         idle = nothing if before is None else before.begin
-        m = rows.shape[0] * (config.pool.world if config.sequence_parallel else 1)
-        dx, dw = row_grads(config, rows, weight, m, need_x, x, deliver, idle)
+        m = rows.shape[0] * (ops.world if ops.config.sequence_parallel else 1)
+        dx, dw = row_grads(ops, rows, weight, m, need_x, x, deliver, idle)
         dx = None if dx is None else dx.view(ctx.shape).to(ctx.input_dtype)
         dw = None if dw is None else dw.to(ctx.parameter.dtype)
         return dx, dw, None, None, None
 
 
-def row_product(x: torch.Tensor, weight: torch.Tensor, config: LinearConfig) -> torch.Tensor:
+def row_product(x: torch.Tensor, weight: torch.Tensor, ops: LayerOps) -> torch.Tensor:
     """Return the forward result of a row layer, on operands of one dtype."""
-    pool, rows = config.pool, as_rows(x)
-    kind = GemmRS if config.sequence_parallel else GemmAR
-    m, n, k = rows.shape[0], weight.shape[0], config.whole(weight.shape[1])
-    op, lead = config.op(kind, m, n, k, x.dtype), tuple(x.shape[:-1])
-    if config.sequence_parallel:
-        _refuse_unsharded(op, x, pool.world)
-        lead = (x.shape[0] // pool.world, *x.shape[1:-1])
+    rows, scatters = as_rows(x), ops.config.sequence_parallel
+    m, n, k = rows.shape[0], weight.shape[0], ops.whole(weight.shape[1])
+    op, lead = ops.op(GemmRS if scatters else GemmAR, m, n, k, x.dtype), tuple(x.shape[:-1])
+    if scatters:
+        if (reason := unsharded(x, ops.world)) is not None:
+            op._turn_away(ValueError, reason)
+        lead = (x.shape[0] // ops.world, *x.shape[1:-1])
     return fresh(op(rows, weight) if m else no_rows(op, rows, n), *lead, n)

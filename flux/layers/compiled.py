@@ -25,8 +25,8 @@ import torch
 from flux.backends.unfused import all_gather
 from flux.layers import autograd
 from flux.layers.autocast import autocast_off, compute_dtype
-from flux.layers.autograd import begin_gather, check_sharded, column_product, row_product
-from flux.layers.config import GRAPH_SETTINGS, LinearConfig
+from flux.layers.autograd import begin_gather, column_product, row_product, unsharded
+from flux.layers.config import GRAPH_SETTINGS, LayerOps, LinearConfig
 from flux.ops import torch_internals
 from flux.ops.gradients import Grad, as_rows, column_grads, fresh, row_grads
 from flux.ops.library import define, product_flops
@@ -78,7 +78,8 @@ def _linear_fake(
     lead = list(x.shape[:-1])
     config = LinearConfig(*settings)
     if config.sequence_parallel:
-        check_sharded(x)
+        if (reason := unsharded(x)) is not None:
+            raise ValueError(reason)
         lead[0] = _scaled(lead[0], settings[0], up)
     return x.new_empty(*lead, weight.shape[0])
 
@@ -123,7 +124,7 @@ def _column(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *settings: Any
 ) -> torch.Tensor:
     with autocast_off(x):
-        return column_product(x, weight, bias, LinearConfig(*settings))
+        return column_product(x, weight, bias, LayerOps(LinearConfig(*settings)))
 
 
 def _column_grad(
@@ -134,14 +135,14 @@ def _column_grad(
     need_w: bool,
     *settings: Any,
 ) -> list[torch.Tensor]:
-    config, rows = LinearConfig(*settings), as_rows(dy)
+    ops, rows = LayerOps(LinearConfig(*settings)), as_rows(dy)
     with autocast_off(x):
-        wait = begin_gather(config, x, weight) if need_w else None
+        wait = begin_gather(ops, x, weight) if need_w else None
 
         def deliver() -> Grad:
-            return None if wait is None else config.wgrad.deliver(weight, None, rows, wait())
+            return None if wait is None else ops.config.wgrad.deliver(weight, None, rows, wait())
 
-        dx, dw = column_grads(config, rows, weight, need_x, deliver)
+        dx, dw = column_grads(ops, rows, weight, need_x, deliver)
     return _grads(dx, dw, x)
 
 
@@ -162,7 +163,7 @@ def _backward_column(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
 
 def _row(x: torch.Tensor, weight: torch.Tensor, *settings: Any) -> torch.Tensor:
     with autocast_off(x):
-        return row_product(x, weight, LinearConfig(*settings))
+        return row_product(x, weight, LayerOps(LinearConfig(*settings)))
 
 
 def _row_grad(
@@ -173,11 +174,11 @@ def _row_grad(
     need_w: bool,
     *settings: Any,
 ) -> list[torch.Tensor]:
-    config, rows, all_x = LinearConfig(*settings), as_rows(dz), as_rows(x)
-    deliver = partial(config.wgrad.deliver, weight, None)
+    ops, rows, all_x = LayerOps(LinearConfig(*settings)), as_rows(dz), as_rows(x)
+    deliver = partial(ops.config.wgrad.deliver, weight, None)
     with autocast_off(dz):
         x_or_none = all_x if need_w else None
-        dx, dw = row_grads(config, rows, weight, len(all_x), need_x, x_or_none, deliver)
+        dx, dw = row_grads(ops, rows, weight, len(all_x), need_x, x_or_none, deliver)
     return _grads(dx, dw, x)
 
 

@@ -47,37 +47,46 @@ class LinearConfig(NamedTuple):
         """Return the settings that ops of graphs take as arguments: those before ``user``."""
         return self[:GRAPH_SETTINGS]
 
-    @property
-    def pool(self) -> OpPool:
-        """The ops of the group."""
-        return cast(OpPool, Alone()) if self.group_name is None else pool_of(self.group_name)
 
-    # -- as flux/ops/gradients.py sees it ----------------------------------------------------------
+class LayerOps:
+    """The ops of a layer with a configuration, as flux/ops/gradients.py takes them.
+
+    The pool is looked up once, for a forward and its backward.
+    """
+
+    __slots__ = ("config", "pool", "world")
+
+    def __init__(self, config: LinearConfig) -> None:
+        name = config.group_name
+        self.config = config
+        self.pool = cast(OpPool, Alone()) if name is None else pool_of(name)
+        self.world = self.pool.world
 
     @property
     def reduces_dx(self) -> type[GemmRS] | None:
         """The op that sums a column layer's dx."""
-        if self.pool.world == 1 or not (self.sequence_parallel or self.reduce_dx):
-            return None
-        return GemmRS if self.sequence_parallel else GemmAR
+        if self.config.sequence_parallel:
+            return GemmRS if self.world > 1 else None
+        return GemmAR if self.world > 1 and self.config.reduce_dx else None
 
     @property
     def gathers_dz(self) -> bool:
         """Whether a row layer's dz is a shard of rows."""
-        return self.sequence_parallel
+        return self.config.sequence_parallel
 
     @property
     def splits_wgrad(self) -> bool:
         """Whether a weight gradient may be a sum of products: main_grad takes a single one."""
-        return not self.wgrad.accumulate
+        return not self.config.wgrad.accumulate
 
     def whole(self, own: int) -> int:
         """Return the features of the whole layer, of which this rank has ``own``."""
-        return own * self.pool.world if self.features is None else self.features
+        features = self.config.features
+        return own * self.world if features is None else features
 
     def op(self, kind: type[O], m: int, n: int, k: int, dtype: torch.dtype, **options: Any) -> O:
         """Return an op for ``m`` rows, one at least. Collective if it has to be built."""
-        pool = self.pool
-        fused = self.fuse_ag if kind is AGGemm else self.fuse_rs
-        user = pool.graphs if self.user is None else self.user
+        pool, config = self.pool, self.config
+        fused = config.fuse_ag if kind is AGGemm else config.fuse_rs
+        user = pool.graphs if config.user is None else config.user
         return pool.op(kind, user, max(m, 1), n, k, dtype, fused=fused, **options)

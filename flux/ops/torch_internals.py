@@ -28,6 +28,7 @@ def register_ordered(op: Any) -> None:
     _effects._register_effectful_op(op, EffectType.ORDERED)
 
 
+_TRACED = (FakeTensor, FunctionalTensor)
 _TRACING = (
     _TorchDispatchModeKey.FAKE,
     _TorchDispatchModeKey.PROXY,
@@ -83,11 +84,10 @@ def is_traced(*tensors: torch.Tensor | None) -> bool:
         torch._C._get_dispatch_mode(key) is not None for key in _TRACING
     ):
         return True
-    return any(
-        isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta
-        for tensor in tensors
-        if tensor is not None
-    )
+    for tensor in tensors:
+        if tensor is not None and (isinstance(tensor, _TRACED) or tensor.is_meta):
+            return True
+    return False
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
