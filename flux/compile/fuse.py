@@ -59,12 +59,12 @@ class Leave(Exception):
 
 def fuse(graph: fx.Graph) -> int:
     """Rewrite all eligible collectives; return how many are now part of our ops."""
-    fused, found = 0, 0
+    fused, collectives = 0, 0
     for node in list(graph.nodes):
         kind = _KINDS.get(node.target) if node.op == "call_function" else None
         if kind is None:
             continue
-        found += 1
+        collectives += 1
         reporting.note_found(kind)
         try:
             what = _FUSE[kind](node)
@@ -73,7 +73,7 @@ def fuse(graph: fx.Graph) -> int:
         else:
             fused += 1
             reporting.note_fused(what)
-    reporting.note_graph(fused, found)
+    reporting.note_graph(fused, collectives)
     return fused
 
 
@@ -132,8 +132,8 @@ def _fuse_gather(gather: fx.Node) -> str:
     others += [product for product in products if operands(product)[2] in reach]
 
     writer = _writer(min(products))
-    given = [(operands(product)[0], product) for product in products]
-    biases = [b and bias_vector(b, product, writer) for b, product in given]
+    pairs = [(operands(product)[0], product) for product in products]
+    biases = [b and bias_vector(b, product, writer) for b, product in pairs]
     weights = [operands(product)[2] for product in products]
     call = writer.call(
         torch.ops.flux.graph_all_gather_matmul.default,
@@ -160,8 +160,8 @@ def _readers(wait: fx.Node) -> tuple[fx.Node, int, list[fx.Node]]:
     """Return (gathered tensor, its gathered dimension, the products of its rows)."""
     wholes = [(wait, 0)]
     for cat in {c for user in wait.users for piece in user.users for c in (piece, *piece.users)}:
-        found = shards_of(cat, wait)
-        if found is not None and found[1] == 0:
+        shards = shards_of(cat, wait)
+        if shards is not None and shards[1] == 0:
             wholes.append((cat, argument(cat, 1, "dim", 0) % value(cat).dim()))
     best: tuple[fx.Node, int, list[fx.Node]] = (wait, 0, [])
     reason = "no matrix product reads its rows"
@@ -198,7 +198,7 @@ def _products_of(whole: fx.Node, wait: fx.Node) -> list[fx.Node]:
     Their other operands must not depend on it.
     """
     depth = value(whole).shape[-1]
-    found = []
+    products = []
     for node in flat_descendants(whole):
         if value(node).dim() != 2 or not same(value(node).shape[1], depth):
             continue
@@ -208,8 +208,8 @@ def _products_of(whole: fx.Node, wait: fx.Node) -> list[fx.Node]:
             bias, a, b = operands(user)
             rest = [b] if bias is None else [bias, b]
             if a is node and not depends_on(rest, wait):
-                found.append(user)
-    return sorted(found)
+                products.append(user)
+    return sorted(products)
 
 
 def _replace_product(product: fx.Node, result: fx.Node, writer: Writer) -> None:

@@ -118,10 +118,10 @@ def shards_of(cat: fx.Node, whole: fx.Node | None = None) -> tuple[fx.Node, int]
 
 def flat_descendants(node: fx.Node) -> list[fx.Node]:
     """Return the node, and all nodes with the same elements in the same order in another shape."""
-    found = [node]
-    for each in found:
-        found += [user for user in each.users if user.target in FLAT and user.args[0] is each]
-    return found
+    nodes = [node]
+    for each in nodes:
+        nodes += [user for user in each.users if user.target in FLAT and user.args[0] is each]
+    return nodes
 
 
 def depends_on(nodes: Iterable[fx.Node], origin: fx.Node) -> bool:

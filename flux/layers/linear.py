@@ -41,9 +41,9 @@ class ParallelLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel = sequence_parallel
         self.fused = fused
-        found = resolve_group(group)
-        self.group_name = found.group_name  # can be copied and pickled, unlike the group
-        self.rank, self.world = dist.get_rank(found), dist.get_world_size(found)
+        ranks = resolve_group(group)
+        self.group_name = ranks.group_name  # can be copied and pickled, unlike the group
+        self.rank, self.world = dist.get_rank(ranks), dist.get_world_size(ranks)
         split = (out_features, in_features)[self.split_dim]
         if split % self.world:
             raise ValueError(

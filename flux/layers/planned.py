@@ -84,27 +84,27 @@ def _steps(model: nn.Module, styles: Mapping[str, Any]) -> list[tuple[nn.Module,
     """
     steps: list[tuple[nn.Module, Any]] = []
     for pattern, style in styles.items():
-        found = [model]
+        modules = [model]
         for part in pattern.split(".") if pattern else []:
-            children = [child for module in found for child in module._modules.items()]
-            found = [c for name, c in children if c is not None and fnmatch(name, part)]
-        if not found:
+            children = [child for module in modules for child in module._modules.items()]
+            modules = [c for name, c in children if c is not None and fnmatch(name, part)]
+        if not modules:
             warnings.warn(
                 f"the plan names {pattern!r}, which the model does not have", stacklevel=4
             )
-        for module in found if style is not None else []:
-            given = [other for named, other in steps if named is module]
-            if not any(_equal(style, other) for other in given):
-                _check_style(pattern, module, style, given)
+        for module in modules if style is not None else []:
+            earlier = [other for named, other in steps if named is module]
+            if not any(_equal(style, other) for other in earlier):
+                _check_style(pattern, module, style, earlier)
                 steps.append((module, style))
     return steps
 
 
-def _check_style(pattern: str, module: nn.Module, style: Any, given: list[Any]) -> None:
+def _check_style(pattern: str, module: nn.Module, style: Any, earlier: list[Any]) -> None:
     """Raise for a style that shards a module twice, or one whose weight is no parameter."""
     if not isinstance(style, SPLITS):
         return
-    for other in given:
+    for other in earlier:
         if isinstance(other, SPLITS):
             raise ValueError(f"{pattern!r} leads to a module that the plan gives {other} already")
     for name in ("weight", "bias"):

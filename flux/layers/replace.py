@@ -69,9 +69,9 @@ def replace_linears(
 
 def _plan_of(chunks: Sequence[nn.Module]) -> Mapping[str, Any] | None:
     for name in ("tp_plan", "_tp_plan"):
-        found = getattr(chunks[0], name, None) if len(chunks) == 1 else None
-        if isinstance(found, Mapping) and found:
-            return found
+        plan = getattr(chunks[0], name, None) if len(chunks) == 1 else None
+        if isinstance(plan, Mapping) and plan:
+            return plan
     return None
 
 

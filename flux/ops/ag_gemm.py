@@ -130,18 +130,18 @@ class AGGemm(TensorParallelOp):
         biases: list[Any] = list(bias) if _is_sequence(bias) else [bias]
         if bias is None:
             biases *= len(weights)
-        given = [b for b in biases if b is not None]
+        present = [b for b in biases if b is not None]
         scales = _scales(scale_x, scale_weight)
-        self._check_tensors(x_shard, *weights, *given, *scales)
+        self._check_tensors(x_shard, *weights, *present, *scales)
         if m is not None and not isinstance(m, (int, torch.SymInt)):
             self._turn_away(TypeError, f"m must be an integer or None, got {m!r}")
-        if self._plain(x_shard, *weights, *given, *scales):
+        if self._plain(x_shard, *weights, *present, *scales):
             outs = self._run(x_shard, weights, biases, m, scales, return_gathered)
         else:
             outs = self._dispatched(
                 x_shard,
                 weights,
-                given,
+                present,
                 [b is not None for b in biases],
                 m,
                 return_gathered,

@@ -52,7 +52,7 @@ class _Outputs:
 
 def _is_setting(value: Any) -> bool:
     """Return whether an argument is a list, but of numbers, which have no gradient."""
-    return isinstance(value, list) and not all(isinstance(one, torch.Tensor) for one in value)
+    return isinstance(value, list) and not all(isinstance(item, torch.Tensor) for item in value)
 
 
 class _Transformed(torch.autograd.Function):
@@ -77,10 +77,10 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         needs = tree_unflatten(ctx.needs_input_grad[4:], ctx.inputs)
-        given = tree_unflatten(grads, ctx.outputs)
-        results = run_once(
-            FORMULAS[ctx.name].backward, ctx, needs, given if isinstance(given, tuple) else (given,)
-        )
+        of_outputs = tree_unflatten(grads, ctx.outputs)
+        if not isinstance(of_outputs, tuple):
+            of_outputs = (of_outputs,)
+        results = run_once(FORMULAS[ctx.name].backward, ctx, needs, of_outputs)
         return None, None, None, None, *tree_leaves(results)
 
     @staticmethod

@@ -261,20 +261,20 @@ class Domino(nn.Module):
         """
         names, _, _ = _arguments(self.module)
         positions = {name: at for at, name in enumerate(names)}
-        found = {}
+        dims = {}
         for key in arguments:
             at = positions.get(key, key) if isinstance(key, str) else key
             name = names[at] if isinstance(at, int) and at < len(names) else key
             dim = self.sliced.get(at, self.sliced.get(name, self.batch_dim if at == 0 else None))
             tensors = (leaf for leaf in leaves(arguments[key]) if isinstance(leaf, torch.Tensor))
             if dim is not None and any(tensor.ndim for tensor in tensors):
-                found[key] = dim
-        if not found:
+                dims[key] = dim
+        if not dims:
             raise TypeError(
                 "no argument has samples to cut: Domino cuts tensors of the module's first "
                 "argument, and of those that sliced names"
             )
-        return found
+        return dims
 
 
 def _arguments(module: nn.Module) -> tuple[list[str], list[str], bool]:
@@ -308,11 +308,11 @@ def _samples(arguments: Mapping[int | str, Any], dims: Mapping[int | str, int]) 
                 )
             sizes.setdefault(key, set()).add(leaf.shape[dims[key]])
     batch = max(set().union(*sizes.values()))
-    for key, found in sizes.items():
-        if found - {batch, 1}:
+    for key, counts in sizes.items():
+        if counts - {batch, 1}:
             raise ValueError(
-                f"argument {key!r} has {min(found - {batch, 1})} samples in dimension {dims[key]}, "
-                f"where the batch has {batch}"
+                f"argument {key!r} has {min(counts - {batch, 1})} samples in dimension "
+                f"{dims[key]}, where the batch has {batch}"
             )
     return batch
 

@@ -167,7 +167,7 @@ class Joiner:
         hows: for parts of a result, by their path such as "loss" or "0.aux": the dimension of their
             samples, "mean", "sum", or "same" (that of the first slice).
         scalars: "mean" or "sum": for tensors without dimensions; None: they need an entry in hows.
-        given: returns the ids of tensors that belong to no slice, such as parameters.
+        shared: returns the ids of tensors that belong to no slice, such as parameters.
     """
 
     def __init__(
@@ -176,9 +176,9 @@ class Joiner:
         size: int,
         hows: Mapping[str, int | str],
         scalars: str | None,
-        given: Callable[[], Collection[int]],
+        shared: Callable[[], Collection[int]],
     ) -> None:
-        self.dim, self.size, self.hows, self.scalars, self.given = dim, size, hows, scalars, given
+        self.dim, self.size, self.hows, self.scalars, self.shared = dim, size, hows, scalars, shared
         self._joined: dict[tuple[Any, ...], tuple[Sequence[Any], Any]] = {}
 
     def join(self, results: Sequence[Any], path: _Path = ()) -> Any:
@@ -187,10 +187,11 @@ class Joiner:
         Raises:
             TypeError: the path of something that cannot be joined, and why.
         """
-        one = (path if self._how(path) is not None else (), *map(id, results))
-        if one not in self._joined:  # what is in two places is in two places of the result
-            self._joined[one] = results, self._join(results, path)  # results live: so do their ids
-        return self._joined[one][1]
+        place = (path if self._how(path) is not None else (), *map(id, results))
+        if place not in self._joined:  # what is in two places is in two places of the result
+            # With the results, which then live as long as their ids are used.
+            self._joined[place] = results, self._join(results, path)
+        return self._joined[place][1]
 
     def _how(self, path: _Path) -> int | str | None:
         """Return what the caller has said of a part, or of what it is in."""
@@ -279,7 +280,7 @@ class Joiner:
 
     def _one_tensor(self, tensor: torch.Tensor, path: _Path) -> torch.Tensor:
         """Return a tensor that every slice returns, if it cannot be one that a slice has filled."""
-        if self._has_samples(tensor) and id(tensor) not in self.given():
+        if self._has_samples(tensor) and id(tensor) not in self.shared():
             raise TypeError(
                 f"every slice returns the same tensor as {_text(path)}, as long as a slice has "
                 f"samples, which is neither an argument nor a parameter: {_hint(path)}"
