@@ -41,7 +41,7 @@ def note_uneven(graph: fx.Graph) -> None:
 
 
 def noted_parts() -> tuple[int, ...]:
-    """Return what is noted for the current compilation, sorted, as a part of cache keys."""
+    """Return the parts noted for the current compilation, sorted; cache keys contain them."""
     mode = _mode_of_compilation()
     return () if mode is None else tuple(sorted(_parts.get(mode, ())))
 

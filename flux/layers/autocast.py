@@ -3,7 +3,7 @@
 torch casts a weight once per autocast region: its cache holds the cast of each parameter, a float32
 leaf that needs a gradient, until the outermost region ends. The cache belongs to operators like
 ``addmm``, and there is no call that only asks it. So ``cast_once`` lets an ``addmm`` begin, and
-takes the weight where it arrives behind autocast. A cast is as old as torch's own: after a step of
+takes the weight as autocast hands it over. A cast is as old as torch's own: after a step of
 an optimizer inside the region, both are the cast of the weight before it.
 """
 

@@ -11,7 +11,7 @@ gather, two products and a reduction, it could reorder them so that no communica
     sum_grad           a copy        backward: an all-reduce of the gradient
 
 Operands have one dtype: casts, including autocast's, are outside of the ops, visible to the
-compiler. The ops behind a graph stay until ``close_pools()``.
+compiler. The ops of a graph stay until ``close_pools()``.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Here parameters that were one before are one afterwards. A linear or embedding l
 does not name, and that shares a parameter with one that it names, gets a style of its own: its
 parameters are sharded alike, and its results are what they were, whole and on every rank.
 
-The plan is rehearsed first, on a twin of the model whose tensors are on the meta device. So what is
-wrong with a plan raises before the model is changed and before anything is communicated.
+The plan is rehearsed first, on a twin of the model whose tensors are on the meta device. So a wrong
+plan raises before the model is changed and before ranks communicate.
 """
 
 from __future__ import annotations

@@ -159,15 +159,15 @@ class AGGemm(TensorParallelOp):
         arrived: Callable[[], None] = nothing,
         m: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the op without bias and autograd, beside the caller's work.
+        """Run the op without bias and autograd, overlapped with the caller's work.
 
-        Under modes and with tensor subclasses the work comes behind the op, which the dispatcher
+        Under modes and with tensor subclasses the work runs after the op, which the dispatcher
         has to see.
 
         ``meanwhile`` is called once, when the own rows are multiplied and others are under way: a
         backward pass begins with its weight gradient there. ``arrived`` is called once, when the
         last rows have come and are to be multiplied: another transfer can begin. On GPUs both are
-        called behind the kernels. Neither may call this op.
+        called after the kernels are launched. Neither may call this op.
 
         Returns:
             y [M, N/W] and the gathered x [M, K].

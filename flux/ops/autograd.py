@@ -196,7 +196,7 @@ define(
 
 
 def _setup_ag_gemm(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    # No scales: what has some is not differentiated.
+    # No scales: ops with scales are not differentiated.
     x, weights, _, has_bias, _, return_gathered, handle, _ = inputs
     ctx.save_for_backward(x, *weights)
     ctx.has_bias = list(has_bias)

@@ -267,7 +267,7 @@ class TensorParallelOp:
 
     def _again(self, x: torch.Tensor, weight: Any, bias: Any, m: int | None) -> torch.Tensor | None:
         """Repeat the last call if the arguments differ in contents only; else return None."""
-        # First, as torch.compile cannot trace what comes behind it.
+        # First: torch.compile cannot trace the lines below.
         if not (self._plain(x, weight) if bias is None else self._plain(x, weight, bias)):
             return None
         if self._backend is None or self._comparison is not None:

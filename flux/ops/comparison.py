@@ -1,7 +1,7 @@
 """FLUX_CHECK=1: calls of a process group are compared before they begin.
 
 Ops meet their peers on memory of their own, so ranks that call two ops in different orders wait for
-each other in different places, and on GPUs the host meets nobody at all. In this mode every call of
+each other in different places. On GPUs the host meets no rank at all. In this mode every call of
 every op of a group is announced to all ranks first, through torch.distributed.
 """
 

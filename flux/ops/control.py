@@ -41,7 +41,7 @@ class ControlPad(CpuBackend):
         self._what = ""
 
     def compare(self, what: str, timeout_s: float) -> None:
-        """Meet the peers, who come within ``timeout_s`` seconds.
+        """Meet the peers, which come within ``timeout_s`` seconds.
 
         Args:
             what: the call, with everything that must be equal on all ranks.

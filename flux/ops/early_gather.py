@@ -1,15 +1,15 @@
 """The rows of a column layer's input that its weight gradient needs, gathered a layer early.
 
 With sequence parallelism a column layer saves its own rows only, so its backward gathers the others
-once more. Beside its own products there is another transfer on the wires by then, while the layer
-behind it in the model, a row layer, leaves them idle: its backward gathers first, and computes on.
-So that is when the gather begins.
+once more. During its own products another transfer is on the wires already. The next layer of the
+model, a row layer, leaves the wires idle: its backward gathers first, and multiplies afterwards. So
+the gather begins there.
 
     backward   | row layer: dgrad | wgrad     | (attention, activation) | column: dgrad | wgrad |
     wires      | dz ...........   | x of the column layer ............  | dx .................  |
 
-Which gather begins when follows from the calls of forward alone, so all ranks begin the same. The
-rows are kept from the one backward to the other, which is what Megatron keeps within one.
+The order of gathers follows from the calls of forward alone, so it is the same on all ranks. The
+rows are kept from the row layer's backward to the column layer's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EarlyGather:
 
     def __init__(self, start: Gather) -> None:
         self._start = start
-        # Weakly, or a graph that nobody wants any more would live on until the next forward.
+        # Weakly: else an abandoned graph would live on until the next forward.
         self._ctx: Callable[[], Any] = lambda: None
         self._saved: tuple[torch.Tensor, torch.Tensor] | None = None
         self._wait: Callable[[], torch.Tensor] | None = None

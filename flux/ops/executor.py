@@ -41,7 +41,7 @@ def built_together(
 ) -> Iterator[None]:
     """Let an op be built on all ranks, or on none. Collective.
 
-    A rank that fails between two exchanges tells the others, who would wait for it at the next one.
+    A rank that fails between two exchanges tells the others, which would wait at the next one.
 
     Args:
         exchange: the ranks.
@@ -60,7 +60,7 @@ def built_together(
     try:
         yield
         if isinstance(exchange, Exchange):
-            exchange.all_gather(None)  # whoever comes here has built all of it
+            exchange.all_gather(None)  # a rank that comes here has built all of it
     except BaseException as error:
         give_up()
         if isinstance(exchange, Exchange) and isinstance(error, Exception):  # no Ctrl-C
@@ -104,9 +104,9 @@ def who_shares_memory(
 ) -> list[str]:
     """Return a name for each rank; two ranks have the same name if they share memory.
 
-    ``send_recv`` means that nobody does. On GPUs, the ranks of a host do all the same where there
-    are several hosts, or a topology has several nodes: then it, or ``nvshmem``, is what moves rows
-    between those. GPUs without P2P share nothing unless ``symm_mem`` is asked for.
+    With ``send_recv`` no ranks share memory. An exception are GPUs of one host, if there are
+    several hosts or a topology of several nodes: there ``send_recv``, or ``nvshmem``, moves rows
+    between hosts or nodes only. GPUs without P2P share nothing unless ``symm_mem`` is asked for.
     """
     hosts = [place.memory if backend == "cpu" else place.host for place in places]
     if backend == "cuda" and transport != "symm_mem":

@@ -88,7 +88,7 @@ class OpPool(OfGroup):
         self._numbers: weakref.WeakKeyDictionary[User, int] = weakref.WeakKeyDictionary()
         self._count = itertools.count()
         self._gone: set[int] = set()  # users that this rank has garbage-collected
-        # All compiled graphs together, as nobody says when one of them is gone. A graph knows its
+        # All compiled graphs together: the end of a graph is not announced. A graph knows its
         # group by name; with a user per layer, each layer would be compiled for itself.
         self.graphs = User()
         self.early_gather: EarlyGather | None = None  # of the last column layer, for the next row's

@@ -40,7 +40,7 @@ def modes_are_active() -> bool:
     """Whether something watches or transforms calls.
 
     That is a mode (fake tensors, counters, ...), a transform of torch.func, or forward-mode
-    differentiation. A default device is none of these: what is made in a call names its device.
+    differentiation. A default device does not count: what a call allocates names its device.
     """
     return (
         torch._C._len_torch_dispatch_stack() > 0

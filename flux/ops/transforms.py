@@ -138,7 +138,7 @@ def _requires_grad(leaf: object) -> bool:
 
 
 class RefuseTwice(torch.autograd.Function):
-    """Returns the first ``count`` tensors; what is differentiated through them raises."""
+    """Returns the first ``count`` tensors; differentiating through them raises."""
 
     generate_vmap_rule = True
 

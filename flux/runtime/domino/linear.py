@@ -61,7 +61,7 @@ class Channel:
         return self.launch(phase, _all_gather, whole, part.contiguous())
 
     def wait(self, phase: str) -> list[torch.Tensor]:
-        """Return the results of what was started, when they are there."""
+        """Wait for the collectives that were started; return their results."""
         pending, self._pending = self._pending, []
         if pending:
             before_wait()
@@ -117,7 +117,7 @@ class _ColumnInput(torch.autograd.Function):
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """x W^T + b; backward: dgrad, its collective, and beside that the gradients of W and b."""
+    """x W^T + b; backward: dgrad, its collective, and meanwhile the gradients of W and b."""
 
     @staticmethod
     def forward(
@@ -218,7 +218,7 @@ def column_linear(
         weight: [N/W, K].
         group: the ranks; W of them.
         sequence_parallel: gather x, and reduce-scatter its gradient.
-        fused: how Flux's fused ops do it, if they shall.
+        fused: the configuration of Flux's fused ops; None: collectives of the library.
         bias: [N/W], of x's dtype, or None.
 
     Returns:
@@ -255,7 +255,7 @@ def row_linear(
         weight: [N, K/W].
         group: the ranks; W of them.
         sequence_parallel: keep this rank's part of the first dimension of the sum.
-        fused: how Flux's fused ops do it, if they shall.
+        fused: the configuration of Flux's fused ops; None: collectives of the library.
 
     Returns:
         [..., N], or with sequence parallelism [first/W, ..., N].

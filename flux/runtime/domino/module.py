@@ -32,8 +32,8 @@ A linear layer may be one of Flux's fused ops instead (``flux.runtime.domino.lay
 hides its own communication behind its own GEMM, in forward and backward; turns are taken at the
 same places.
 
-With sequence parallelism the same nodes gather and reduce-scatter: forward ``in`` gathers, behind a
-row-parallel linear comes ReduceScatter; in backward the other way round.
+With sequence parallelism the same nodes gather and reduce-scatter: forward ``in`` gathers, and
+a row-parallel linear is followed by ReduceScatter; in backward the other way round.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Domino(nn.Module):
 
     Results are joined again, as the trees that they are: tuples, dicts, dataclasses and all that
     torch.utils._pytree knows. Tensors are concatenated along ``batch_dim``, which must be as long
-    there as the slice has samples. What is no tensor must be equal in all slices. A tensor that was
+    there as the slice has samples. Other values must be equal in all slices. A tensor that was
     an argument of every slice, or is a parameter or buffer, is returned as it is.
 
     Args:

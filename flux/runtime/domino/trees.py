@@ -78,7 +78,7 @@ def _name(key: Any) -> Any:
 
 
 def _items_and_fields(value: Any) -> _Node:
-    """Take a mapping, a dataclass, or what is both apart, such as a model's output."""
+    """Take apart a mapping, a dataclass, or both in one, such as a model's output."""
     items = dict(value) if isinstance(value, Mapping) else {}
     is_dataclass = dataclasses.is_dataclass(value)
     fields = [f.name for f in dataclasses.fields(value)] if is_dataclass else []
@@ -188,13 +188,13 @@ class Joiner:
             TypeError: the path of something that cannot be joined, and why.
         """
         place = (path if self._how(path) is not None else (), *map(id, results))
-        if place not in self._joined:  # what is in two places is in two places of the result
+        if place not in self._joined:  # equal objects stay one object in the result
             # With the results, which then live as long as their ids are used.
             self._joined[place] = results, self._join(results, path)
         return self._joined[place][1]
 
     def _how(self, path: _Path) -> int | str | None:
-        """Return what the caller has said of a part, or of what it is in."""
+        """Return how the caller wants a part joined, or the container of the part."""
         for length in range(len(path), -1, -1):
             how = self.hows.get(".".join(path[:length]))
             if how is not None:
