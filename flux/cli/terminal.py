@@ -1,4 +1,4 @@
-"""The common part of all commands: exit codes, what is printed, and error messages."""
+"""The common part of all commands: exit codes, output, and error messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SafeConsole(Console):
     """A console that prints strings as they are, control characters escaped."""
 
     def render_str(self, text: str, **how: Any) -> Text:
-        """Return a string as rich prints and measures it; what is no markup, as it is."""
+        """Return a string as rich prints and measures it; without valid markup, as it is."""
         text = printable(text)
         try:
             return super().render_str(text, **how)
@@ -86,20 +86,20 @@ def _if_readable() -> Iterator[None]:
 
 
 def _silence(stream: TextIO) -> None:
-    """Let what is still buffered go nowhere: the interpreter flushes once more when it ends."""
+    """Discard buffered output: the interpreter flushes once more when it ends."""
     # A stream of a test has no descriptor.
     with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 class Commands(TyperGroup):
-    """The root of all commands, which ends each of them in words, whatever is printed where."""
+    """The root of all commands. Each ends with an error message, wherever its output goes."""
 
     _status = EXIT_FAILED
     """With which a command ends that cannot print its error."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Run a command, then write what is left of its output."""
+        """Run a command, then flush its output."""
         _open_streams()
         _check_size()
         try:
@@ -111,7 +111,7 @@ class Commands(TyperGroup):
         except VariableError as error:
             complain(one_line(str(error)))
             sys.exit(EXIT_USAGE)
-        except BrokenPipeError:  # as `| head` leaves: nobody reads on
+        except BrokenPipeError:  # `| head` has read enough
             _silence(sys.stdout)
             sys.exit(EXIT_FAILED)
         except OSError as error:

@@ -79,7 +79,7 @@ class Findings:
 
 
 def examine(places: Sequence[RankPlace] = ()) -> Findings:
-    """Examine this machine. Takes a second or two, leaves nothing behind.
+    """Examine this machine. Takes a second or two, leaves nothing in place.
 
     Args:
         places: placement of the ranks that torchrun has started, to show the transports between

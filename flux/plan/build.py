@@ -12,11 +12,10 @@ bda is bias, dropout and addition of the residual. With experts, ln2 is followed
     router dispatch fc1 act fc2 combine bda2          dispatch and combine are AllToAll
 
 With context parallelism keys and values are gathered before attention, and their gradients
-reduce-scattered behind it. Embedding and loss are left out: a layer is what repeats.
+reduce-scattered after it. Embedding and loss are left out: a layer is what repeats.
 
-With ZeRO-3 a layer's weights are gathered in front of its forward, and again of its backward, and
-its gradients reduce-scattered behind each backward. Nothing says how early a gather may begin: that
-is a policy's.
+With ZeRO-3 a layer's weights are gathered before its forward and again before its backward. Its
+gradients are reduce-scattered after each backward. How early a gather begins is up to the policy.
 """
 
 from __future__ import annotations
@@ -73,10 +72,10 @@ class _Layers:
             self.gathered = {"qkv": "ag1"} | ({} if layer.moe else {"fc1": "ag2"})
         self.per_stage = step.layers // parallel.pp
         self.stage = self.layer = self.micro = -1
-        self.last: int | None = None  # the operator that the next one comes behind
+        self.last: int | None = None  # the operator that the next one comes after
         self.wgrads: dict[int, list[int]] = {}  # by layer: of the last micro-batch
         self.norms: dict[tuple[int, int, str], int] = {}  # whose output is gathered, for a GEMM
-        self.parameters: dict[str, int] = {}  # ZeRO-3: the gather in front of a GEMM of this layer
+        self.parameters: dict[str, int] = {}  # ZeRO-3: the gather before a GEMM of this layer
         self.reductions: dict[int, list[int]] = {}  # ZeRO-3: by layer
 
     def build(self) -> Graph:
@@ -119,7 +118,7 @@ class _Layers:
         behind: Sequence[int] | None = None,
         leads: bool = True,
     ) -> int:
-        """Add an operator behind the last one, or behind others.
+        """Add an operator after the last one, or after others.
 
         Args:
             part: see ``Operator``.
@@ -128,9 +127,9 @@ class _Layers:
             role: likewise.
             group: likewise.
             keeps: elements that stay allocated until backward frees them.
-            frees: elements that are free behind it.
+            frees: elements that are free after it.
             behind: operators that it depends on, in place of the last one.
-            leads: whether the next operator comes behind this one.
+            leads: whether the next operator comes after this one.
         """
         before = behind if behind is not None else [] if self.last is None else [self.last]
         suffix = {"fwd": "", "dgrad": ".d", "wgrad": ".w", "step": ""}[role]
@@ -234,9 +233,7 @@ class _Layers:
         shape = self._attention_shape()
         self._add("attention", "attention", shape, keeps=self.rows * (self.inner + self.kv))
         self._gemm("proj", self.rows, hidden, self.inner)
-        self._tensor_parallel(
-            *(("rs1", "reduce_scatter") if self.sharded else ("ar1", "all_reduce"))
-        )
+        self._row_forward("1")
         self._add("bda1", "elementwise", (own, hidden, 3), keeps=own * hidden / 2)
 
     def _attention_shape(self) -> tuple[int, ...]:
@@ -259,9 +256,7 @@ class _Layers:
         act = (self.rows, self.mlp, self.up + 1)
         self._add("act", "elementwise", act, keeps=self.rows * self.up * self.mlp)
         self._gemm("fc2", self.rows, hidden, self.mlp)
-        self._tensor_parallel(
-            *(("rs2", "reduce_scatter") if self.sharded else ("ar2", "all_reduce"))
-        )
+        self._row_forward("2")
         self._add("bda2", "elementwise", (own, hidden, 3), keeps=own * hidden / 2)
 
     def _experts(self) -> None:
@@ -307,14 +302,14 @@ class _Layers:
         self._add("ln2", "norm", (own, hidden, 4), role="dgrad", frees=own * hidden)
 
     def _row_forward(self, number: str) -> None:
-        """Add the collective behind a row-parallel linear."""
+        """Add the collective after a row-parallel linear."""
         if self.sharded:
             self._tensor_parallel(f"rs{number}", "reduce_scatter")
         else:
             self._tensor_parallel(f"ar{number}", "all_reduce")
 
     def _column_backward(self, number: str) -> None:
-        """Add the collective behind the dgrad of a column-parallel linear."""
+        """Add the collective after the dgrad of a column-parallel linear."""
         if self.sharded:
             self._tensor_parallel(f"ag{number}", "reduce_scatter", "dgrad")
         else:
@@ -382,7 +377,7 @@ class _Layers:
         return "qkv", "proj", "fc1", "fc2"
 
     def _gather_weights(self, role: str) -> None:
-        """Add the gathers in front of a layer; backward allocates its gradients as well."""
+        """Add the gathers before a layer; backward allocates its gradients as well."""
         self.parameters = {}
         for suffix, group, weights in self._sharded_weights():
             added = self._add(
@@ -398,7 +393,7 @@ class _Layers:
             self.parameters |= dict.fromkeys(self._uses(suffix), added)
 
     def _free_weights(self) -> None:
-        """Let the last operator of a layer's forward free what was gathered for it."""
+        """Let the last operator of a layer's forward free the weights gathered for it."""
         held = sum(int(weights) for _, _, weights in self._sharded_weights())
         if held:
             assert self.last is not None
@@ -406,7 +401,7 @@ class _Layers:
             self.builder.ops[self.last] = op._replace(frees=op.frees + held * self.step.itemsize)
 
     def _scatter_gradients(self) -> None:
-        """Add, behind a layer's backward, ReduceScatter of its gradients."""
+        """Add, after a layer's backward, ReduceScatter of its gradients."""
         if self.step.zero != 3:
             return
         wgrads, reduced = self.wgrads.pop(self.layer), []

@@ -1,4 +1,4 @@
-"""One step under several policies, beside each other: `flux plan simulate` and `explain`."""
+"""Compare one step under several policies: `flux plan simulate` and `explain`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def compared(
 
     Args:
         policies: (name, options) of each.
-        step: what is planned.
-        cluster: where it runs.
-        memory_gb: of a device; None: what the cluster file says.
+        step: to plan.
+        cluster: that it runs on.
+        memory_gb: of a device; None: as the cluster file says.
 
     Raises:
         ValueError: the step does not fit the cluster, or a policy or an option does not exist.

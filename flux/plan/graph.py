@@ -18,7 +18,7 @@ import networkx as nx
 from flux.plan.mesh import parse_group
 
 FUSED = ("ag_gemm", "gemm_rs", "gemm_ar")
-"""A GEMM and the collective before or behind it, as one op of Flux."""
+"""A GEMM and the collective before or after it, as one op of Flux."""
 COMPUTE = ("gemm", "attention", "norm", "elementwise", "optimizer", *FUSED)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 RESOURCES = ("comp", "intra", "inter")
@@ -206,7 +206,7 @@ class Builder:
         self.deps: list[tuple[int, ...]] = []
 
     def add(self, op: Operator, deps: Iterable[int]) -> int:
-        """Add an operator behind others; return its number."""
+        """Add an operator after others; return its number."""
         self.ops.append(op)
         before = tuple(deps)
         self.deps.append(before if len(before) < 2 else tuple(dict.fromkeys(before)))

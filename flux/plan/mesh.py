@@ -106,7 +106,7 @@ def gathered_order(mesh: Sequence[int], order: Sequence[int]) -> list[int]:
     """Return whose shard lies where when an AllGather has gone through the dimensions.
 
     A rank's own shard is one place. Each AllGather along a dimension puts the ranks' contents one
-    behind the other. With the last dimension first the result has the order of the ranks; with
+    after the other. With the last dimension first the result has the order of the ranks; with
     another order shards are permuted, which readers must undo or allow for. ReduceScatter along the
     reverse order takes shards in this order.
 

@@ -61,8 +61,8 @@ class TrainingStep:
         micro_batches: micro-batches of a step, on each data parallel rank.
         zero: 0: gradients are all-reduced; 1: they are reduce-scattered, the optimizer steps on a
             share, and weights are gathered again (ZeRO-1); 3: weights are sharded, each layer's are
-            gathered in front of its forward and of its backward, and gradients are reduce-scattered
-            behind each backward (ZeRO-3, FSDP).
+            gathered before its forward and before its backward, and gradients are reduce-scattered
+            after each backward (ZeRO-3, FSDP).
         regather: with sequence parallelism: the input of a column-parallel linear is gathered again
             in backward, in place of kept (as in Megatron-core).
         shard: with zero=3: consecutive data parallel ranks that share the weights; 0: all. Others

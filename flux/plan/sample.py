@@ -32,8 +32,8 @@ from flux.plan.simulate import Timeline, simulate
 
 LAYERS = 16
 """Layers of a short step, over all stages; at most 8 of a stage, and an even number where the stage
-has one, as folds need two. What few layers do not show is small beside a pipeline: with 2 layers
-and one stage, Centauri's steps were foretold 8% too short."""
+has one, as folds need two. With a pipeline the error of few layers is small. With 2 layers and one
+stage, Centauri's steps were predicted 8% too short."""
 LEAST_MICRO_BATCHES = (4, 6)
 """Of a short step without a pipeline: policies run a few micro-batches together at its ends."""
 

@@ -9,8 +9,8 @@ Three rounds, each on fewer candidates:
     3  all that round 2 has within MARGIN of its fifth, simulated with all layers; of steps with
        more than MOST_OPS operators, two shorter ones; the first five of these at their whole length
 
-What round 2 says of a candidate depends on no other candidate. So with further policies round 3
-loses only what is slower by more than MARGIN than five others, and the winner is as fast.
+What round 2 says of a candidate depends on no other candidate. So further policies take candidates
+out of round 3 only if five others are faster by more than MARGIN. The winner stays as fast.
 
 A step has a given number of sequences, so steps of all candidates do the same work.
 """
@@ -69,7 +69,7 @@ MOST_WHOLE_OPS = 1_500_000
 
 @dataclass(frozen=True)
 class Query:
-    """What is searched for.
+    """A model, the devices, the batch, and the policies to try.
 
     Attributes:
         model: name of a model in tuning/shapes, or a file of that form.
@@ -179,7 +179,7 @@ def search(
     """Return the fastest plans.
 
     Args:
-        query: what is searched for.
+        query: model, devices, batch and policies.
         progress: called with a round's name, how many of its candidates are done, and their number.
         workers: processes that simulate; 1: this one.
 

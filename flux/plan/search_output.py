@@ -113,7 +113,7 @@ def search_document(query: Query, outcome: SearchOutcome, why: list[str]) -> dic
 
 
 def reasons(outcome: SearchOutcome, cluster: Cluster) -> list[str]:
-    """Return lines that say where the winner's time goes, beside what came close.
+    """Return lines that say where the time goes: of the winner, and of plans that came close.
 
     Args:
         outcome: of a search.

@@ -1,8 +1,8 @@
 """Run a schedule in virtual time.
 
 Each stream runs its operators in order, each as soon as what it depends on has ended. Operators of
-one stage that run at the same time slow each other down: a compute operator beside collectives
-b1, b2, ... progresses at 1 / (1 + sum(1 - OEF(a, b))), a collective beside it at 1 / (2 - OEF).
+one stage that run at the same time slow each other down: a compute operator alongside collectives
+b1, b2, ... progresses at 1 / (1 + sum(1 - OEF(a, b))), a collective alongside it at 1 / (2 - OEF).
 Whenever an operator starts or ends, the ends of those that run on its stage are computed anew.
 """
 
@@ -28,7 +28,7 @@ class Timeline:
     """When each operator of a schedule ran, in ms from the beginning of the step.
 
     Attributes:
-        schedule: what was run.
+        schedule: that was run.
         start: of each operator, by number.
         end: of each operator.
         solo: time of each operator by itself.
@@ -117,7 +117,7 @@ class Timeline:
         """Return the events of a trace: a rank for each stage, a lane for each stream.
 
         Args:
-            label: put in front of the names of lanes, so that two timelines fit into one trace.
+            label: put before the names of lanes, so that two timelines fit into one trace.
         """
         from flux.core.events import Event, Kind
 

@@ -2,7 +2,7 @@
 
 Every rank runs the lanes of its stage. An operator starts when the one before it on its lane and
 all that it depends on have ended, as in the simulator. Compute operators are torch's, on tensors of
-the operators' shapes with random contents: what is measured is time, not a model's loss.
+the operators' shapes with random contents: they show times, not a model's loss.
 
 Order of collectives: a lane has process groups of its own, and all ranks of a stage run the same
 lanes in the same order, so calls of a group meet their equals. A send of one stage is received by a
@@ -179,7 +179,7 @@ class OperatorWork:
         return lambda: made(x, weight)
 
     def close(self) -> None:
-        """Free the memory and threads of fused ops. Local; calls of them raise afterwards."""
+        """Free the memory and threads of fused ops. Local; later calls of this lane raise."""
         for made in self._fused.values():
             made.close()
         self._fused.clear()

@@ -220,10 +220,10 @@ class Profiler:
         all repeats of one operator.
 
         Args:
-            graphs: those of all policies that are to be compared.
-            progress: called with how many operators are done, and how many there are.
+            graphs: of all policies to compare.
+            progress: called with operators that are done, and their number.
             beside: operators of these graphs that are measured two at a time.
-            known: what was measured before, which the result has too.
+            known: an earlier profile; the result includes it.
         """
         known = known or Profile({}, {}, self.place)
         all_ops = {key_of(op): op for graph in graphs for op in graph.ops}
@@ -308,7 +308,7 @@ class Profiler:
     def _factor(
         self, first: Callable[[], object], times: int, communicate: Callable[[], object]
     ) -> float:
-        """Return the OEF of an operator, so often in a row, beside a collective."""
+        """Return the OEF of an operator, so often in a row, alongside a collective."""
 
         def many() -> None:
             for _ in range(times):
@@ -368,7 +368,7 @@ def layer_pairs(graph: Graph) -> list[tuple[Operator, Operator]]:
 
 
 def _pairs(ops: Sequence[Operator]) -> list[tuple[Operator, Operator]]:
-    """Return each kind's largest compute operator beside each resource's largest collective.
+    """Return each kind's largest compute operator alongside each resource's largest collective.
 
     A send stands for a resource that has nothing else.
     """

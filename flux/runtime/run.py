@@ -35,10 +35,10 @@ class PlanRun(Run):
     """The complete configuration of one run of `flux plan run` or `flux plan profile`.
 
     Attributes:
-        step: what is run.
+        step: to run.
         policies: that are compared; none: only the profile is measured.
         profile: of the operators, if it was measured before.
-        pairs: measure forward operators beside backward ones, too: what DHelix searches with.
+        pairs: measure forward operators alongside backward ones, too: DHelix searches with them.
     """
 
     step: TrainingStep
@@ -87,8 +87,8 @@ def schedules_of(config: PlanRun, profile: Profile | None = None) -> dict[str, S
 
     Args:
         config: step and policies.
-        profile: what policies decide by; of what it does not have, and without one, the data sheet
-            of the cluster.
+        profile: policies decide by it. Operators that it lacks are predicted from the
+            cluster's data sheet.
 
     Raises:
         ValueError: a policy cannot be used for this step.

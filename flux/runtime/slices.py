@@ -50,7 +50,7 @@ _before_wait: Callable[[], None] | None = None
 
 
 def set_before_wait(call: Callable[[], None] | None) -> Callable[[], None] | None:
-    """Set what is called before a linear layer waits for its collective; return what it was.
+    """Set the function called before a linear layer waits for its collective; return the last.
 
     ``flux.runtime.dhelix.strands`` lets another micro-batch go on there.
     """
@@ -77,7 +77,7 @@ def recorded() -> Iterator[SliceRecord]:
 
 
 def note(phase: str, number: int, linear: int, what: str) -> None:
-    """Record an event of a slice, if somebody records."""
+    """Record an event of a slice, if events are recorded."""
     if _record is not None:
         _record.events.append((phase, number, linear, what))
 
@@ -88,7 +88,7 @@ class _Slice(greenlet.greenlet):  # type: ignore[misc, unused-ignore]
     Args:
         slices: of which it is one.
         number: of the slice.
-        body: what it runs.
+        body: its function.
     """
 
     def __init__(self, slices: Slices, number: int, body: Callable[..., Any]) -> None:
@@ -190,7 +190,7 @@ class Slices:
                 return
             for number, job in list(waiting.items()):
                 if self.order == "staggered" and number > turn:
-                    break  # a slice begins one segment behind the one before it
+                    break  # a slice begins one segment after the one before it
                 self.current = number
                 results[number] = job.switch()
                 if job.dead:
@@ -227,8 +227,8 @@ class Slices:
         """Let the other slices go on, if they shall here; return when it is this one's turn again.
 
         Args:
-            place: "entered": behind ``in``; "row": in front of a row-parallel linear; "launched":
-                behind one.
+            place: "entered": after ``in``; "row": before a row-parallel linear; "launched":
+                after one.
             gathers: whether a gather has been started, which something should hide.
 
         Raises:

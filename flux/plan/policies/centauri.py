@@ -5,10 +5,10 @@ Large Model Training via Communication Partitioning*, ASPLOS 2024.
 
 Collectives are taken apart by primitive (an AllReduce of gradients is a ReduceScatter under
 backward and an AllGather under the next forward), by group (between hosts and inside them) and by
-workload (chunks, each with its part of the operators beside it). Three tiers choose: the *operation
+workload (chunks, each with its part of the dependent operators). Three tiers choose: the *operation
 tier* how each collective is partitioned; the *layer tier* which gradients go first in backward; the
 *model tier* how many micro-batches run together at both ends of the step. Where the paper has
-closed forms, those are candidates beside others, and the simulator takes the best one.
+closed forms, those are candidates among others, and the simulator takes the best one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Centauri:
         substitute: AllReduce of gradients becomes ReduceScatter and AllGather, and AllGathers of
             weights run under the next step's forward; else they end the step.
         max_chunks: most chunks of a collective.
-        prefetch: with ZeRO-3, layers whose weights are gathered ahead; 0: each in front of itself.
+        prefetch: with ZeRO-3, layers whose weights are gathered ahead; 0: each when it is needed.
         chunks: with pipeline parallelism, stages of each rank: gradients of one are reduced while
             another one computes. ``auto``: what is faster of 1 to 4, and fits into memory.
         memory_gb: of a device, for the model tier; 0: what the cluster's device has.
@@ -147,7 +147,7 @@ class Centauri:
         parts = partitioned(graph, self._operation_tier(small, fabric, cost), fabric)
         if small is graph or self._is_large(parts):
             return parts
-        # What is best for the first layers may not be for all.
+        # The best choice for the first layers may not be the best for all.
         schedules = [self._schedule(each, cost) for each in (graph, parts)]
         best = min(schedules, key=lambda schedule: simulate(schedule, cost).iteration_ms)
         self._known = (best.graph, cost, best)
@@ -254,7 +254,7 @@ class Centauri:
         return list_schedule(graph, cost, passes, weights_first, self.name)
 
     def _memory_gb(self, cost: CostModel) -> float:
-        """Return the memory of a device; infinite if nobody has said it."""
+        """Return the memory of a device; infinite if it is not known."""
         fabric = getattr(cost, "fabric", None)
         known = fabric.cluster.device.memory_gb if fabric is not None else 0.0
         return self.memory_gb or known or inf
@@ -307,10 +307,10 @@ def _micro_batches(graph: Graph) -> int:
 
 
 def _chain(graph: Graph, number: int, cost: CostModel) -> tuple[int, float]:
-    """Return how many operators beside a collective are cut like it, and their cost.
+    """Return how many operators alongside a collective are cut like it, and their cost.
 
-    In forward alone (section 3.2.1): backward has enough that does not wait. Behind an AllGather
-    from its GEMM on; in front of a ReduceScatter the GEMM.
+    In forward alone (section 3.2.1): backward has enough that does not wait. After an AllGather
+    from its GEMM on; before a ReduceScatter the GEMM.
     """
     op = graph.ops[number]
     if op.role != "fwd" or op.kind == "all_to_all":
@@ -344,7 +344,7 @@ def _workload(op: Operator) -> str:
 
 
 def _independent(graph: Graph, number: int, cost: CostModel) -> float:
-    """Return the cost of operators that run beside a collective in any case.
+    """Return the cost of operators that run alongside a collective in any case.
 
     Of a gather of weights: the layer before. Others follow what they depend on at once.
     """

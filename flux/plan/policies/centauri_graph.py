@@ -1,7 +1,7 @@
 """Rewrite a step's graph for Centauri: substituted primitives, sub-groups, chunks.
 
 A *partition* says what takes the place of a collective (pieces), whether it is first divided by the
-GEMMs whose weights it moves, and how many operators behind it are cut into chunks, so that each
+GEMMs whose weights it moves, and how many operators after it are cut into chunks, so that each
 chunk waits for its pieces alone. All collectives of one part and role are partitioned alike,
 because layers repeat.
 """
@@ -30,7 +30,7 @@ class Partition:
     Attributes:
         pieces: of it, or of each GEMM's share.
         by_gemm: divide it by the GEMMs whose weights, or gradients of weights, it moves.
-        chain: operators behind it (of a ReduceScatter: in front of it) that are cut like it.
+        chain: operators after it (of a ReduceScatter: before it) that are cut like it.
     """
 
     pieces: tuple[CommPiece, ...] = WHOLE
@@ -106,7 +106,7 @@ def _splits(op: Operator, cost: CostModel) -> bool:
 def _first_users(graph: Graph) -> dict[tuple[int, bool], list[int]]:
     """Return what reads a layer's weights first in a step, by (layer, whether of experts).
 
-    GEMMs of the first micro-batch's forward; with ZeRO-3 the gather in front of them.
+    GEMMs of the first micro-batch's forward; with ZeRO-3 the gather before them.
     """
     has_experts = any(op.part == "router" for op in graph.ops)
     gemms: dict[tuple[int, bool], list[int]] = {}
@@ -129,7 +129,7 @@ def limited(graph: Graph, passes: Sequence[Sequence[Action]], stages: int, prefe
         graph: of the step.
         passes: of each pipeline rank, in order.
         stages: of the model.
-        prefetch: layers whose weights may be gathered, beside those that are computed with.
+        prefetch: layers whose weights may be gathered, alongside those that are computed with.
     """
     last: dict[tuple[str, int, int], int] = {}  # of a visit to a layer, its last operator
     for number in graph.order:
@@ -185,7 +185,7 @@ def window(graph: Graph, layers: int = 4) -> Graph:
 
 
 def partitioned(graph: Graph, how: Mapping[Key, Partition], fabric: Fabric) -> Graph:
-    """Return the graph with collectives in pieces, and chunks of the operators beside them."""
+    """Return the graph with collectives in pieces, and chunks of the operators alongside them."""
     return _Rewriter(graph, how, fabric).build()
 
 

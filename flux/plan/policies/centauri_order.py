@@ -61,7 +61,7 @@ def _interleaved(
             for micro in range(ends[group], ends[group + 1])
         ]
     place = {(action.stage, action.micro): at for at, action in enumerate(order["F"])}
-    # Backward number k comes behind its own forward, and the last rank's comes first.
+    # Backward number k comes after its own forward, and the last rank's comes first.
     lags = [place[action.stage, action.micro] - at for at, action in enumerate(order["B"])]
     ahead = min(max(lags) + 2 * (ranks - 1 - rank), len(place))
     for action in order["F"][:ahead]:

@@ -117,7 +117,7 @@ def chains(kinds: Sequence[str], costs: Sequence[float], arrives: int | None = 0
     along its contraction leaves sums, so the chain ends there.
 
     Args:
-        kinds: of the operators behind the collective, as in AXES, each the next one's input.
+        kinds: of the operators after the collective, as in AXES, each the next one's input.
         costs: of them.
         arrives: which dimension of the first one's input a chunk of the collective brings: 0 rows.
             None: it brings weights, so that the first one must be cut along C.
@@ -157,7 +157,7 @@ def choose_chain(candidates: Sequence[Chain], comm: float, independent: float) -
     Args:
         candidates: what ``chains`` returned.
         comm: cost of the collective.
-        independent: cost of operators that run beside it in any case.
+        independent: cost of operators that run alongside it in any case.
     """
     if not candidates:
         return None

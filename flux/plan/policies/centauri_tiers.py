@@ -24,7 +24,7 @@ def operation_tier(
     """Return the fractions into which a collective and what depends on it are cut: Algorithm 1.
 
     Args:
-        inner: cost of independent operators, which run beside the collective in any case.
+        inner: cost of independent operators, which run alongside the collective in any case.
         comm: cost of the collective.
         comp: cost of the operators that depend on it.
         c_inter: cost of its part between hosts, if it is partitioned by groups.
@@ -71,7 +71,7 @@ class BackwardLayer:
         weight_grad: gradients of weights (G_w), which need the activations.
         act_scatter: ReduceScatter of activation gradients (act_RS).
         weight_scatter: ReduceScatter of weight gradients (G_w_RS).
-        others: operators behind ``act_scatter``.
+        others: operators after ``act_scatter``.
     """
 
     weight_gather: float = 0.0

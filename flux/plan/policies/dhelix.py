@@ -1,4 +1,4 @@
-"""DHelix: forward of one micro-batch beside backward of another.
+"""DHelix: forward of one micro-batch alongside backward of another.
 
 H. Wang et al., arXiv 2411.15871. Micro-batches are two *strands*: while one runs forward, the other
 one runs backward, and each hides the other's communication. Which operators run side by side is
@@ -73,7 +73,8 @@ def layer_graph(
 def strand_blocks(p: int, m: int) -> list[list[Block]]:
     """Return the blocks of each rank: the W-shaped ones, or with one rank whole passes.
 
-    Without a pipeline nothing is folded: backward of a micro-batch runs beside forward of the next.
+    Without a pipeline nothing is folded. Backward of a micro-batch runs alongside the next
+    forward.
     """
     if p > 1:
         return w_blocks(p, m)

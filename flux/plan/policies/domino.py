@@ -3,7 +3,7 @@
 G. Wang et al., arXiv 2409.15241. *Row split*: the batch is cut. Slices never depend on each other,
 so AllReduce of one hides behind the operators of another, also across layers (section 3.2).
 *Column split*: the second weight of attention and of the MLP is cut by columns. AllReduce of one
-part of the result hides behind the multiply of the next one. The parts join in front of the next
+part of the result hides behind the multiply of the next one. The parts join before the next
 operator, so nothing hides across layers (section 3.3). *2D*: both (section 3.4).
 
 Forward of a layer with two slices, in the order of figure 9 of the paper, and staggered:
@@ -42,7 +42,7 @@ class DominoPolicy:
             "none", "column", "row", "all", or "auto": those with which a simulation is fastest.
         order: how slices take turns: "staggered"; "grouped": dropout, residual and norm of all
             slices next to each other between attention and MLP, as in the paper; or "blocks": each
-            in front of its slice's MLP (``flux.runtime.domino``).
+            before its slice's MLP (``flux.runtime.domino``).
     """
 
     name = "domino"
@@ -107,7 +107,7 @@ class DominoPolicy:
         return pieces(op, at, self.slices, "s")
 
     def _columns(self, op: Operator) -> Sequence[Operator]:
-        """Cut the second linears of a block, forward, and the collectives behind them."""
+        """Cut the second linears of a block, forward, and the collectives after them."""
         if op.micro < 0 or op.role != "fwd" or op.part not in (*_ROW_PARALLEL, *_BEHIND_ROW):
             return [op]
         return [piece._replace(strand=op.piece) for piece in pieces(op, 1, self.columns, "c")]
@@ -142,9 +142,9 @@ class DominoPolicy:
         return sorted(numbers, key=lambda n: (blocks[n], self._slice(graph.ops[n]), places[n]))
 
     def _staggered(self, graph: Graph, numbers: Sequence[int]) -> list[int]:
-        """Return a forward pass's operators by segments of the slices, each one behind the next.
+        """Return a forward pass's operators by segments of the slices, each one after the next.
 
-        A segment begins with a column-parallel linear, with a row-parallel one, and behind the
+        A segment begins with a column-parallel linear, with a row-parallel one, and after the
         collective of that.
         """
         ops = [graph.ops[number] for number in numbers]
@@ -179,7 +179,7 @@ class DominoPolicy:
     def _blocks(self, graph: Graph, numbers: Sequence[int]) -> dict[int, int]:
         """Return, for each operator, the number of its block in the pass.
 
-        Slices run a block one after the other. A block ends behind a collective that the next one
+        Slices run a block one after the other. A block ends after a collective that the next one
         waits for. With the order "grouped", what is between attention and MLP is a block by itself.
         """
         blocks: dict[int, int] = {}
@@ -209,7 +209,7 @@ _LAUNCHED_BY = {"ar_dx1": "qkv", "ag1": "qkv", "ar_dx2": "fc1", "ag2": "fc1"} | 
     "rs1": "bda1",
     "rs2": "bda2",
 }
-"""The operator behind whose dgrad a collective is launched in backward."""
+"""The operator after whose dgrad a collective is launched in backward."""
 
 
 def _backward_key(op: Operator, places: dict[tuple[int, str, int], int]) -> tuple[int, int]:
@@ -221,6 +221,6 @@ def _backward_key(op: Operator, places: dict[tuple[int, str, int], int]) -> tupl
     if op.is_collective and op.role == "wgrad":
         rank = 0
     place = places.get((op.layer, part, op.piece))
-    if place is None:  # what leads to the stage before: behind all else
+    if place is None:  # what leads to the stage before: after all else
         return 1, rank
     return -place, rank

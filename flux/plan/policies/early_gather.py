@@ -1,6 +1,6 @@
 """What Flux's layers do: a column-parallel linear's input is gathered again early in backward.
 
-The gather begins with the backward of the row-parallel linear behind it, whose multiplies hide it
+The gather begins with the backward of the row-parallel linear after it, whose multiplies hide it
 (flux/ops/early_gather.py).
 """
 
@@ -16,7 +16,7 @@ from flux.plan.policies.passes import sequences
 from flux.plan.schedule import StepSchedule, on_lanes
 
 _ROW_OF = {"ag1": "proj", "ag2": "fc2"}
-"""The row-parallel linear behind each gathered column-parallel one."""
+"""The row-parallel linear after each gathered column-parallel one."""
 
 
 class EarlyGatherPolicy:

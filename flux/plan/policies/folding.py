@@ -8,7 +8,7 @@ forward of one micro-batch and backward of another run from rank to rank the sam
               7  6  5  4
 
 Slots of p = 2, m = 4; ``03`` is forward of stage 0 for micro-batch 3, ``/30`` backward of stage 3
-for micro-batch 0 beside it:
+for micro-batch 0 alongside it:
 
     rank 0    00     01 30 02/30 31 03/31 ...
     rank 1       10 20  11 ...
@@ -96,7 +96,7 @@ class WSchedule:
         return max(ends[-1] for ends in self.ends)
 
     def interleaved_blocks(self, rank: int) -> int:
-        """Return how many blocks of a rank are forward beside backward: 2 (m - p), at least 0."""
+        """Return how many blocks of a rank pair forward with backward: 2 (m - p), at least 0."""
         return sum(len(block) == 2 for block in self.blocks[self._checked(rank)])
 
     def peak_in_flight(self, rank: int) -> int:
@@ -123,7 +123,7 @@ def w_blocks(p: int, m: int) -> list[list[Block]]:
     """Return the blocks of each rank.
 
     Stage s runs forward of micro-batch i in slot 2i + s, and backward in slot
-    2 (i + p) + 2p - 1 - s. In a slot a rank has one action, or forward of stage s beside backward
+    2 (i + p) + 2p - 1 - s. In a slot a rank has one action, or forward of stage s and backward
     of stage 2p - 1 - s for the micro-batch p before.
 
     Raises:
@@ -150,7 +150,7 @@ def w_schedule(p: int, m: int, f: float, b: float, s: float) -> WSchedule:
         m: micro-batches.
         f: time of the forward of a stage.
         b: time of the backward of a stage.
-        s: time of an interleaved block: forward of one stage beside backward of another.
+        s: time of an interleaved block: forward of one stage alongside backward of another.
 
     Raises:
         ValueError: p or m is below 1, or a time is negative or not finite.

@@ -1,12 +1,12 @@
-"""Substitute Flux's fused ops for a GEMM and the tensor-parallel collective beside it.
+"""Substitute Flux's fused ops for a GEMM and the tensor-parallel collective alongside it.
 
     forward, column-parallel    AllGather | GEMM       ag_gemm     (sequence parallelism)
     forward, row-parallel       GEMM | ReduceScatter   gemm_rs     or AllReduce: gemm_ar
     backward, column-parallel   dgrad | ReduceScatter  gemm_rs     or AllReduce: gemm_ar
     backward, row-parallel      AllGather | dgrad      ag_gemm     (sequence parallelism)
 
-A fused op hides its own communication, so nothing is left for a policy to hide; but it hides it
-behind its own GEMM only. Which is better depends on the step, so policies take ``auto``.
+A fused op hides its communication with its own GEMM. So nothing is left for a policy to hide, but
+no other operator helps. Which is better depends on the step, so policies take ``auto``.
 """
 
 from __future__ import annotations

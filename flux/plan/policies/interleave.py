@@ -14,7 +14,7 @@ from flux.plan.policies.pairing import Pairing, factor, time_together
 from flux.plan.schedule import StepSchedule, on_lanes
 
 Segments = list[list[int]]
-"""Numbers of operators; a segment's run side by side, one segment behind the other."""
+"""Numbers of operators; a segment's run side by side, one segment after the other."""
 Merge = Callable[[Sequence[int], Sequence[int]], Segments]
 """Returns the segments of an interleaved block: of a forward's and a backward's operators."""
 

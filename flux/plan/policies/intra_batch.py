@@ -1,8 +1,8 @@
-"""Chunks of one micro-batch: a collective in pieces beside the GEMM that it belongs to.
+"""Chunks of one micro-batch: a collective in pieces alongside the GEMM that it belongs to.
 
 The baseline *Intra-batch* of DHelix (arXiv 2411.15871, section 6.1), after MegaScale (arXiv
-2402.15627, section 3.2): AllGather and the column-parallel GEMM behind it, and a row-parallel GEMM
-and the ReduceScatter or AllReduce behind it, are cut along the tokens. Pieces follow each other:
+2402.15627, section 3.2): AllGather and the column-parallel GEMM after it, and a row-parallel GEMM
+and the ReduceScatter or AllReduce after it, are cut along the tokens. Pieces follow each other:
 
     links     AG 0 | AG 1    | AG 2    |                  links            | RS 0    | RS 1 | ...
     compute        | GEMM 0  | GEMM 1  | GEMM 2           compute   GEMM 0 | GEMM 1  | ...
@@ -19,9 +19,9 @@ from flux.plan.policies.passes import pieces, sequences
 from flux.plan.schedule import StepSchedule, on_lanes
 
 _GATHERED = {("fwd", "qkv"), ("fwd", "fc1"), ("dgrad", "proj"), ("dgrad", "fc2")}
-"""GEMMs behind an AllGather, with sequence parallelism."""
+"""GEMMs after an AllGather, with sequence parallelism."""
 _REDUCED = {("fwd", "proj"), ("fwd", "fc2"), ("dgrad", "qkv"), ("dgrad", "fc1")}
-"""GEMMs in front of a ReduceScatter or AllReduce."""
+"""GEMMs before a ReduceScatter or AllReduce."""
 
 
 class IntraBatch:

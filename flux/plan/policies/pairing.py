@@ -52,7 +52,7 @@ class Pairing(NamedTuple):
     """Segments of a forward and a backward that run side by side.
 
     Attributes:
-        makespan: time of all segments and the barriers behind them, in ms.
+        makespan: time of all segments and the barriers after them, in ms.
         segments: (forward, backward), in order; one of the two may be empty.
     """
 
@@ -98,7 +98,7 @@ def pair(
             the operator as attribute ``op``, or is one.
         backward_graph: likewise of a backward pass.
         cost: of operators, or a function that returns the time of two segments, of nodes.
-        barrier: time of the barrier behind each pair of segments, in ms.
+        barrier: time of the barrier after each pair of segments, in ms.
         longest: most operators of a segment; by default there is no limit, and LONGEST if more than
             EXACT pairs of orders would have to be tried.
 

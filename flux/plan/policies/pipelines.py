@@ -110,7 +110,7 @@ class ZBV(_TorchPipeline):
 
 
 class DualPipeV(_TorchPipeline):
-    """DualPipe of a folded model, as torch has it: forward beside backward of another micro-batch.
+    """DualPipe of a folded model, as torch has it: forward and backward of two micro-batches.
 
     Args:
         paired: interleave the operators of a block as DHelix's search says; else they run one after
@@ -136,7 +136,7 @@ class DualPipeV(_TorchPipeline):
 
 
 class Combined1F1B:
-    """Megatron-core's combined 1F1B: AllToAll of one micro-batch behind the experts of another.
+    """Megatron-core's combined 1F1B: the experts of one micro-batch hide AllToAll of another.
 
     A block runs forward of a micro-batch and backward of an earlier one by turns:
 

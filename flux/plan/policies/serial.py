@@ -1,4 +1,4 @@
-"""No overlap: each operator of a stage behind the one before it."""
+"""No overlap: each operator of a stage after the one before it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Serial:
     """Megatron without overlap: the baseline. Pipeline stages run 1F1B.
 
     Args:
-        wgrad_overlap: start the collective behind a dgrad beside the wgrad of the same linear, as
+        wgrad_overlap: start the collective after a dgrad alongside the wgrad of the same linear, as
             Megatron does by default; with it, collectives have streams of their own.
         fused: linear layers that are Flux's fused ops (``flux.plan.policies.fuse``): "none",
             "column", "row", "all", or "auto": those with which a simulation is fastest.

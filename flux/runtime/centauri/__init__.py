@@ -1,4 +1,4 @@
-"""FSDP whose collectives run in parts beside computation (docs/use/centauri.md)."""
+"""FSDP whose collectives run in parts alongside computation (docs/use/centauri.md)."""
 
 from flux.runtime.centauri.module import parallelize, sharded
 from flux.runtime.centauri.plan import RuntimePlan

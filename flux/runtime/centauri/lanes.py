@@ -1,4 +1,4 @@
-"""Lanes that collectives run on, beside the program: threads for gloo, streams for CUDA.
+"""Lanes that collectives run on, alongside the program: threads for gloo, streams for CUDA.
 
 A lane runs its tasks one after the other, in the order of ``submit``. All ranks submit the same
 tasks in the same order, so the calls of a group meet their equals. A task may wait for tasks of
@@ -90,7 +90,7 @@ class ThreadLane:
         return done
 
     def close(self) -> None:
-        """Let the thread end behind what was submitted."""
+        """Let the thread end once all submitted tasks are done."""
         self._tasks.put(None)
 
     def _run(self) -> None:
@@ -127,7 +127,7 @@ class StreamLane:
         self._stream = torch.cuda.Stream(device)
 
     def submit(self, what: str, task: Callable[[], None], after: Sequence[Done] = ()) -> Done:
-        """Enqueue a task on the stream, behind what the current stream has; see ``Lane``."""
+        """Enqueue a task on the stream, after the work of the current stream; see ``Lane``."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.no_grad():
             for other in after:
@@ -220,7 +220,7 @@ class Group:
             both = torch.cat([values, -values]).cuda()
             self._wait([dist.all_reduce(both, dist.ReduceOp.MAX, self.group, async_op=True)])
             return (both.cpu().view(2, -1) != torch.stack([values, -values])).any(0)
-        # One way between each two ranks; gloo's AllReduce takes several, one behind the other.
+        # One way between each two ranks; gloo's AllReduce takes several, one after the other.
         every = values.repeat(self.size, 1)
         self.gather([[of_rank] for of_rank in every])
         return (every != values).any(0)

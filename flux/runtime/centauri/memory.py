@@ -3,22 +3,22 @@
 Over loopback TCP a byte between two ranks of a host is copied into the kernel and out of it, and
 each rank keeps weights of its own. Here the ranks of a host map the same pages: what one of them
 receives from its twin on another host is there for all, and a gradient is read where the other
-rank has put it. Only words travel through gloo: who has come so far.
+rank has put it. Only words travel through gloo: the ranks that have arrived.
 
 **Order of memory accesses.** A *meeting* is one byte from each rank of the host to each other one.
 A rank sends it after its stores and reads after it has received all of them. Sender and receiver
-take the lock of the socket in the kernel, so stores before a meeting are visible behind it. Stores
+take the lock of the socket in the kernel, so stores before a meeting are visible after it. Stores
 of a lane's thread follow the program's by the lock of the lane's queue.
 
 **Reuse of weights.** The region of a chunk is written by the ranks of the host and by their twins,
 each its column. Before a unit's gather all ranks of the host meet (``enter``). A rank takes part
-when its program asks for the gather, which it does only while the unit is free, so behind its last
-read. A twin's bytes arrive in a receive that is posted behind that meeting. Behind the second
+when its program asks for the gather, which it does only while the unit is free, so after its last
+read. A twin's bytes arrive in a receive that is posted after that meeting. After the second
 meeting, when all columns are there, ranks only read until they free the unit again.
 
 **Reuse of slots.** Each rank has two slots, and piece k of the sums is in slot k modulo 2. Ranks
 write their slot, meet, and read the others'. Slot k modulo 2 was read for piece k - 2; a rank joins
-the meeting of piece k - 1 only behind that, and piece k is written behind that meeting. Reductions
+the meeting of piece k - 1 only after that, and piece k is written after that meeting. Reductions
 have one lane, so pieces come one after the other, on all ranks in the same order.
 
 A rank that is killed sends no word, so the others wait until gloo or the timeout raises, and read

@@ -1,4 +1,4 @@
-"""Centauri's FSDP for an ordinary module: communication by groups and in chunks, beside compute.
+"""Centauri's FSDP for an ordinary module: communication by groups and in chunks, alongside compute.
 
 C. Chen et al., ASPLOS 2024; ``flux.plan.policies.centauri`` plans it, and this module runs it.
 
@@ -13,14 +13,14 @@ Parameters become DTensors sharded along their first dimension, as those of torc
 so optimizers, clipping and checkpoints are the same, and checkpoints of one load into the other.
 
     forward     a unit's weights are gathered while the units before it compute. Reading a weight
-                waits for it alone: those of later matmuls are under way beside the first.
+                waits for it alone: those of later matmuls are under way alongside the first.
     backward    the same again, in reverse. When the gradients of a chunk are complete, their
                 ReduceScatter begins, and the end of ``backward()`` waits for the last one.
 
 Between hosts first: each rank exchanges its shard with its twins on other hosts, and then with the
-ranks of its host. So each byte crosses a link once per host, and the part between hosts of one
-chunk runs beside the part inside of the one before. On CPUs the ranks of a host share whole weights
-(memory.py).
+ranks of its host. So each byte crosses a link once per host. The part of a chunk between hosts
+runs alongside the part of the previous chunk inside hosts. On CPUs the ranks of a host share whole
+weights (memory.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from flux.runtime.centauri.plan import (
     UnitOf,
     all_layouts,
     checked_units,
-    layout_of,
+    ranks_of,
 )
 from flux.runtime.centauri.routes import Groups, Routes
 from flux.runtime.centauri.saved import Saved, saving
@@ -377,7 +377,7 @@ class _Hooks:
         module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Gather the unit, those in front of it, and those ahead."""
+        """Gather the unit, those before it, and those ahead."""
         call = _Call()
         self._calls.append(call)
         self._owner.enter(call, module, self._units)
@@ -390,7 +390,7 @@ class _Hooks:
 
     def after(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Free units that nothing reads any more; watch for backward."""
-        if not self._calls:  # a hook in front of ours has raised
+        if not self._calls:  # a hook before ours has raised
             return
         call = self._calls.pop()
         if call.hooks is not None:
@@ -441,7 +441,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan | None = N
     """Shard a model's parameters over all ranks of a mesh, in place.
 
     Collective: all ranks of the world call it, each with a mesh that it is in. The mesh may be a
-    part of a larger one, ``world["hosts", "data"]``, beside tensor or pipeline parallelism:
+    part of a larger one, ``world["hosts", "data"]``, alongside tensor or pipeline parallelism:
     gradients are averaged over its ranks alone. Linear layers of ``flux.layers`` and Megatron-core
     keep their tensor-parallel parts as plain parameters, which are sharded as all others.
 
@@ -462,6 +462,6 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan | None = N
     plan = RuntimePlan() if plan is None else plan
     checked = checked_units(model, mesh, plan)
     device = next(p for _, _, of in checked for _, p in of).device
-    state = Sharded(model, checked, layout_of(mesh, plan), plan, device)
+    state = Sharded(model, checked, ranks_of(mesh, plan), plan, device)
     object.__setattr__(model, _STATE, state)
     return model

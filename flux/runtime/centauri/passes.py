@@ -7,7 +7,7 @@ their equals, so a rank takes part in those of units that it does not run:
                 front of it along, and the end of the call brings the rest.
     backward    the same in reverse, down to the first unit with gradients.
     gradients   chunks are reduced in reverse, each when the gradients that backward will come to
-                are there, and not before those behind it. Others count as zeros.
+                are there, and not before those after it. Others count as zeros.
     its end     ranks add up which parameters had a gradient. Where no rank had one, none is set.
                 Chunks whose gradients came after their reduction are reduced a second time.
 
@@ -42,7 +42,7 @@ class Forward:
         self._next = 0
 
     def need(self, unit: Unit) -> None:
-        """Gather a unit, those in front of it, and those ahead, if they have not been yet."""
+        """Gather a unit, those before it, and those ahead, if they have not been yet."""
         self._gather(self._place[unit] + self._prefetch)
 
     def _gather(self, last: int) -> None:
@@ -108,7 +108,7 @@ class Backward:
         }
 
     def need(self, unit: Unit) -> None:
-        """Gather a unit, those behind it in the model, and those ahead, if not yet.
+        """Gather a unit, those after it in the model, and those ahead, if not yet.
 
         One that was freed comes again only when a weight is read: a module that hands its input on
         has the gradient of the module in front.
@@ -159,8 +159,8 @@ class Backward:
     def _complete(self, unit: Unit, chunk: Chunk) -> bool:
         """Return whether no gradient of a chunk is to be expected any more.
 
-        A checkpoint that re-enters autograd hides what it will come to. So zeros are taken for
-        granted only when backward has come to a unit in front.
+        A checkpoint that re-enters autograd hides the parameters that it will reach. So zeros are
+        assumed only when backward has reached an earlier unit.
         """
         if self._awaited[id(chunk)]:
             return False
@@ -195,7 +195,7 @@ class Backward:
         self._sums.append((done, sums, chunk))
 
     def finish(self) -> None:
-        """Take part in what is left, wait for it, and give the shards their gradients."""
+        """Take part in the remaining reductions, wait, and give the shards their gradients."""
         try:
             self._gather(self._end)
             if not self._reduces:

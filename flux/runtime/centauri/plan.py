@@ -30,7 +30,7 @@ class RuntimePlan:
         chunk_bytes: parameters of at least so many bytes travel by themselves, in place; smaller
             ones of a unit travel together.
         prefetch: units that are gathered ahead of the one that computes.
-        reshard_after_forward: free weights behind a unit's forward, and gather them again in
+        reshard_after_forward: free weights after a unit's forward, and gather them again in
             backward; False: keep them, for less communication and more memory. Weights in shared
             memory are kept in any case.
         param_dtype: of weights in forward and backward; inputs of units are cast. None: as they
@@ -41,7 +41,7 @@ class RuntimePlan:
             and sockets carry all. None: shared where ranks of a host can; a warning says why not.
         replicate: the first dimension of the mesh holds replicas, as that of ``fully_shard``'s mesh
             of two does; the others are hosts and ranks of a host.
-        overlap: False: wait for each gather where it begins, and reduce behind backward, to measure
+        overlap: False: wait for each gather where it begins, and reduce after backward, to measure
             what overlap gains.
         timeout_s: of each wait for other ranks.
 
@@ -112,7 +112,7 @@ def checked_units(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan) -> list
         )
     if dist.get_rank() not in mesh.mesh.flatten().tolist():
         raise ValueError(f"mesh has no place for rank {dist.get_rank()}: {mesh.mesh.tolist()}")
-    flat = layout_of(mesh, plan).flatten(1)
+    flat = ranks_of(mesh, plan).flatten(1)
     if not ((flat.diff(dim=0) > 0).all() and (flat.diff(dim=1) > 0).all()):
         raise ValueError(
             "ranks of a mesh must ascend, as those of torch's groups do, got "
@@ -214,7 +214,7 @@ def chunked(parameters: Sequence[W], least: int, unit: str) -> list[tuple[str, l
     return [(f"{len(of)} small parameters of {unit}", of) for of in small.values()] + large
 
 
-def layout_of(mesh: DeviceMesh, plan: RuntimePlan) -> torch.Tensor:
+def ranks_of(mesh: DeviceMesh, plan: RuntimePlan) -> torch.Tensor:
     """Return global ranks as [replicas, hosts, ranks of a host]."""
     ranks = mesh.mesh if plan.replicate else mesh.mesh.unsqueeze(0)
     ranks = ranks if ranks.ndim == 3 else ranks.unsqueeze(1)
@@ -231,7 +231,7 @@ def all_layouts(layout: torch.Tensor) -> list[torch.Tensor]:
         layout: of this rank.
 
     Raises:
-        ValueError: on every rank: the ranks do not agree on who is in which mesh.
+        ValueError: on every rank: the ranks do not agree on the ranks of each mesh.
     """
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, layout.tolist())

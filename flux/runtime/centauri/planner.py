@@ -7,7 +7,7 @@
     found.check(order)
 
 The graph has what ``flux.runtime.centauri`` does: the same units and chunks, gathers that begin
-with the unit which calls for them, and reductions that begin behind the gradients of a chunk. When
+with the unit which calls for them, and reductions that begin after the gradients of a chunk. When
 it runs, gathers and reductions have lanes of their own, but share the links. So here there is one
 stream for the links inside a host and one for those between hosts.
 
@@ -37,7 +37,7 @@ from flux.plan.mesh import SubGroup
 from flux.plan.model import Parallel
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import Timeline, simulate
-from flux.runtime.centauri.plan import RuntimePlan, chunked, layout_of, units_of
+from flux.runtime.centauri.plan import RuntimePlan, chunked, ranks_of, units_of
 
 CHUNK_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 1 << 40)
 """Candidates; the last one: all parameters of a unit together."""
@@ -138,7 +138,7 @@ def plan_run(
 def _sizes(mesh: DeviceMesh | tuple[int, ...], plan: RuntimePlan) -> tuple[int, int, int]:
     """Return replicas, hosts, and ranks of a host."""
     if isinstance(mesh, DeviceMesh):
-        replicas, hosts, ranks = layout_of(mesh, replace(plan, by_group=True)).shape
+        replicas, hosts, ranks = ranks_of(mesh, replace(plan, by_group=True)).shape
         return replicas, hosts, ranks
     sizes = list(mesh) if plan.replicate else [1, *mesh]
     if not all(type(size) is int and size >= 1 for size in sizes) or len(sizes) not in (2, 3):

@@ -106,7 +106,7 @@ class Groups:
 class Routes:
     """The groups and lanes of AllGather and ReduceScatter, made once. Construction is collective.
 
-    Gathers and reductions have lanes of their own, so neither waits behind the other.
+    Gathers and reductions have lanes of their own, so neither waits for the other.
 
     Args:
         mesh: [replicas, hosts, ranks of a host]: global ranks.
@@ -185,7 +185,7 @@ class Routes:
             label: for errors.
             every: [ranks, share], where it goes.
             own: this rank's shards.
-            rooms: elements of each there, one behind the other; the last ranks fill fewer.
+            rooms: elements of each there, one after the other; the last ranks fill fewer.
         """
         grid = every.view(self.inter.size, self.intra.size, -1)
         hosts, inside = range(self.inter.size), range(self.intra.size)

@@ -26,7 +26,7 @@ def whole_backward_in_stage() -> None:
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not calls:
         frame = frame.f_back
-    # torch has no other way from a stage's module to the stage, nor a hook in front of a step.
+    # torch has no other way from a stage's module to the stage, nor a hook before a step.
     stage = None if frame is None else frame.f_locals["self"]
     if stage is not None and stage.dw_builder is None:
         stage.dw_builder = _nothing_left

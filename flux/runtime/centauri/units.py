@@ -15,11 +15,11 @@ from flux.runtime.centauri.shards import Chunk, Managed
 
 
 class Traffic:
-    """What moves weights and gradients, and what has become of it.
+    """Moves weights and gradients, and keeps the error of a wait that failed.
 
     Args:
-        plan: how.
-        routes: where.
+        plan: the settings.
+        routes: groups and lanes between ranks.
     """
 
     def __init__(self, plan: RuntimePlan, routes: Routes) -> None:

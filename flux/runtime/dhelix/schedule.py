@@ -1,7 +1,7 @@
 """DHelix for real: a pipeline schedule in which forward and backward hide each other's collectives.
 
 H. Wang et al., arXiv 2411.15871. ``flux.plan.policies.dhelix`` plans and predicts it; this module
-runs it in the runtime of torch.distributed.pipelining, beside torch's own schedules:
+runs it in the runtime of torch.distributed.pipelining, alongside torch's own schedules:
 
     model = replace(llama)                          # flux.runtime.domino: layers that wait
     first, last = folded(model.layers, p, rank)     # this rank's two stages of 2p
@@ -59,7 +59,7 @@ class _Chunk(NamedTuple):
 
     Attributes:
         before: compute until the collective is launched.
-        behind: compute behind the launch: the gradient of the weight.
+        behind: compute after the launch: the gradient of the weight.
         comm: the collective; the strand waits for it before its next chunk.
     """
 
@@ -216,7 +216,7 @@ class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
         A block sends what its forward returns while its backward goes on. The order of this rank's
         sends stays, and so does that of its receives, so they match those of the neighbours. With
         NCCL receives stay where they are: sends and receives are one queue there, in which a
-        receive that waits would hold back the sends behind it.
+        receive that waits would hold back the sends after it.
         """
         rows: Any = self.pipeline_order_with_comms
         actions = [action for action in rows[self.rank] if action is not None]
@@ -254,7 +254,7 @@ class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
         self.backward_counter[backward.stage_index] += 1
         last = self.backward_counter[backward.stage_index] == self._n_microbatches
 
-        # A strand receives when its turn comes first: beside that the other one computes.
+        # A strand receives when its turn comes first; meanwhile the other one computes.
         def run_forward() -> Any:
             if not f_stage.is_first and forward.stage_index - 1 not in of:
                 pipelining._wait_batch_p2p(self.fwd_recv_ops.pop((forward.stage_index, micro)))

@@ -102,7 +102,7 @@ class Strands:
         return results[0]
 
     def _guarded(self, strand: str, body: Callable[[], object]) -> None:
-        """Run a strand when its turn comes, and let the other one go on behind it.
+        """Run a strand when its turn comes, and let the other one go on after it.
 
         What it raises is kept for ``run``: the other strand must end first.
         """
