@@ -1,4 +1,4 @@
-"""Steps at scale: the committed figures, and closed forms that no schedule may beat."""
+"""Steps at scale: closed forms that no schedule may beat, here and in the committed figures."""
 
 from __future__ import annotations
 
@@ -17,16 +17,6 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("case", [*scale.ACROSS, next(iter(scale.cases()))], ids=str)
-def test_the_committed_figures_are_what_the_simulator_gives(case: scale.Case) -> None:
-    committed = [
-        row
-        for row in CONTENT["rows"]
-        if tuple(row[name] for name in scale.Case._fields) == tuple(case)
-    ]
-    assert committed and committed == scale.rows(case)
-
-
 def test_every_case_is_there_and_none_beats_the_bound() -> None:
     cases = list(scale.cases())
     assert len(CONTENT["rows"]) == len(cases) * len(scale.POLICIES)
@@ -38,22 +28,16 @@ def test_every_case_is_there_and_none_beats_the_bound() -> None:
         assert 0 <= row["exposed_comm_ms"] <= row["iteration_ms"] - row["compute_ms"] + 2e-3, row
 
 
-def test_the_largest_step_takes_seconds_and_little_memory() -> None:
-    largest = CONTENT["largest"]
-    assert largest["gpus"] == 16384
-    assert largest["seconds"] < 10 and largest["memory_gib"] < 4
-
-
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_no_overlap_beats_the_closed_forms(case: scale.Case) -> None:
-    found = scale.timelines(case)
-    serial = found["serial"]
+    timelines = scale.timelines(case)
+    serial = timelines["serial"]
     share = serial.comm_ms / (serial.comm_ms + serial.compute_ms)
     bound = min(1 / share, 1 / (1 - share))
     if case.pp == 1:
         assert serial.iteration_ms == pytest.approx(serial.comm_ms + serial.compute_ms)
         assert serial.exposed_comm_ms == pytest.approx(serial.comm_ms)
-    for label, timeline in found.items():
+    for label, timeline in timelines.items():
         assert serial.iteration_ms / timeline.iteration_ms <= bound * (1 + 1e-9), label
         busiest = max(
             sum(timeline.solo[number] for number in numbers)

@@ -334,11 +334,7 @@ def test_the_page_has_the_figures_of_the_committed_files() -> None:
     assert dhelix_hosts.table(json.loads(dhelix_hosts.RESULT.read_text())) in page
 
 
-def test_the_committed_simulation_is_what_is_simulated_today() -> None:
-    number = next(n for n, case in enumerate(dhelix_paper.CASES) if case.model == "gpt-30b")
-    entry = json.loads(dhelix_paper.RESULT.read_text())["cases"][number]
-    again = dhelix_paper.entry_of(dhelix_paper.CASES[number])
-    assert again["gains"] == pytest.approx(entry["gains"], rel=1e-6)
+def test_a_gain_inside_of_the_papers_range_is_not_off() -> None:
     for gain, points in ((1.5, -0.5), (3.0, 0.0), (9.0, 4.0)):
         made_up = {"paper": {"dhelix": [2, 5]}, "gains": {"dhelix": gain}}
         assert dhelix_paper.off(made_up, "dhelix") == points
