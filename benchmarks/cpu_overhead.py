@@ -243,7 +243,7 @@ def workspace(name: str) -> dict[str, int]:
 
 
 def tables(document: dict[str, Any]) -> str:
-    """Markdown of all that was found."""
+    """Return all tables."""
     options = document["options"]
     costs = document["call_cost_us"]
     cost_rows = []

@@ -99,7 +99,7 @@ class NullDevice:
         """Done."""
 
     def keep(self, *tensors: torch.Tensor) -> None:
-        """Nobody reads them."""
+        """Do nothing: the device does not read them."""
 
 
 def build(folder: Path) -> Path:

@@ -2,10 +2,10 @@
 
     python benchmarks/dhelix_hosts.py      # as root, for network namespaces; some 70 minutes
 
-Every rank is a host: it has a link of its own, and a device that is a part of a core. The threads
-that compute rest behind every operation for as long as it would have taken longer on that part. So
-a rank computes no faster while others wait, and threads of the network, which on a GPU's host have
-cores of their own, take no time from it. Methods run by turns in one process group:
+Every rank is a host with a link of its own. Its device has a fixed share of a core's speed: after
+each operation the computing thread sleeps for the time that the slower device would need more. So a
+rank computes no faster while others wait, and network threads take no time from it, as on a GPU's
+host, where they have cores of their own. Methods run by turns in one process group:
 
     serial    1F1B; every collective is waited for at once
     wgrad     1F1B; AllReduce of an input's gradient beside the weight's, as Megatron-core does

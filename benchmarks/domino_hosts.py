@@ -1,4 +1,4 @@
-"""Training steps of a Megatron-core transformer between two hosts: Domino beside what there is.
+"""Training steps of a Megatron-core transformer between two hosts, with several kinds of layers.
 
     python benchmarks/domino_hosts.py       # as root, for network namespaces; some ten minutes
 

@@ -1,4 +1,4 @@
-"""One GPU: every built kernel beside torch.mm, with nobody to wait for.
+"""One GPU: time every built kernel and torch.mm. All signals are raised, so no kernel waits.
 
     python benchmarks/gpu_kernels.py --json benchmarks/results/h200/kernels.json [--dtype e4m3]
     python benchmarks/gpu_kernels.py --plain      # every plain kernel multiplies once, no times
@@ -7,10 +7,10 @@ GEMMs are those of a rank of 8 at the Flux paper's shapes. ag_gemm runs with all
 before; gemm_rs scatters into 8 slots of local memory, all entries raised; reduce adds 8 slots up.
 Raster and communication tiles are the heuristic's. Results are checked first.
 
-A sleep kernel in front hides what the host takes to enqueue: a round is all methods, in an order
-that rotates, behind one sleep; a round that the host was too slow for is repeated behind a longer
-one. Short kernels run several times between two events. Inputs rotate, so that they do not stay in
-L2. Figures are medians over rounds; ratios are formed within a round, with 90% intervals.
+A round is a sleep kernel, then all methods in an order that rotates. The sleep hides enqueue time
+from the measurement; if the host is slower, the round is repeated with a longer sleep. Short
+kernels run several times between two events. Inputs rotate, so that they do not stay in L2. Figures
+are medians over rounds; ratios are formed within a round, with 90% intervals.
 
 Shapes that an existing output file has are skipped.
 """

@@ -32,8 +32,10 @@ TIMEOUT_S = 10.0
 
 
 def variants(problem: Problem, tiles: Sequence[int]) -> dict[str, Knobs]:
-    """What is swept: rows of a communication tile, and for AllGather who moves them; and what the
-    heuristic makes of it."""
+    """Return the heuristic's knobs, and those of the sweep by name.
+
+    Swept are the rows of a communication tile and, for AllGather, the direction.
+    """
     knobs = {"flux": Knobs()}
     for direction in ("push", "pull") if problem.op.gathers else (None,):
         for count in tiles:

@@ -1,12 +1,11 @@
-"""Count what fused kernels execute for a tile, beside a plain GEMM: no GPU needed.
+"""Count the instructions of fused kernels and of a plain GEMM for a tile: no GPU needed.
 
     python tools/compile_kernels.py --emulated --set minimal --arch 80,90a --out DIR
     python benchmarks/kernel_counters.py DIR benchmarks/results/emulated/kernel_counters.json
 
 Kernels run on the machine of ptx_machine/ (make emulator). All signals are there before a kernel
-starts, so that it waits for none: what is counted is what the waits cost where they are not needed.
-Each kernel runs at two sizes, and a figure is the difference over the tiles by which they differ:
-what a kernel does once, in its prologue, is not part of it.
+starts: the counts show the cost of waits that end at once. Each kernel runs at two sizes. A figure
+is the difference of both counts over the difference in tiles, which leaves out the prologue.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 `shapes`  the ops against the unfused path over gloo, 2 ranks, large and small M
 `growth`  time against M and against the number of ranks, and what limits each
-`slabs`   what a local GEMM loses when it is cut into slabs of rows, for flux/core/heuristic.py; in
+`slabs`   what a local GEMM loses when it is cut into slabs of rows (flux/select/heuristic.py), in
           CPU time of the thread, which other load on the machine disturbs less than wall time
 
 One raw JSON per run of `shapes` and `growth` goes to benchmarks/results/cpu/; tables go to stdout.

@@ -117,7 +117,7 @@ def best(problem: Problem, cluster: str | Cluster, gemm_ms: float | None = None)
 
 
 def line(published: Published, method: str) -> dict[str, Any]:
-    """Return one method of a published row, beside its simulation."""
+    """Return one method of a published row, and its simulation."""
     op = published.op
     problem = Problem(Op[op], ROWS, *SIZES[op], "float16", WORLD)
     if method == "torch":
@@ -143,7 +143,7 @@ def line(published: Published, method: str) -> dict[str, Any]:
 
 
 def ranges(published: Ranges) -> dict[str, Any]:
-    """Return the simulated efficiencies beside a published range."""
+    """Return the simulated efficiencies and a published range."""
     cluster = load_cluster(published.cluster)
     shapes = []
     for op, sizes in SIZES.items():
@@ -172,7 +172,7 @@ def ranges(published: Ranges) -> dict[str, Any]:
 
 
 def two_hosts(published: TwoHosts) -> dict[str, Any]:
-    """Return both ops between two hosts beside the published best of them."""
+    """Return both ops between two hosts, and the published best of them."""
     cluster = load_cluster(published.cluster)
     ops = []
     for op, sizes in SIZES.items():
@@ -228,7 +228,7 @@ def signed(share: float) -> str:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return the published times beside the simulated ones."""
+    """Return published and simulated times."""
     header = ["cluster", "op", "method", "GEMM ms", "total, published", "simulated", "off"]
     header += ["exposed, published", "simulated", "off"]
     rows = []
@@ -287,7 +287,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def ranges_table(content: dict[str, Any]) -> str:
-    """Return the published ranges of overlap efficiency beside the simulated ones."""
+    """Return published and simulated ranges of overlap efficiency."""
     header = ["cluster", "M", "published", "simulated", "AGGemm by M", "GemmRS by M"]
     rows = []
     for row in content["efficiencies"]:
@@ -307,7 +307,7 @@ def ranges_table(content: dict[str, Any]) -> str:
 
 
 def two_hosts_table(content: dict[str, Any]) -> str:
-    """Return the figures between two hosts beside the published best of both ops."""
+    """Return the figures between two hosts, and the published best of both ops."""
     header = ["cluster", "speed-up, published", "AGGemm", "GemmRS"]
     header += ["efficiency, published", "AGGemm", "GemmRS"]
     rows = []

@@ -1,4 +1,4 @@
-"""Use ops for a long time while everything goes wrong at random, and look for what is left behind.
+"""Use ops for a long time under random faults; compare results and look for leaks.
 
     python benchmarks/soak.py [--minutes 30] [--ranks 4] [--seed 1] [--noticed 1] [--json FILE]
 
@@ -11,12 +11,16 @@ the same seed: in quiet, and disturbed. What disturbs it:
                    rank; a full /dev/shm while an op is built
     at any moment  SIGSTOP and SIGCONT, bursts of signals, SIGKILL of one rank, SIGKILL of all
 
-The script checks that results are bitwise those of the quiet run; that file descriptors, threads
-and mapped segments of every rank, and the names in /dev/shm, are as before after every episode,
-or, behind a kill, when the timeout of the ops is over; that survivors of a kill raise within a
-second; that memory does not grow. It ends with status 1 if anything was found.
+The script checks:
 
-Where it may, the script runs in a mount namespace with a /dev/shm of its own, which it can fill.
+    results are bitwise those of the quiet run
+    file descriptors, threads and mapped segments of every rank, and the names in /dev/shm, are the
+    same after every episode; after a kill, once the timeout of the ops is over
+    survivors of a kill raise within a second
+    memory does not grow
+
+It ends with status 1 after any finding. With the permission to, it runs in a mount namespace with a
+/dev/shm of its own, which it can fill.
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ CHILD_ENDS = ("return", "exception", "exit", "os_exit")
 
 @dataclass(frozen=True)
 class Step:
-    """What all ranks do next; the same on all of them.
+    """The next action of all ranks.
 
     Attributes:
         build: arguments of the op that takes the place of the slot's op, or None.
@@ -120,8 +124,8 @@ def _spec(rng: random.Random, hosts: int) -> dict[str, Any]:
     dtype = rng.choice(["float32", "float64", "bfloat16"])
     return {
         "op": rng.choice(["AGGemm", "GemmRS", "GemmAR"]),
-        # oneDNN keeps code for 1,024 shapes of bfloat16 products, some 0.5 MB each: few shapes, or
-        # what it keeps is taken for a leak.
+        # oneDNN caches code for 1,024 shapes of bfloat16 products, some 0.5 MB each. With many
+        # shapes its cache would look like a leak.
         "max_m": 4 if dtype == "bfloat16" else rng.choice([1, 8, 64, 300, 1000]),
         "n": 96 if dtype == "bfloat16" else rng.choice([8, 96, 400]),
         "k": 100 if dtype == "bfloat16" else rng.choice([8, 100, 512]),

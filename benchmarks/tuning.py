@@ -8,8 +8,8 @@
              ratios are the figures, so that neither search is judged by its own luckiest sample.
 `kills`      `flux tune` is killed with SIGKILL at random moments, then run to its end.
 `processes`  processes that store and read winners at once, and commands that tune at once.
-`look_up`    what a tuned op's schedule costs per call beside one that is not tuned.
-`ship`       puts what `search` has found fastest into tuning/results. Only if asked for.
+`look_up`    the cost of a schedule look-up per call, of a tuned and of an untuned op.
+`ship`       copies the winners of `search` to tuning/results. Runs only if it is named.
 
 Raw figures: benchmarks/results/cpu/tuning.json.
 """
@@ -132,7 +132,7 @@ def interval(
 
 def search_part(options: argparse.Namespace) -> dict[str, Any]:
     problems = load_shapes(options.file).problems(WORLD)
-    # The server that ranks are forked from imports torch at its first use: that is nobody's search.
+    # The server that ranks are forked from imports torch at its first use: not in a timed search.
     run_ranks(_nothing, None, WORLD)
     documents = []
     for problem in problems[: options.shapes]:

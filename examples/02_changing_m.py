@@ -31,9 +31,9 @@ def main(rank: int, world: int) -> None:
 
         for m in SIZES:
             x_shard = torch.randn(gather.own_rows(m), K)
-            # A shard alone does not tell M when M is ragged, so AGGemm is told.
+            # The size of a shard does not determine M if M is ragged: pass it.
             y = gather(x_shard, w1, m=m)  # [m, N/W]
-            # GemmRS sees all m rows of its input; it hands back the rows that this rank owns.
+            # GemmRS sees all m rows of its input; it returns the rows that this rank owns.
             z = reduce(y, w2)  # [own rows, K]
 
             x = all_rows(x_shard, m)

@@ -1,8 +1,8 @@
 """Serving: a prompt is read at once, then every step decodes a token of each running request.
 
 M, the rows that a GEMM sees, is the length of a prompt in one call and the number of requests in
-the next, and falls as requests end. The layers need not be told. Activations are whole on every
-rank here, so down projections use GemmAR and up projections have nothing to communicate.
+the next, and falls as requests end. The layers see it from their input. Activations are whole on
+every rank here, so down projections use GemmAR and up projections have nothing to communicate.
 
     python examples/05_inference.py
     torchrun --standalone --nproc-per-node 4 examples/05_inference.py
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: list[torch.Tensor], caches: list[Cache]) -> torch.Tensor:
-        """The next token of every request, of which ``tokens`` has what is not in its cache yet."""
+        """Return the next token of every request; ``tokens`` are those not in its cache yet."""
         lengths = [len(of_request) for of_request in tokens]
         x = self.embedding(torch.cat(tokens))
         for number, block in enumerate(self.blocks):
@@ -108,8 +108,8 @@ def serve(model: Decoder, prompts: list[torch.Tensor]) -> tuple[list[list[int]],
             return answers, sizes
         sizes.append(len(running))
         latest = [torch.tensor(answers[r][-1:]) for r in running]
-        found = model(latest, [caches[r] for r in running])
-        for request, token in zip(running, found.tolist(), strict=True):
+        chosen = model(latest, [caches[r] for r in running])
+        for request, token in zip(running, chosen.tolist(), strict=True):
             answers[request].append(token)
 
 

@@ -16,10 +16,10 @@ Main = Callable[[int, int], None]
 def run(main: Main, world: int = 2) -> None:
     """Call ``main(rank, world)`` on every rank of a gloo group; ``main`` is found by its name."""
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")  # torchrun says in the environment who and where we are
+        dist.init_process_group("gloo")  # torchrun puts rank and address into the environment
         _finish(main)
         return
-    # They meet in a folder that only this user can enter. A port would be open to whoever connects.
+    # They meet in a folder that only this user can enter. A port would be open to all users.
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_spawned, args=(main, world, f"{folder}/store"), nprocs=world)
 
