@@ -15,9 +15,10 @@ import multi_host
 import one_host as ranks_of_a_host
 import reliability
 import scale
-from common import LINK_NAMES, RESULTS, ROOT, load, ratio, ratio_interval, unfused_interval
+from common import LINK_NAMES, RESULTS, ROOT, load, ratio, unfused_interval
 from drawing import Bar, BarChart, Chart, Group, Line, LineChart, Series
 
+from flux.bench.metrics import ratio_interval
 from flux.core.knobs import Op
 
 OVER_UNFUSED = "time over the unfused path's; below 1 is faster"

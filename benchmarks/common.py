@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flux.bench.metrics import CONFIDENCE, bootstrap, median
+from flux.bench.metrics import ratio_interval
 from flux.core.wholefile import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,15 +72,6 @@ def ratio(document: dict[str, Any], method: str) -> float:
     """Time of a method over that of the unfused path; below 1 is faster."""
     methods = document["methods"]
     return float(methods[method]["overall_ms"] / methods["unfused"]["overall_ms"])
-
-
-def ratio_interval(times: Sequence[float], base: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 90% interval of median(times) / median(base), by resampling repeats."""
-
-    def figure(chosen: list[int]) -> float:
-        return median([times[i] for i in chosen]) / median([base[i] for i in chosen])
-
-    return bootstrap(figure, len(times), CONFIDENCE)
 
 
 def unfused_interval(document: dict[str, Any], method: str) -> tuple[float, float] | None:

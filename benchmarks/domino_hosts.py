@@ -30,13 +30,13 @@ from common import (
     compute_below_network,
     keep,
     markdown,
-    ratio_interval,
     versions,
 )
 
 from flux.bench.config import Run
 from flux.bench.launch import on_ranks
 from flux.bench.megatron_cpu import Norm, megatron_on_cpu
+from flux.bench.metrics import ratio_interval
 from flux.bench.model_layers import still_group
 from flux.launch.progress import Progress, silent
 from flux.launch.spawn import pin

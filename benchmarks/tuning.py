@@ -37,7 +37,7 @@ from typing import Any
 
 from common import RESULTS, ROOT, keep, markdown, milliseconds, sizes
 
-from flux.bench.metrics import bootstrap
+from flux.bench.metrics import ratio_interval
 from flux.bench.shapes import load_shapes
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
@@ -95,6 +95,7 @@ def compare(problem: Problem) -> dict[str, Any]:
     final = only(full, list(dict.fromkeys(("unfused", winner, best))), 2 * rounds + 1)
     run(final, options)
     ms = {name: median_ms(taken) for name, taken in final.samples.items()}
+    rounds_ms = {name: [own for own, _ in taken] for name, taken in final.samples.items()}
     return {
         "at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "op": problem.op.name,
@@ -109,25 +110,12 @@ def compare(problem: Problem) -> dict[str, Any]:
         "candidates_exhaustive": len(full.candidates),
         "excluded": {**tuned.excluded, **full.excluded},
         "ms": {"tuned": ms[winner], "best": ms[best], "unfused": ms["unfused"]},
-        "rounds_ms": {name: [own for own, _ in taken] for name, taken in final.samples.items()},
+        "rounds_ms": rounds_ms,
         "tuned_over_best": ms[winner] / ms[best],
-        "tuned_over_best_interval": interval(final.samples[winner], final.samples[best]),
+        "tuned_over_best_interval": ratio_interval(rounds_ms[winner], rounds_ms[best], 0.95),
         "tuned_over_unfused": ms[winner] / ms["unfused"],
         "time_share": tuned_s / full_s,
     }
-
-
-def interval(
-    tuned: Sequence[tuple[float, float]], best: Sequence[tuple[float, float]]
-) -> tuple[float, float]:
-    """Where 95% of resamples of the rounds put the ratio of the medians."""
-
-    def ratio(rounds: list[int]) -> float:
-        return median_ms([tuned[i] for i in rounds]) / median_ms([best[i] for i in rounds])
-
-    ends = bootstrap(ratio, len(tuned), 0.95)
-    assert ends is not None
-    return ends
 
 
 def search_part(options: argparse.Namespace) -> dict[str, Any]:

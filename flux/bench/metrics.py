@@ -161,6 +161,20 @@ def overlap_efficiency_interval(
     return bootstrap(figure, len(overall_ms), CONFIDENCE)
 
 
+def ratio_interval(
+    times: Sequence[float], base: Sequence[float], confidence: float = CONFIDENCE
+) -> tuple[float, float] | None:
+    """Return the confidence interval of median(times) / median(base), by resampling repeats.
+
+    None for fewer than 5 repeats.
+    """
+
+    def ratio(chosen: list[int]) -> float:
+        return median([times[i] for i in chosen]) / median([base[i] for i in chosen])
+
+    return bootstrap(ratio, min(len(times), len(base)), confidence)
+
+
 def bootstrap(
     figure: Callable[[list[int]], float | None], repeats: int, confidence: float
 ) -> tuple[float, float] | None:

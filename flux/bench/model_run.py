@@ -74,12 +74,7 @@ class PhaseResult:
         if not self.forms:
             return None
         ours, megatron = (self.forms[form].repeats_ms for form in ("flux", "megatron"))
-
-        def ratio(chosen: list[int]) -> float:
-            of_ours, of_megatron = ([times[i] for i in chosen] for times in (ours, megatron))
-            return metrics.median(of_ours) / metrics.median(of_megatron)
-
-        return metrics.bootstrap(ratio, len(ours), 0.95)
+        return metrics.ratio_interval(ours, megatron, 0.95)
 
 
 @dataclass

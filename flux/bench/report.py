@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flux.bench.config import BenchConfig, link_bytes_minimum
-from flux.bench.metrics import CONFIDENCE, bootstrap, median
+from flux.bench.metrics import CONFIDENCE, ratio_interval
 from flux.bench.op import Measurement
 from flux.core.wholefile import write_output
 from flux.machine import host
@@ -158,20 +158,6 @@ def communication_share(content: dict[str, Any]) -> float | None:
     return max(0.0, 1.0 - float(unfused["gemm_non_split_ms"]) / float(unfused["overall_ms"]))
 
 
-def time_interval(method: dict[str, Any], other: dict[str, Any]) -> tuple[float, float] | None:
-    """Return the confidence interval of a method's time as a share of another's.
-
-    Returns:
-        The ends of the interval of CONFIDENCE; None if there are too few repeats to tell.
-    """
-    ours, theirs = method["repeats_ms"], other["repeats_ms"]
-
-    def ratio(chosen: list[int]) -> float:
-        return median([ours[i] for i in chosen]) / median([theirs[i] for i in chosen])
-
-    return bootstrap(ratio, min(len(ours), len(theirs)), CONFIDENCE)
-
-
 def conclusion(content: dict[str, Any]) -> str:
     """Return a sentence about the gain and its certainty; "" if it was not measured."""
     fused, unfused = (content["methods"].get(name) for name in ("flux", "unfused"))
@@ -181,7 +167,7 @@ def conclusion(content: dict[str, Any]) -> str:
     if content["transport"] in ("virtual", "loopback"):
         return ""
     ours = fused["repeats_ms"]
-    interval = time_interval(fused, unfused)
+    interval = ratio_interval(ours, unfused["repeats_ms"])
     least, most = (1.0, 1.0) if interval is None else interval
     time = float(fused["overall_ms"]) / float(unfused["overall_ms"])
     sure = f"{least:.2f} to {most:.2f} with {CONFIDENCE:.0%} confidence"

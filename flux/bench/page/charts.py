@@ -16,9 +16,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from flux.bench.metrics import CONFIDENCE
+from flux.bench.metrics import CONFIDENCE, ratio_interval
 from flux.bench.page.svg import milliseconds, percent, steps, tag, times
-from flux.bench.report import time_interval
 from flux.bench.results import SuiteEntry
 
 _WIDTH, _HEIGHT = 960.0, 340.0
@@ -88,7 +87,7 @@ class BarGroup:
             return None
         if not all(unfused.get("repeats_ms", [0.0])):  # missing, or below what clocks resolve
             return None
-        return time_interval(bar.figures, unfused)
+        return ratio_interval(bar.figures["repeats_ms"], unfused["repeats_ms"])
 
 
 def style(name: str) -> str:
