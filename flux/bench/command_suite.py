@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flux.cli import options
-from flux.cli.options import integers, parse_duration
+from flux.cli.options import integers, parse_duration, with_options
 from flux.cli.ranks import check_writable, speaks, torchrun_or_own
 from flux.cli.terminal import (
     EXIT_FAILED,
@@ -27,7 +27,7 @@ from flux.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from flux.bench.config import BenchConfig, RunSettings
+    from flux.bench.config import BenchConfig
     from flux.bench.peers import Peer
     from flux.bench.results import SuiteDocument
     from flux.bench.suite import Sweep
@@ -35,9 +35,13 @@ if TYPE_CHECKING:
     from flux.core.problem import Problem
 
 PAPER, PAPER_CPU = "flux-paper", "flux-paper-cpu"
+_RUN_SETTINGS = ("repeats", "warmup", "threads", "seed", "timeout_s", "hosts", "link_rate")
 
 
-def suite(
+@dataclass(frozen=True)
+class SuiteOptions:
+    """What is measured, and how; None: the file's value, or a detected one."""
+
     shapes: Annotated[
         str | None,
         typer.Option(
@@ -45,42 +49,48 @@ def suite(
             help="File of shapes, or a name in tuning/shapes. Default: flux-paper on GPUs, "
             "flux-paper-cpu (scaled down) on CPUs.",
         ),
-    ] = None,
+    ] = None
     ops: Annotated[
         str | None, typer.Option(help="Measure only these ops of the file, separated by commas.")
-    ] = None,
+    ] = None
     m: Annotated[
         str | None, typer.Option("--m", help="Rows M instead of the file's, separated by commas.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Data type instead of the file's.")] = None,
+    ] = None
+    dtype: Annotated[str | None, typer.Option(help="Data type instead of the file's.")] = None
     nproc: Annotated[
         int | None,
         typer.Option(min=1, help="Number of ranks to start (default: the file's first)."),
-    ] = None,
+    ] = None
     backend: Annotated[
         str | None, typer.Option(help="Backend: cpu | cuda (default: cuda if each rank has a GPU).")
-    ] = None,
-    transport: Annotated[str | None, typer.Option(help="Transport, as in flux bench op.")] = None,
-    hosts: options.Hosts = "1",
-    link_rate: options.LinkRate = None,
+    ] = None
+    transport: Annotated[str | None, typer.Option(help="Transport, as in flux bench op.")] = None
+    hosts: options.Hosts = "1"
+    link_rate: options.LinkRate = None
     sweeps: Annotated[
         bool,
         typer.Option("--sweeps", help="Also sweep the communication tile size, and push and pull."),
-    ] = False,
+    ] = False
     sweep_m: Annotated[
         int | None, typer.Option(help="Rows M of the sweeps (default: the largest of each op).")
-    ] = None,
-    repeats: options.Repeats = 15,
-    warmup: options.Warmup = 3,
-    threads: options.Threads = 1,
-    seed: options.Seed = 0,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds to wait for a rank before failing.")
-    ] = 60.0,
+    ] = None
+    repeats: options.Repeats = 15
+    warmup: options.Warmup = 3
+    threads: options.Threads = 1
+    seed: options.Seed = 0
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a rank before failing.")] = (
+        60.0
+    )
     budget: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="Start no new shape after TIME, such as 90s, 10m or 2h."),
-    ] = None,
+    ] = None
+
+
+@with_options
+def suite(
+    what: SuiteOptions,
+    *,
     json_target: Annotated[
         Path | None,
         typer.Option(
@@ -129,68 +139,18 @@ def suite(
         return
     if resume and json_target is None:
         refuse("--resume needs the results of the earlier run: pass --json FILE")
-    from flux.bench.config import RunSettings
     from flux.bench.suite_ranks import SuiteRanks, TorchrunRanks
 
-    world = torchrun_or_own(nproc, hosts)
+    world = torchrun_or_own(what.nproc, what.hosts)
     ranks = SuiteRanks() if world is None else TorchrunRanks()
     with closing(ranks):
-        request = _Request(
-            shapes,
-            ops,
-            m,
-            dtype,
-            world or nproc,
-            backend,
-            transport,
-            sweeps,
-            sweep_m,
-            budget,
-            peers,
-        )
-        run = RunSettings(
-            repeats=repeats,
-            warmup=warmup,
-            threads=threads,
-            seed=seed,
-            timeout_s=timeout,
-            hosts=hosts,
-            link_rate=link_rate,
-        )
-        plan = _agreed(ranks, lambda: _plan(request, run, ranks))
+        placed = replace(what, nproc=world or what.nproc)
+        plan = _agreed(ranks, lambda: _plan(placed, peers, ranks))
         reasons = ranks.survey(plan.peers)
         if not ranks.leads:
             _follow(ranks)
             return
         _measure(plan, reasons, ranks, targets, resume=resume, quiet=quiet)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What the command line asks for; None: the file's, or detected.
-
-    Attributes:
-        shapes: a file, or its name in tuning/shapes.
-        ops, m: which of its shapes, and other rows, separated by commas.
-        dtype, nproc: in place of the file's.
-        backend, transport: of the ranks.
-        sweeps: whether to sweep knobs, too.
-        sweep_m: rows of the sweeps.
-        budget: time, such as 90s.
-        peers: package of adapters.
-    """
-
-    shapes: str | None
-    ops: str | None
-    m: str | None
-    dtype: str | None
-    nproc: int | None
-    backend: str | None
-    transport: str | None
-    sweeps: bool
-    sweep_m: int | None
-    budget: str | None
-    peers: Path | None
 
 
 @dataclass(frozen=True)
@@ -232,7 +192,7 @@ def _follow(ranks: SuiteRanks) -> None:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def _plan(request: _Request, run: RunSettings, ranks: SuiteRanks) -> _Plan:
+def _plan(what: SuiteOptions, peers: Path | None, ranks: SuiteRanks) -> _Plan:
     """Return the plan; raise ValueError if options contradict one another."""
     from flux.bench.config import ONE_GPU, BenchConfig, dtype_name
     from flux.bench.peers import load
@@ -240,46 +200,56 @@ def _plan(request: _Request, run: RunSettings, ranks: SuiteRanks) -> _Plan:
     from flux.bench.shapes import load_shapes
     from flux.bench.suite import sweeps_of
 
-    backend = request.backend
+    backend = what.backend
     if backend not in (None, "cpu", "cuda"):
         raise ValueError(f"--backend must be cpu or cuda, got {backend!r}")
     if backend is None:
-        backend = "cuda" if request.transport in ONE_GPU else _detected(request.nproc)
-    file = load_shapes(request.shapes or (PAPER if backend == "cuda" else PAPER_CPU))
-    world = request.nproc or file.tensor_parallel[0]
-    dtype = None if request.dtype is None else dtype_name(request.dtype)
-    problems = _selected(file.problems(world, dtype), request.ops, request.m)
+        backend = "cuda" if what.transport in ONE_GPU else _detected(what.nproc)
+    file = load_shapes(what.shapes or (PAPER if backend == "cuda" else PAPER_CPU))
+    world = what.nproc or file.tensor_parallel[0]
+    dtype = None if what.dtype is None else dtype_name(what.dtype)
+    problems = _selected(file.problems(world, dtype), what.ops, what.m)
     configs = [
-        BenchConfig(problem=problem, backend=backend, transport=request.transport, **asdict(run))
+        BenchConfig(
+            problem=problem,
+            backend=backend,
+            transport=what.transport,
+            repeats=what.repeats,
+            warmup=what.warmup,
+            threads=what.threads,
+            seed=what.seed,
+            timeout_s=what.timeout,
+            hosts=what.hosts,
+            link_rate=what.link_rate,
+        )
         for problem in problems
     ]
     if backend == "cuda":
         problem_text = problem_here(configs[0])
         if problem_text is not None:
             raise ValueError(problem_text)
-    if run.hosts != "1":
+    if what.hosts != "1":
         _check_hosts()
     configs = ranks.placed(configs)
     sweeps = []
-    if request.sweeps:
-        sweeps = sweeps_of(problems, request.sweep_m, pulls=configs[0].shares_memory)
+    if what.sweeps:
+        sweeps = sweeps_of(problems, what.sweep_m, pulls=configs[0].shares_memory)
     settings = {
         "shapes": file.file.name,
         "model": file.model,
         "dtype": dtype or file.dtype,
         "world": world,
         "backend": backend,
-        "transport": request.transport,
-        **asdict(run),
-        "hosts": configs[0].hosts,
+        "transport": what.transport,
+        **{name: getattr(configs[0], name) for name in _RUN_SETTINGS},
         "sweeps": [
             f"{sweep.knob} at {sweep.problem.op.name} {sweep.problem.m}" for sweep in sweeps
         ],
     }
-    adapters = load(request.peers)
-    if request.peers is not None:
+    adapters = load(peers)
+    if peers is not None:
         settings["adapters"] = [peer.name for peer in adapters]
-    budget_s = None if request.budget is None else parse_duration(request.budget)
+    budget_s = None if what.budget is None else parse_duration(what.budget)
     return _Plan(configs, sweeps, settings, budget_s, adapters)
 
 
@@ -306,8 +276,6 @@ def _selected(problems: Sequence[Problem], ops: str | None, m: str | None) -> li
 
     Raise ValueError if there are none.
     """
-    from dataclasses import replace
-
     left = list(problems)
     if ops is not None:
         names = [name.strip() for name in ops.split(",")]

@@ -108,36 +108,27 @@ def check_memory(needed: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """How ranks are started and how often is measured.
+class Run:
+    """The common settings of all benchmarks on ranks; pickled and sent to every rank.
 
     Attributes:
         repeats: number of timed repeats.
         warmup: number of repeats before those.
         threads: GEMM threads of each rank.
-        seed: of the random inputs.
         timeout_s: limit of the ops' waits.
+        seed: of the random inputs.
         hosts: number of hosts, or ranks per host: "2" or "3+1".
         link_rate: of the links between simulated hosts; None: no limit.
+        common_clock: whether all ranks share a clock; simulated hosts do too.
     """
 
     repeats: int = 15
     warmup: int = 3
     threads: int = 1
-    seed: int = 0
     timeout_s: float = 60.0
+    seed: int = 0
     hosts: str = "1"
     link_rate: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run(RunSettings):
-    """The common settings of all benchmarks on ranks; pickled and sent to every rank.
-
-    Attributes:
-        common_clock: whether all ranks share a clock; simulated hosts do too.
-    """
-
     common_clock: bool = True
 
     def __post_init__(self) -> None:
