@@ -25,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import ROOT, keep, markdown
-from torch import nn
+from llama import Layer, Llama, Stage, loss_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -43,70 +44,26 @@ from flux.runtime.centauri.module import RuntimePlan, parallelize, sharded
 
 RESULT = ROOT / "benchmarks" / "results" / "plan" / "centauri.json"
 LINKS = ("500mbit", "1gbit", "2gbit", "4gbit", "none")
-SIZES = {"width": 512, "mlp": 1408, "heads": 8, "layers": 4, "vocabulary": 2048}
+SIZES = Llama(2048, 512, 1408, 8, 4, "float32")
 HOSTS, PER_HOST, SEQUENCE = 2, 2, 256
 METHODS = ("fsdp2", "ahead", "kept", "waited", "centauri")
 
 
-class Block(nn.Module):
-    """A layer of a Llama: RMSNorm, attention with rotary positions, SwiGLU."""
-
-    def __init__(self, width: int, mlp: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.proj = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, 2 * mlp, bias=False)
-        self.down = nn.Linear(mlp, width, bias=False)
-
-    def forward(self, x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).unbind(2)
-        q, k = (rotated(t.transpose(1, 2), rotary) for t in (q, k))
-        attend = nn.functional.scaled_dot_product_attention
-        mixed = attend(q, k, v.transpose(1, 2), is_causal=True).transpose(1, 2)
-        x = x + self.proj(mixed.reshape(batch, length, width))
-        gate, up = self.up(self.norm2(x)).chunk(2, -1)
-        out: torch.Tensor = x + self.down(nn.functional.silu(gate) * up)
-        return out
+def whole_model() -> Stage:
+    """Return the model; all calls return equal weights."""
+    torch.manual_seed(0)
+    layers = [Layer(SIZES) for _ in range(SIZES.layers)]
+    return Stage(SIZES, layers, first=True, last=True)
 
 
-def rotated(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-    """Turn pairs of [batch, heads, tokens, dim] by the angles [2, tokens, dim / 2]."""
-    cos, sin = rotary
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-
-
-class Llama(nn.Module):
-    def __init__(self, width: int, mlp: int, heads: int, layers: int, vocabulary: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Block(width, mlp, heads) for _ in range(layers))
-        self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        dim = width // heads
-        inverse = 10000.0 ** (-torch.arange(0, dim, 2) / dim)
-        angles = torch.arange(SEQUENCE)[:, None] * inverse
-        self.register_buffer("rotary", torch.stack([angles.cos(), angles.sin()]), persistent=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x, self.rotary)
-        out: torch.Tensor = self.head(self.norm(x))
-        return out
-
-
-def fsdp2(model: Llama, **options: Any) -> Llama:
-    for part in (model.embed, *model.layers, model.norm, model.head, model):
+def fsdp2(model: Stage, **options: Any) -> Stage:
+    for part in (model.embedding, *model.layers, model.norm, model.head, model):
         fully_shard(part, **options)
     return model
 
 
-def ahead(model: Llama) -> Llama:
-    parts = [model.embed, *model.layers, model.norm, model.head]
+def ahead(model: Stage) -> Stage:
+    parts = [model.embedding, *model.layers, model.norm, model.head]
     fsdp2(model)._set_unshard_async_op(True)
     for here, after in pairwise(parts):
         here.set_modules_to_forward_prefetch([after])
@@ -114,7 +71,7 @@ def ahead(model: Llama) -> Llama:
     return model
 
 
-def centauri(model: Llama, timeout_s: float, **options: Any) -> Llama:
+def centauri(model: Stage, timeout_s: float, **options: Any) -> Stage:
     mesh = init_device_mesh("cpu", (HOSTS, PER_HOST))
     parallelize(model, mesh, RuntimePlan(timeout_s=timeout_s, shared_memory=True, **options))
     return model
@@ -124,17 +81,13 @@ def entry(job: dict[str, Any], rank: int, progress: Progress) -> dict[str, Any]:
     """Run one rank: all methods take turns."""
     batch, repeats = job["batch"], job["repeats"]
 
-    def model() -> Llama:
-        torch.manual_seed(0)
-        return Llama(**SIZES)
-
-    makers: dict[str, Callable[[], Llama]] = {
-        "compute": model,
-        "fsdp2": lambda: fsdp2(model()),
-        "ahead": lambda: ahead(model()),
-        "kept": lambda: fsdp2(model(), reshard_after_forward=False),
-        "waited": lambda: centauri(model(), job["timeout_s"], overlap=False, prefetch=0),
-        "centauri": lambda: centauri(model(), job["timeout_s"]),
+    makers: dict[str, Callable[[], Stage]] = {
+        "compute": whole_model,
+        "fsdp2": lambda: fsdp2(whole_model()),
+        "ahead": lambda: ahead(whole_model()),
+        "kept": lambda: fsdp2(whole_model(), reshard_after_forward=False),
+        "waited": lambda: centauri(whole_model(), job["timeout_s"], overlap=False, prefetch=0),
+        "centauri": lambda: centauri(whole_model(), job["timeout_s"]),
     }
     models = {name: make() for name, make in makers.items()}
     steppers = {name: torch.optim.AdamW(m.parameters(), lr=1e-3) for name, m in models.items()}
@@ -143,13 +96,12 @@ def entry(job: dict[str, Any], rank: int, progress: Progress) -> dict[str, Any]:
     sent: dict[str, int] = dict.fromkeys(models, 0)
     for index in range(job["warmup"] + repeats):
         generator = torch.Generator().manual_seed(1000 * index + rank)
-        data = torch.randint(SIZES["vocabulary"], (batch, SEQUENCE + 1), generator=generator)
-        for name, one in models.items():
+        data = torch.randint(SIZES.vocabulary, (batch, SEQUENCE + 1), generator=generator)
+        for name, model in models.items():
             dist.barrier()
             before, began = link_bytes(), time.perf_counter()
             steppers[name].zero_grad()
-            out = one(data[:, :-1])
-            loss = nn.functional.cross_entropy(out.flatten(0, 1), data[:, 1:].flatten())
+            loss = loss_of(model(data[:, :-1]), data[:, 1:])
             loss.backward()
             if name != "compute":  # whose optimizer would have all parameters, and not a share
                 steppers[name].step()
@@ -236,7 +188,7 @@ def main() -> None:
         runs.append({"link": link, "command": command, **job, **outcome})
         print(link, {name: round(value, 3) for name, value in row(runs[-1]).items()}, flush=True)
         content = {
-            "model": SIZES,
+            "model": asdict(SIZES),
             "sequence": SEQUENCE,
             "ranks": f"{HOSTS} hosts of {PER_HOST}, one thread each, float32",
             "torch": torch.__version__,

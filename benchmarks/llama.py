@@ -1,4 +1,4 @@
-"""A small Llama with tensor parallelism, in stages of a pipeline."""
+"""A small Llama: whole, or with tensor parallelism and in stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -36,18 +36,23 @@ class Llama:
 
 
 class Layer(nn.Module):
-    """One layer on [sequence, batch, hidden]."""
+    """One layer on [sequence, batch, hidden]; without a group the whole layer is on each rank."""
 
-    def __init__(self, sizes: Llama, group: dist.ProcessGroup) -> None:
+    def __init__(self, sizes: Llama, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         dtype, hidden = getattr(torch, sizes.dtype), sizes.hidden
-        options: dict[str, Any] = {"bias": False, "dtype": dtype, "fused": False, "group": group}
-        self.heads = sizes.heads // dist.get_world_size(group)
+        options: dict[str, Any] = {"bias": False, "dtype": dtype}
+        column: Any = nn.Linear
+        row: Any = nn.Linear
+        if group is not None:
+            column, row = ColumnParallelLinear, RowParallelLinear
+            options |= {"fused": False, "group": group}
+        self.heads = sizes.heads // (1 if group is None else dist.get_world_size(group))
         self.norm1, self.norm2 = (nn.RMSNorm(hidden, dtype=dtype) for _ in range(2))
-        self.qkv = ColumnParallelLinear(hidden, 3 * hidden, **options)
-        self.proj = RowParallelLinear(hidden, hidden, **options)
-        self.up = ColumnParallelLinear(hidden, 2 * sizes.intermediate, **options)
-        self.down = RowParallelLinear(sizes.intermediate, hidden, **options)
+        self.qkv = column(hidden, 3 * hidden, **options)
+        self.proj = row(hidden, hidden, **options)
+        self.up = column(hidden, 2 * sizes.intermediate, **options)
+        self.down = row(sizes.intermediate, hidden, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
