@@ -100,8 +100,8 @@ def _layer_groups(case: tuple[str, int, int, int], phases: tuple[str, ...]) -> l
     for link in layers.LINKS:
         figures = load(layers.path_of(*case, link))["phases"]
         each = [(figures[phase]["ratio"], figures[phase]["ratio_interval"]) for phase in phases]
-        made = tuple(Bar(value, None if ends is None else tuple(ends)) for value, ends in each)
-        groups.append(Group(LINK_NAMES[link], made, section))
+        bars = tuple(Bar(value, None if ends is None else tuple(ends)) for value, ends in each)
+        groups.append(Group(LINK_NAMES[link], bars, section))
     return groups
 
 
@@ -252,11 +252,11 @@ def cuda_host() -> Chart:
     )
     groups = [
         Group(
-            Op[one["op"]].label,
-            (Bar(one["driver_calls"]), Bar(old["driver_calls"])),
-            f"M = {one['m']}",
+            Op[new["op"]].label,
+            (Bar(new["driver_calls"]), Bar(old["driver_calls"])),
+            f"M = {new['m']}",
         )
-        for one, old in zip(now["ops"], before["ops"], strict=True)
+        for new, old in zip(now["ops"], before["ops"], strict=True)
     ]
     return BarChart(
         "Calls of the CUDA driver per call of an op",
@@ -309,7 +309,7 @@ def scaling() -> Chart:
     series = [
         Series(label, colour)
         for label, colour in zip(
-            [one for one in scale.POLICIES if one != "serial"],
+            [policy for policy in scale.POLICIES if policy != "serial"],
             ("grey", "violet", "blue", "orange"),
             strict=True,
         )
@@ -325,9 +325,9 @@ def scaling() -> Chart:
             for group in scale.by_case(content, study)
             if (group[0]["model"], group[0]["gpus"]) == (model, gpus)
         )
-        made = tuple(Bar(1 / row["speedup"], None, 1 / row["bound"]) for row in rows[1:])
+        bars = tuple(Bar(1 / row["speedup"], None, 1 / row["bound"]) for row in rows[1:])
         section = f"{model}, {rows[0]['cluster']}, {study} scaling"
-        groups.append(Group(f"{gpus:,} GPUs", made, section))
+        groups.append(Group(f"{gpus:,} GPUs", bars, section))
     return BarChart(
         "Simulated steps: what policies gain at scale",
         "sequence parallelism, ZeRO-1, inputs gathered again; tensor parallel 8",

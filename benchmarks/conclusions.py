@@ -46,7 +46,7 @@ def training_ratios() -> list[float]:
 
 def layer() -> str:
     """Return what a training step of the GPT-3 layer gains, by link."""
-    alone, slow, middle, fast = (f"{one:.2f}" for one in training_ratios())
+    alone, slow, middle, fast = (f"{value:.2f}" for value in training_ratios())
     return (
         "**Forward and backward of a GPT-3 layer with our linear layers take "
         f"{slow} of Megatron-core's time at 500 Mbit/s between two hosts, {middle} at 1 Gbit/s, "
@@ -87,19 +87,19 @@ def cuda_host() -> str:
         load(RESULTS / f"{name}.json")["ops"]
         for name in ("cuda_host_time", "cuda_host_time_before")
     )
-    place = next(i for i, one in enumerate(now) if one["op"] == "ag_gemm" and one["m"] > 64)
+    place = next(i for i, entry in enumerate(now) if entry["op"] == "ag_gemm" and entry["m"] > 64)
     return (
         f"**One call of AGGemm with M = {now[place]['m']} on 8 GPUs makes "
         f"{now[place]['driver_calls']} calls of the CUDA driver, where an earlier version made "
         f"{before[place]['driver_calls']}; one call of GemmRS makes "
-        f"{next(one['driver_calls'] for one in now if one['op'] == 'gemm_rs')}.**"
+        f"{next(entry['driver_calls'] for entry in now if entry['op'] == 'gemm_rs')}.**"
     )
 
 
 def reliable() -> str:
     """Return how many results differed and how many findings there were."""
     soak, kinds = load(reliability.SOAK), load(reliability.FILES)["kinds"]
-    different = sum("another result" in one for one in soak["findings"])
+    different = sum("another result" in finding for finding in soak["findings"])
     cases = sum(sum(counts.values()) for counts in kinds.values())
     wrong = sum(counts["wrong"] for counts in kinds.values())
     return (

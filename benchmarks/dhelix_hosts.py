@@ -244,21 +244,25 @@ def schedules(case: Case) -> tuple[dict[str, Any], bool, bool]:
 
 def run_case(case: Case, rank: int, progress: Progress) -> dict[str, Any]:
     """Run one rank of a case; return the times of each method in ms, and its losses."""
-    made, last, first = schedules(case)
+    schedule_of, last, first = schedules(case)
     cores = sorted(os.sched_getaffinity(0))
     # Ranks of a tensor-parallel group are on different cores.
     os.sched_setaffinity(threading.get_native_id(), [cores[rank % len(cores)]])
     compute_below_network()
-    strands = made["dhelix"].strands
+    strands = schedule_of["dhelix"].strands
     with Share(case.cores).computes(strands):
-        return measured(case, rank, progress, (made, last, first))
+        return measured(case, rank, progress, schedule_of, last, first)
 
 
 def measured(
-    case: Case, rank: int, progress: Progress, schedule_of: tuple[dict[str, Any], bool, bool]
+    case: Case,
+    rank: int,
+    progress: Progress,
+    schedule_of: dict[str, Any],
+    last: bool,
+    first: bool,
 ) -> dict[str, Any]:
-    """Run the methods by turns on one rank."""
-    made, last, first = schedule_of
+    """Run the methods by turns on one rank; ``last``, ``first``: as of `schedules`."""
     generator = torch.Generator().manual_seed(0)
     shape = (2, case.micro_batches * case.micro_batch, case.sequence)
     tokens, labels = torch.randint(case.sizes.vocabulary, shape, generator=generator)
@@ -266,7 +270,7 @@ def measured(
     losses: dict[str, list[float]] = {}
     for repeat in range(case.repeats + 1):
         for method in METHODS:
-            schedule = made["dhelix" if method == "dhelix" else "wgrad"]
+            schedule = schedule_of["dhelix" if method == "dhelix" else "wgrad"]
             has_loss = first if method == "dhelix" else last
             kept: list[torch.Tensor] = []
             dist.barrier()

@@ -221,13 +221,15 @@ def _draw_bars(figure: Any, chart: BarChart) -> None:
 
     legend: list[Any] = []
     if len(chart.series) > 1 or chart.mark:
-        legend += [Patch(color=LIGHT[one.colour], label=one.name) for one in chart.series]
+        legend += [Patch(color=LIGHT[series.colour], label=series.name) for series in chart.series]
     if chart.mark:
         legend.append(Line2D([], [], label=chart.mark, marker="|", ms=14, mew=3, lw=0))
     if chart.interval:
         legend.append(Line2D([], [], label=chart.interval, lw=1.5))
     pitch = BAR_PITCH * (1 if chart.stacked else len(chart.series))
-    sections = sum(bool(name) for name, _ in itertools.groupby(one.section for one in chart.groups))
+    sections = sum(
+        bool(name) for name, _ in itertools.groupby(group.section for group in chart.groups)
+    )
     height = len(chart.groups) * (pitch + GAP) + sections * LINE
     widest = max(_width(figure, group.label) for group in chart.groups)
     (axes,) = _panels(figure, chart, legend, [height], MARGIN + widest + 8, MARGIN + VALUE)
@@ -288,8 +290,8 @@ def _draw_lines(figure: Any, chart: LineChart) -> None:
     from matplotlib.lines import Line2D
 
     legend = [
-        Line2D([], [], label=one.name, color=LIGHT[one.colour], lw=2.5, ls=curve.style)
-        for one, curve in zip(chart.series, chart.panels[0][1], strict=True)
+        Line2D([], [], label=series.name, color=LIGHT[series.colour], lw=2.5, ls=curve.style)
+        for series, curve in zip(chart.series, chart.panels[0][1], strict=True)
     ]
     panels = _panels(figure, chart, legend, [PANEL] * len(chart.panels), 58, MARGIN + 16)
     for axes, (heading, curves) in zip(panels, chart.panels, strict=True):
@@ -361,8 +363,10 @@ def _check_texts(figure: Any) -> None:
     from matplotlib.text import Text
 
     figure.draw_without_rendering()
-    texts = [one for one in figure.findobj(Text) if one.get_visible() and one.get_text().strip()]
-    boxes = [(one.get_text(), one.get_window_extent()) for one in texts]
+    texts = [
+        text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()
+    ]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
     for text, box in boxes:
         if box.x0 < 0 or box.y0 < 0 or box.x1 > figure.bbox.x1 or box.y1 > figure.bbox.y1:
             raise ValueError(f"{text!r} leaves the picture: {box}")

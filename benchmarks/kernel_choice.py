@@ -133,15 +133,15 @@ def paper_table(document: dict[str, Any]) -> str:
     header = ["op, M", "kernel", "waves", "raster", "rows of a communication tile", "limit; reason"]
     rows = [
         [
-            unbroken(f"{one['op']}, {one['m']}"),
-            unbroken(one["kernel"]),
-            f"{one['waves']:.2f}",
-            str(one["raster"]),
-            str(one["comm_tile_rows"]),
-            one["reason"],
+            unbroken(f"{shape['op']}, {shape['m']}"),
+            unbroken(shape["kernel"]),
+            f"{shape['waves']:.2f}",
+            str(shape["raster"]),
+            str(shape["comm_tile_rows"]),
+            shape["reason"],
         ]
-        for one in document["shapes"]
-        if (Op[one["op"]], one["m"], one["n"], one["k"]) in paper
+        for shape in document["shapes"]
+        if (Op[shape["op"]], shape["m"], shape["n"], shape["k"]) in paper
     ]
     text = (
         f"W = {WORLD}, (N, K) = (49152, 12288) for AllGather and (12288, 49152) for ReduceScatter, "
@@ -150,27 +150,29 @@ def paper_table(document: dict[str, Any]) -> str:
     return f"{markdown(header, rows)}\n\n{text}"
 
 
-def agreement(one: dict[str, Any]) -> float:
+def agreement(shape: dict[str, Any]) -> float:
     """Return NVIDIA's estimate of our choice over its estimate of its own."""
-    times = one["nvidia_us"]
-    return float(times[one["kernel"]] / times[one["nvidia_kernel"]])
+    times = shape["nvidia_us"]
+    return float(times[shape["kernel"]] / times[shape["nvidia_kernel"]])
 
 
 def rated(document: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the shapes for which its model estimates our choice."""
-    return [one for one in document["shapes"] if one.get("nvidia_us", {}).get(one["kernel"])]
+    return [
+        shape for shape in document["shapes"] if shape.get("nvidia_us", {}).get(shape["kernel"])
+    ]
 
 
 def agreements(document: dict[str, Any]) -> list[tuple[str, int, int, float, float]]:
     """Return by M: its name, shapes, how often both agree, median and largest `agreement`."""
     groups: dict[str, list[dict[str, Any]]] = {}
-    for one in sorted(rated(document), key=lambda one: one["m"]):
-        last = "8192 and more" if one["m"] >= 8192 else str(one["m"])
-        groups.setdefault(last, []).append(one)
+    for shape in sorted(rated(document), key=lambda shape: shape["m"]):
+        last = "8192 and more" if shape["m"] >= 8192 else str(shape["m"])
+        groups.setdefault(last, []).append(shape)
     rows = []
     for name, members in groups.items():
-        ratios = [agreement(one) for one in members]
-        same = sum(one["kernel"] == one["nvidia_kernel"] for one in members)
+        ratios = [agreement(shape) for shape in members]
+        same = sum(shape["kernel"] == shape["nvidia_kernel"] for shape in members)
         rows.append((name, len(members), same, statistics.median(ratios), max(ratios)))
     return rows
 
@@ -186,21 +188,21 @@ def comparison_table(document: dict[str, Any], worst: int = 6) -> str:
     apart = sorted(rated(document), key=agreement, reverse=True)[:worst]
     cases = [
         [
-            f"{one['op']} {sizes(one)}",
-            f"{one['kernel']}: {one['nvidia_us'][one['kernel']]:.0f} us",
-            f"{one['nvidia_kernel']}: {one['nvidia_us'][one['nvidia_kernel']]:.0f} us",
+            f"{shape['op']} {sizes(shape)}",
+            f"{shape['kernel']}: {shape['nvidia_us'][shape['kernel']]:.0f} us",
+            f"{shape['nvidia_kernel']}: {shape['nvidia_us'][shape['nvidia_kernel']]:.0f} us",
         ]
-        for one in apart
-        if agreement(one) > 1.005
+        for shape in apart
+        if agreement(shape) > 1.005
     ]
     if cases:
         header = ["farthest apart: M x N x K of all ranks", "ours", "fastest by its estimates"]
         parts.append(markdown(header, cases))
     if document["bands"] is not None:
-        one = document["bands"]
-        times = ", ".join(f"{band}: {us:.0f} us" for band, us in one["us"].items())
-        size = f"{one['m']} x {one['n']} x {one['k']}"
-        parts.append(f"{one['kernel']} at {size}, by rows of tiles in a band: {times}.")
+        bands = document["bands"]
+        times = ", ".join(f"{band}: {us:.0f} us" for band, us in bands["us"].items())
+        size = f"{bands['m']} x {bands['n']} x {bands['k']}"
+        parts.append(f"{bands['kernel']} at {size}, by rows of tiles in a band: {times}.")
     parts.append(
         f"nvidia-matmul-heuristics {document['nvidia']}, its {document['gpu']}; estimates, not "
         "measurements. It knows no stream-K: such a kernel has its estimate of the tile, times "

@@ -259,9 +259,9 @@ def variants_table(content: dict[str, Any]) -> str:
         if abs(row["exposed_off"]) <= LIMITS["exposed"]:
             continue
         others = [
-            f"{one['what']}: {one['simulated_exposed_ms']:.3f}"
-            for one in content["variants"]
-            if (one["cluster"], one["op"]) == (row["cluster"], row["op"])
+            f"{variant['what']}: {variant['simulated_exposed_ms']:.3f}"
+            for variant in content["variants"]
+            if (variant["cluster"], variant["op"]) == (row["cluster"], row["op"])
         ]
         published, simulated = row["published_exposed_ms"], row["simulated_exposed_ms"]
         rows.append(
@@ -312,14 +312,14 @@ def two_hosts_table(content: dict[str, Any]) -> str:
     header += ["efficiency, published", "AGGemm", "GemmRS"]
     rows = []
     for row in content["two_hosts"]:
-        ops = [next(one for one in row["ops"] if one["op"] == op) for op in SIZES]
+        ops = [next(op for op in row["ops"] if op["op"] == name) for name in SIZES]
         rows.append(
             [
                 row["cluster"].removeprefix("flux-"),
                 f"up to {row['published_speedup']:.2f}",
-                *(f"{one['speedup']:.2f}" for one in ops),
+                *(f"{op['speedup']:.2f}" for op in ops),
                 f"up to {row['published_efficiency']:.0%}",
-                *(percent(one["efficiency"]) for one in ops),
+                *(percent(op["efficiency"]) for op in ops),
             ]
         )
     return markdown(header, rows)

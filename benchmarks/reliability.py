@@ -58,7 +58,7 @@ def soak() -> str:
         ["growth of resident memory", f"{grown:.1f} MiB"],
         ["findings", f"{len(document['findings'])}"],
     ]
-    listed = "\n".join(f"* {one}" for one in document["findings"])
+    listed = "\n".join(f"* {finding}" for finding in document["findings"])
     parts = [markdown(header, rows), markdown(["figure", "value"], facts)]
     parts += [f"Findings, as `episode: what was found`:\n\n{listed}"] if listed else []
     return "\n\n".join(

@@ -109,18 +109,18 @@ ACROSS = tuple(
 
 def cases() -> Iterator[Case]:
     """Yield everything that is simulated."""
-    for one in WEAK:
-        for dp in one.dps:
+    for case in WEAK:
+        for dp in case.dps:
             yield Case(
-                *("weak", one.model, one.cluster, 8, one.pp, dp),
-                *(one.micro_batch, one.micro_batches, 0, one.sequence),
+                *("weak", case.model, case.cluster, 8, case.pp, dp),
+                *(case.micro_batch, case.micro_batches, 0, case.sequence),
             )
-    for one, batch in STRONG:
-        for dp in one.dps:
-            micro_batches = batch // (dp * one.micro_batch)
+    for case, batch in STRONG:
+        for dp in case.dps:
+            micro_batches = batch // (dp * case.micro_batch)
             yield Case(
-                *("strong", one.model, one.cluster, 8, one.pp, dp),
-                *(one.micro_batch, micro_batches, 0, one.sequence),
+                *("strong", case.model, case.cluster, 8, case.pp, dp),
+                *(case.micro_batch, micro_batches, 0, case.sequence),
             )
     yield from ACROSS
 
@@ -256,12 +256,12 @@ def table(content: dict[str, Any], study: str) -> str:
 
 def largest_sentence(content: dict[str, Any]) -> str:
     """Return what the largest simulation takes."""
-    one = content["largest"]
+    step = content["largest"]
     return (
-        f"A step of {one['gpus']:,} GPUs ({one['model']} with {one['layers']} layers; tp, pp, dp = "
-        f"{one['tp']}, {one['pp']}, {one['dp']}; {one['micro_batches']} micro-batches; Domino by "
-        f"rows) has {one['operators']:,} operators, one rank of each stage. Simulating it took "
-        f"{one['seconds']:.1f} s and {one['memory_gib']:.1f} GiB."
+        f"A step of {step['gpus']:,} GPUs ({step['model']} with {step['layers']} layers; "
+        f"tp, pp, dp = {step['tp']}, {step['pp']}, {step['dp']}; {step['micro_batches']} "
+        f"micro-batches; Domino by rows) has {step['operators']:,} operators, one rank of each "
+        f"stage. Simulating it took {step['seconds']:.1f} s and {step['memory_gib']:.1f} GiB."
     )
 
 

@@ -315,7 +315,7 @@ def main() -> None:
             "max": max(soak.noticed_s, default=0),
         },
         "settled_s": {
-            "late": sum(one > 2.0 for one in soak.settled_s),
+            "late": sum(seconds > 2.0 for seconds in soak.settled_s),
             "max": max(soak.settled_s, default=0),
         },
         "growth_bytes": soak.growth_bytes,

@@ -75,8 +75,8 @@ def run(search: Search, options: Options) -> float:
 
 def only(search: Search, names: Sequence[str], rounds: int) -> Search:
     """A search among a few of the candidates, with the same number of rounds for each."""
-    kept = tuple(one for one in search.candidates if one.name in names)
-    halving = Halving(tuple(one.name for one in kept), tuple(names), (rounds,))
+    kept = tuple(candidate for candidate in search.candidates if candidate.name in names)
+    halving = Halving(tuple(candidate.name for candidate in kept), tuple(names), (rounds,))
     return Search(search.problem, kept, [], halving)
 
 
@@ -320,8 +320,8 @@ def ship_part(options: argparse.Namespace) -> dict[str, Any]:
 
 def _fastest(problem: Problem, document: dict[str, Any]) -> Winner:
     everything = replace(load_space("cpu"), prune_above=math.inf)
-    made = make_search(problem, everything, detect("cpu", 1), ["here"] * WORLD, Options())
-    knobs = {one.name: one.chosen for one in made.candidates}
+    search = make_search(problem, everything, detect("cpu", 1), ["here"] * WORLD, Options())
+    knobs = {candidate.name: candidate.chosen for candidate in search.candidates}
     rounds = document["rounds_ms"]
     name = min(rounds, key=lambda name: statistics.median(rounds[name]))
     return Winner(

@@ -58,24 +58,24 @@ def _collected_groups() -> Iterator[list[dist.ProcessGroup]]:
     Megatron drops most of its groups without destroying them. About twenty gloo groups have a
     hundred threads, each of which wakes up every 10 ms.
     """
-    made: list[dist.ProcessGroup] = []
+    groups: list[dist.ProcessGroup] = []
     original, original_destroy = dist.new_group, dist.destroy_process_group
 
     def new_group(*args: Any, **options: Any) -> Any:
         group = original(*args, **options)
         if isinstance(group, dist.ProcessGroup):  # else this rank is not in it
-            made.append(group)
+            groups.append(group)
         return group
 
     def destroy_process_group(group: Any = None) -> None:
         original_destroy(group)
-        made[:] = [other for other in made if other is not group]
+        groups[:] = [other for other in groups if other is not group]
 
     with (
         mock.patch.object(dist, "new_group", new_group),
         mock.patch.object(dist, "destroy_process_group", destroy_process_group),
     ):
-        yield made
+        yield groups
 
 
 class Norm:
@@ -83,10 +83,10 @@ class Norm:
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
         """Return torch's norm of the configured name, with marked parameters."""
-        made = getattr(torch.nn, config.normalization)(hidden_size, eps)
-        for parameter in made.parameters():
+        norm = getattr(torch.nn, config.normalization)(hidden_size, eps)
+        for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
-        return made
+        return norm
 
 
 def gpt(

@@ -103,8 +103,8 @@ def accumulate(
 
 def zeros_for(rows: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return zeroed tensors for ``accumulate``, for the columns of a weight."""
-    made = [weight.new_zeros(rows, weight.shape[0], dtype=torch.float64) for _ in range(3)]
-    return made[0], made[1], made[2]
+    sums = [weight.new_zeros(rows, weight.shape[0], dtype=torch.float64) for _ in range(3)]
+    return sums[0], sums[1], sums[2]
 
 
 def make_reference(

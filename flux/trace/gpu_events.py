@@ -407,4 +407,4 @@ def gpu_spans(rank_records: RankRecords, calls: Sequence[Span]) -> list[Span]:
     for number, of_call in parts.items():
         begin, end = min(r.begin_ns for r in of_call), max(r.end_ns for r in of_call)
         whole.setdefault(number, Span(begin, end))
-    return [whole.get(number, made) for number, made in enumerate(calls)]
+    return [whole.get(number, span) for number, span in enumerate(calls)]

@@ -217,8 +217,8 @@ class RealRank:
 
         def pinned(rows: int, columns: int) -> torch.Tensor:
             drawn = torch.randn(rows, columns, generator=generator) * size
-            made = self.machine.device.pinned(drawn.numel(), problem.torch_dtype)
-            return made.view(drawn.shape).copy_(drawn)
+            memory = self.machine.device.pinned(drawn.numel(), problem.torch_dtype)
+            return memory.view(drawn.shape).copy_(drawn)
 
         sizes = [end - begin for begin, end in map(problem.rows, range(problem.world))]
         if problem.op.gathers:
