@@ -59,6 +59,11 @@ class _Size:
         )
 
 
+_SCHEMES = (
+    ".ground{fill:#ffffff}"
+    "@media (prefers-color-scheme:dark){text{fill:#e6eaef}.ground{fill:#171c23}}"
+)
+"""Colours of a picture for readers of light and of dark pages."""
 _PAGE = _Size(12, 18, 14)
 _PICTURE = _Size(17, 24, 10)  # documents show it at two thirds of its width
 
@@ -104,8 +109,9 @@ def drawing(timelines: Sequence[tuple[str, Timeline]]) -> str:
             f'<text x="{left + 20:g}" y="{top}">{escape(name)}</text>'
         )
         left += round(needed)
-    background = '<rect width="100%" height="100%" fill="#ffffff"/>'
-    return _svg([f"<style>{size.style}</style>", background, *parts], top + size.gap) + "\n"
+    background = '<rect width="100%" height="100%" class="ground"/>'
+    style = f"<style>{size.style}{_SCHEMES}</style>"
+    return _svg([style, background, *parts], top + size.gap) + "\n"
 
 
 def _svg(parts: Sequence[str], height: int) -> str:
