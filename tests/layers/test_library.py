@@ -12,7 +12,7 @@ import torch.distributed as dist
 import flux
 from compile_cases import quick_inductor
 from flux._C import core
-from harness import run_ranks
+from harness import more, run_ranks
 
 
 def _opcheck_scaled(world: int) -> None:
@@ -187,8 +187,15 @@ def _gradients(rank: int, world: int, m: int, n: int, k: int, transposed: bool) 
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("m", "n", "k"), [(6, 8, 12), (7, 5, 9), (2, 7, 5)])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world", "m", "n", "k"),
+    [
+        (1, 6, 8, 12),
+        (2, 7, 5, 9),
+        (3, 2, 7, 5),  # a rank without rows
+        *more(*((world, *sizes) for world in (2, 3) for sizes in ((6, 8, 12), (7, 5, 9)))),
+    ],
+)
 def test_gradients(world: int, m: int, n: int, k: int, transposed: bool) -> None:
     run_ranks(world, _gradients, m, n, k, transposed)
 
