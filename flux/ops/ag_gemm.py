@@ -167,7 +167,8 @@ class AGGemm(TensorParallelOp):
         ``meanwhile`` is called once, when the own rows are multiplied and others are under way: a
         backward pass begins with its weight gradient there. ``arrived`` is called once, when the
         last rows have come and are to be multiplied: another transfer can begin. On GPUs both are
-        called after the kernels are launched. Neither may call this op.
+        called after the kernels are launched. Neither may call this op. ``m``: global rows; None
+        means rows of x_shard times the world.
 
         Returns:
             y [M, N/W] and the gathered x [M, K].
