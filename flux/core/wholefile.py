@@ -54,9 +54,8 @@ def set_aside(path: Path) -> Path:
 def write_output(path: Path, text: str) -> None:
     """Write a file that the user has named: whole, as ``write_whole``, and through links.
 
-    What is no regular file, as /dev/stdout and /dev/null, is written and not replaced; so is a file
-    in a directory that cannot be. Characters that UTF-8 does not have, of names of files, are
-    escaped.
+    Write into the existing file, without replacing it, if it is not regular, such as /dev/stdout,
+    or if its directory is not writable. Escape characters that UTF-8 lacks, as in names of files.
 
     Raises:
         OSError: the file cannot be written; ``path`` is unchanged, if it is a regular file.

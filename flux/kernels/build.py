@@ -1,8 +1,8 @@
 """Build one library of kernels: tools, key, and the atomic move into place.
 
-A library takes two commands, which run one after the other. ninja would run them, and no more: what
-is here is the lock that other processes wait for, the key, the directory that is renamed into
-place, the report of ptxas, and the end of a compiler whose user has given up.
+A library takes two commands, one after the other. ninja would only run them. This module also has
+the lock that other processes wait for, the key, the rename into place and the report of ptxas, and
+it ends compilers when the user interrupts.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Tools:
         return (*self._own_flags(arch), *inherited_flags())
 
     def link_inputs(self) -> tuple[str, ...]:
-        """Return the linker's flags, and what else decides what it makes, for a library's key."""
+        """Return the inputs of linking that a library's key depends on."""
         target = self.target
         if not target.runtime:
             return target.link_flags

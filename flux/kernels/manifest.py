@@ -286,7 +286,7 @@ def is_trusted(root: Path) -> bool:
 
 
 def refused(root: Path) -> list[tuple[Path, str]]:
-    """Return what is not used in ``root`` because another user can write or replace it, and why.
+    """Return directories in ``root`` that another user can write or replace, each with the reason.
 
     The list has only ``root`` itself if that is refused. Else it has libraries, including those of
     runtime.py.

@@ -85,8 +85,8 @@ class RuntimeTools:
         ]
 
     def inputs(self, archs: Sequence[str]) -> list[str]:
-        """Return what decides, beside our sources, what the commands make."""
-        found = [
+        """Return the inputs of the commands, other than our sources, that the key depends on."""
+        key_inputs = [
             self.tools.cutlass.version or "unknown",
             self.tools.nvcc.version or "unknown",
             self.package,
@@ -97,8 +97,8 @@ class RuntimeTools:
         ]
         if self.tools.target.nvshmem is not None:  # these headers have no version
             headers = sorted(Path(self.nvshmem.path, "include").glob("*.h"))
-            found.append(sources.digest([header.read_text("utf-8") for header in headers]))
-        return found
+            key_inputs.append(sources.digest([header.read_text("utf-8") for header in headers]))
+        return key_inputs
 
 
 @dataclass(frozen=True)
@@ -193,19 +193,19 @@ def scan(root: Path) -> list[RuntimeLibrary]:
     """
     if not manifest.is_trusted(root):
         return []
-    found = []
+    libraries = []
     for directory in sorted(root.glob("nvshmem_*")):
         if ".damaged-" in directory.name:
             continue
         try:
-            found.append(read(directory))
+            libraries.append(read(directory))
         except UntrustedError as error:
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
         except DamagedLibraryError as error:
             warnings.warn(
                 f"damaged library {directory} is ignored: {error}", RuntimeWarning, stacklevel=2
             )
-    return sorted(found, key=lambda library: -library.path.stat().st_mtime_ns)
+    return sorted(libraries, key=lambda library: -library.path.stat().st_mtime_ns)
 
 
 def usable(roots: Sequence[Path]) -> RuntimeLibrary:
@@ -226,8 +226,8 @@ def usable(roots: Sequence[Path]) -> RuntimeLibrary:
         if installed is not None and installed.version == library.nvshmem:
             return library
     built = " or ".join(sorted({f"{library.package} {library.nvshmem}" for library in libraries}))
-    found = toolchain.nvshmem()
-    have = "none" if found is None else f"{found.origin.split()[-1]} {found.version}"
+    present = toolchain.nvshmem()
+    have = "none" if present is None else f"{present.origin.split()[-1]} {present.version}"
     raise MissingToolError(f"{NAME}.so is built for {built}, but {have} is installed: {how}")
 
 

@@ -176,8 +176,9 @@ def _unmapped_owner() -> int | None:
 def _is_private_group(status: os.stat_result, path: Path) -> bool:
     """Return whether the group is private to the owner or this user, without other members.
 
-    Distributions that give each user such a group set a umask of 0002. An access control list can
-    be hidden behind the group bits, so a file with one has no private group.
+    Distributions that give each user such a group set a umask of 0002, so caches and the folders
+    above them are often writable by it; OpenSSH refuses these. The bits of the group may stand for
+    an access control list that names other users, so a file with a list has no private group.
     """
     try:
         group = grp.getgrgid(status.st_gid)

@@ -109,7 +109,7 @@ class _Gather:
         for transfer in transfers:
             start = machine.now_us
             source = transfer.src
-            # What is forwarded must have come; what is pulled must have been offered.
+            # A tile must have come before it is forwarded, and be offered before it is pulled.
             there = self._signals[source].get(transfer.signal) if transfer.forwarded else None
             if there is None and self._pulls:
                 there = self._own[source]

@@ -233,7 +233,7 @@ def _explain(
             f"cannot query the {backend} device of this machine: {error}; pass --cluster"
         ) from error
     search_space = space or _space(space_for(assumed))
-    # Only hardware that is not here is simulated: what is here is measured.
+    # This host is measured; only other hardware is simulated.
     simulates = described is not None and assumed.device.kind == "cuda"
     documents = []
     for problem in problems:
