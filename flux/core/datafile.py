@@ -246,9 +246,14 @@ class Table:
             content = load_json(file)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
+        return cls.of_json(file, content, what, form)
+
+    @classmethod
+    def of_json(cls, file: Path, content: Any, what: str = "", form: int | None = None) -> Table:
+        """Return a JSON document of ``parse_json`` that must be one object; see ``load_json``."""
+        table = cls(file, content if isinstance(content, dict) else {}, what=what)
         if not isinstance(content, dict):
-            raise ValueError(f"{file} is not {what}: expected an object, got {shown(content)}")
-        table = cls(file, content, what=what)
+            raise ValueError(f"{table._title}: expected an object, got {shown(content)}")
         if form is not None:
             stated = table._take("format")
             if type(stated) is not int or stated != form:
@@ -279,10 +284,13 @@ class Table:
         """Keys that have not been read yet."""
         return list(self._values)
 
+    @property
+    def _title(self) -> str:
+        return f"{self.file} is not {self._what}" if self._what else str(self.file)
+
     def fail(self, key: str, problem: str) -> NoReturn:
         """Raise ValueError with file, key and problem."""
-        where = f"{self.file} is not {self._what}" if self._what else str(self.file)
-        raise ValueError(f"{where}: {one_line(self._prefix + key, 80)}: {one_line(problem)}")
+        raise ValueError(f"{self._title}: {one_line(self._prefix + key, 80)}: {one_line(problem)}")
 
     def _take(self, key: str, default: Any = None) -> Any:
         if key not in self._values:
@@ -367,6 +375,21 @@ class Table:
             wanted = "a list" if empty else "a list that is not empty"
             self.fail(key, f"expected {wanted}, got {shown(values)}")
         return list(values)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Return a list of strings of any length and characters; it may be empty."""
+        values = self.values(key, empty=True)
+        if not all(isinstance(value, str) for value in values):
+            self.fail(key, f"expected strings, got {shown(values)}")
+        return tuple(values)
+
+    def objects(self, key: str) -> dict[str, dict[str, Any]]:
+        """Return a table of tables by name, for classes that check their own fields."""
+        rest = self.table(key)
+        for name, value in rest._values.items():
+            if not isinstance(value, dict):
+                rest.fail(name, f"expected a table, got {shown(value)}")
+        return rest._values
 
     def scalars(self, key: str) -> dict[str, Any]:
         """Return a table of texts, numbers, booleans and nulls by name."""

@@ -20,12 +20,12 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from flux.core import wholefile
-from flux.core.datafile import one_line, parse_json, shown
+from flux.core.datafile import Table, one_line, parse_json
 from flux.kernels import generator, trust
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import reason_illegal
@@ -40,8 +40,6 @@ LOCK_S = 60.0
 """Seconds to wait for the lock of a library, where the caller sets no other limit."""
 MOST_BYTES = 8 << 20
 """Largest size of a manifest."""
-
-_T = TypeVar("_T")
 
 
 class DamagedLibraryError(ValueError):
@@ -141,7 +139,7 @@ def read(directory: Path) -> Library:
     name = directory.name
     trust.check(directory)
     with reading():
-        library = _parse(name, load(directory / f"{name}.json"), directory)
+        library = _parse(name, load(directory / f"{name}.json", FORMAT), directory)
         with trust.opened(library.path) as file:
             size, sha256 = file.size(), file.sha256()
     if size != library.size:
@@ -158,43 +156,42 @@ def reading() -> Iterator[None]:
         yield
     except OSError as error:
         raise DamagedLibraryError(f"{error.filename}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = one_line(f"{type(error).__name__}: {error}")
-        raise DamagedLibraryError(f"bad manifest: {problem}") from error
+    except (ValueError, TypeError) as error:
+        raise DamagedLibraryError(f"bad manifest: {one_line(str(error))}") from error
 
 
-def load(path: Path) -> Any:
-    """Return the contents of a manifest; raise ValueError if it is not JSON."""
+def load(path: Path, form: int) -> Table:
+    """Return the contents of a manifest; raise ValueError if it is not of this format."""
     with trust.opened(path) as file:
-        return parse_json(file.read(MOST_BYTES))
+        return Table.of_json(Path(path.name), parse_json(file.read(MOST_BYTES)), form=form)
 
 
-def _parse(name: str, content: Mapping[str, Any], directory: Path) -> Library:
-    if content["format"] != FORMAT:
-        raise ValueError(f"format {content['format']!r}, expected {FORMAT}")
+def _parse(name: str, content: Table, directory: Path) -> Library:
+    # Keys that are not read here may be of a later version, and change nothing.
     library = Library(
         name=name,
-        size=field_of(content, "bytes", int),
-        sha256=field_of(content, "sha256", str),
-        abi_version=field_of(content, "abi_version", int),
-        arch=field_of(content, "arch", str),
-        nvcc=field_of(content, "nvcc", str),
-        cutlass=field_of(content, "cutlass", str),
-        flags=texts_of(content, "flags"),
-        sources=field_of(content, "sources", str),
-        key=field_of(content, "key", str),
+        size=content.integer("bytes", least=0, most=2**63),
+        sha256=content.text("sha256"),
+        abi_version=content.integer("abi_version", least=0),
+        arch=content.text("arch"),
+        nvcc=content.text("nvcc"),
+        cutlass=content.text("cutlass"),
+        flags=content.texts("flags"),
+        sources=content.text("sources"),
+        key=content.text("key"),
         kernels={
-            symbol: GemmConfig.from_dict(config) for symbol, config in content["kernels"].items()
+            symbol: GemmConfig.from_dict(config)
+            for symbol, config in content.objects("kernels").items()
         },
-        usage={symbol: Usage(**counts) for symbol, counts in content["ptxas"].items()},
-        warnings=texts_of(content, "warnings"),
-        seconds=seconds_of(content),
-        # Manifests of earlier versions lack this field.
-        traced="traced" in content and field_of(content, "traced", bool),
+        usage={symbol: Usage(**counts) for symbol, counts in content.objects("ptxas").items()},
+        warnings=content.texts("warnings"),
+        seconds=content.number("seconds", most=1e9),
+        traced=content.flag("traced", False),  # manifests of earlier versions lack this field
         directory=directory,
     )
-    if content["library"] != f"{name}.so" or not name.endswith(f"_{library.key[:12]}"):
-        raise ValueError(f"describes {content['library']!r} of key {library.key!r}")
+    file = content.text("library")
+    if file != f"{name}.so" or not name.endswith(f"_{library.key[:12]}"):
+        raise ValueError(f"describes {file!r} of key {library.key!r}")
     for symbol, config in library.kernels.items():
         if symbol != generator.symbol(config, library.traced):
             raise ValueError(f"symbol {symbol} has the config of {config.name}")
@@ -206,35 +203,6 @@ def _parse(name: str, content: Mapping[str, Any], directory: Path) -> Library:
     if set(library.usage) != set(library.kernels):
         raise ValueError("ptxas: expected one report per kernel")
     return library
-
-
-def field_of(content: Mapping[str, Any], name: str, kind: type[_T]) -> _T:
-    """Return a field of a manifest.
-
-    Raises:
-        KeyError: it is missing.
-        ValueError: it has another type.
-    """
-    value = content[name]
-    if type(value) is not kind:
-        raise ValueError(f"{name}: expected {kind.__name__}, got {shown(value)}")
-    return value
-
-
-def texts_of(content: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return a list of strings from a manifest; raise ValueError if the field is anything else."""
-    values = field_of(content, name, list)
-    if not all(isinstance(value, str) for value in values):
-        raise ValueError(f"{name}: expected strings, got {shown(values)}")
-    return tuple(values)
-
-
-def seconds_of(content: Mapping[str, Any]) -> float:
-    """Return ``seconds`` of a manifest; raise ValueError if it is not a duration."""
-    value = content["seconds"]
-    if type(value) not in (int, float) or not 0 <= value < 1e9:
-        raise ValueError(f"seconds: expected a time, got {shown(value)}")
-    return float(value)
 
 
 def file_hash(path: Path) -> str:

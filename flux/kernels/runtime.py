@@ -23,7 +23,7 @@ from typing import Any
 from flux.kernels import build, manifest, ptxas, sources, trust
 from flux.kernels.build import MissingToolError, Target, Tools
 from flux.kernels.children import Children
-from flux.kernels.manifest import DamagedLibraryError, field_of, seconds_of, texts_of
+from flux.kernels.manifest import DamagedLibraryError
 from flux.kernels.ptxas import Usage
 from flux.kernels.trust import UntrustedError
 from flux.machine import toolchain
@@ -163,21 +163,19 @@ def read(directory: Path) -> RuntimeLibrary:
     """
     trust.check(directory)
     with manifest.reading():
-        content = manifest.load(directory / f"{NAME}.json")
-        if content["format"] != _FORMAT:
-            raise ValueError(f"format {content['format']!r}, expected {_FORMAT}")
+        content = manifest.load(directory / f"{NAME}.json", _FORMAT)
         library = RuntimeLibrary(
             directory=directory,
-            sha256=field_of(content, "sha256", str),
-            package=field_of(content, "package", str),
-            nvshmem=field_of(content, "nvshmem", str),
-            archs=texts_of(content, "archs"),
-            nvcc=field_of(content, "nvcc", str),
-            cutlass=field_of(content, "cutlass", str),
-            sources=field_of(content, "sources", str),
-            key=field_of(content, "key", str),
-            usage={kernel: Usage(**counts) for kernel, counts in content["ptxas"].items()},
-            seconds=seconds_of(content),
+            sha256=content.text("sha256"),
+            package=content.text("package"),
+            nvshmem=content.text("nvshmem"),
+            archs=content.texts("archs"),
+            nvcc=content.text("nvcc"),
+            cutlass=content.text("cutlass"),
+            sources=content.text("sources"),
+            key=content.text("key"),
+            usage={k: Usage(**counts) for k, counts in content.objects("ptxas").items()},
+            seconds=content.number("seconds", most=1e9),
         )
         with trust.opened(library.path) as file:
             sha256 = file.sha256()
