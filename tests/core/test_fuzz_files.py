@@ -109,12 +109,12 @@ def test_equal_documents_are_read_as_equal(name: str, tmp_path: Path) -> None:
         lines = document if kind.form == "lines" else [document]
         again = b"\n".join(json.dumps(line, sort_keys=True).encode() for line in lines) + b"\n"
     assert again != kind.sample
-    found = []
+    outcomes = []
     for data in (kind.sample, again):
         path = place(kind, tmp_path / "files", data)
         assert outcome(kind, path) == ("accepted", "")
-        found.append(kind.read(path))
-    assert found[0] == found[1]
+        outcomes.append(kind.read(path))
+    assert outcomes[0] == outcomes[1]
 
 
 # -- JSON and TOML ---------------------------------------------------------------------------------

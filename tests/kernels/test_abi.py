@@ -16,7 +16,7 @@ HEADER = CSRC / "cuda" / "abi.h"
 def structs() -> dict[str, list[str]]:
     """Field names by struct, as the header declares them."""
     text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S)
-    found = {}
+    sizes = {}
     for name, body in re.findall(r"typedef struct (\w+) \{(.*?)\} \1;", text, flags=re.S):
         fields = []
         for declaration in body.split(";"):
@@ -27,8 +27,8 @@ def structs() -> dict[str, list[str]]:
                 else re.findall(r"(\w+)(?:\[\w+\])?\s*(?:,|$)", declaration.strip())
             )
             fields += names
-        found[name] = fields
-    return found
+        sizes[name] = fields
+    return sizes
 
 
 def layout(folder: Path, compiler: str, suffix: str, *options: str) -> str:
@@ -48,8 +48,8 @@ def layout(folder: Path, compiler: str, suffix: str, *options: str) -> str:
 
 
 def test_the_header_is_read_completely() -> None:
-    found = structs()
-    assert set(found) == {
+    declared = structs()
+    assert set(declared) == {
         "FluxOrder",
         "FluxTraceRecord",
         "FluxTrace",
@@ -59,8 +59,10 @@ def test_the_header_is_read_completely() -> None:
         "FluxMeetArgs",
         "FluxKernel",
     }
-    assert {"m", "slots", "entries", "device"} <= set(found["FluxGemmArgs"])
-    assert found["FluxKernel"][0] == "abi_version", "the version must come first, in every version"
+    assert {"m", "slots", "entries", "device"} <= set(declared["FluxGemmArgs"])
+    assert declared["FluxKernel"][0] == "abi_version", (
+        "the version must come first, in every version"
+    )
 
 
 def test_c_and_cpp_agree(tmp_path: Path) -> None:

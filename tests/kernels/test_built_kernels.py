@@ -21,10 +21,10 @@ MINIMAL = config_set("minimal")
 
 @pytest.fixture(scope="module")
 def registry() -> Registry:
-    found = Registry.load([package_root()])
-    if not found.kernels:
+    registry = Registry.load([package_root()])
+    if not registry.kernels:
         pytest.skip("no kernels are built for these sources: make kernels SET=minimal")
-    return found
+    return registry
 
 
 def kernel_of(registry: Registry, config: GemmConfig) -> BuiltKernel:
@@ -140,10 +140,10 @@ def test_failures_are_written_for_the_host_with_their_code_last(registry: Regist
     report = (
         rf"(?:{words} (?:.*\n){{1,2}}){{3}}{words} (?:.*\n)+?MEMBAR\.SC\.SYS(?:.*\n)+?[^\n]*{words}"
     )
-    found = {
+    orders = {
         op: len(re.findall(report, sm90(registry, op))) for op in ("gemm", "ag_gemm", "gemm_rs")
     }
-    assert found == {"gemm": 0, "ag_gemm": 2, "gemm_rs": 1}
+    assert orders == {"gemm": 0, "ag_gemm": 2, "gemm_rs": 1}
 
 
 def clock_reads(sass: str) -> int:

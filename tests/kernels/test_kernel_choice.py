@@ -40,9 +40,9 @@ def best(op: str, m: int, archs: tuple[str, ...] = ("90a", "80"), sms: int = SMS
         for c in config_set("default", archs)
         if (c.op, c.dtype, c.reduce) == (op, "bf16", "local") and is_legal(c, problem)
     ]
-    found = choose(built(configs), problem, sms)
-    assert found is not None
-    return found.config
+    kernel = choose(built(configs), problem, sms)
+    assert kernel is not None
+    return kernel.config
 
 
 # -- how tiles are divided -------------------------------------------------------------------------
@@ -193,8 +193,8 @@ def test_sm_80_code_is_the_last_resort_on_hopper() -> None:
 
 def test_equal_costs_are_decided_by_name() -> None:
     twins = built([replace(TALL, stages=stages) for stages in (3, 2)])
-    found = choose(twins, GemmProblem(8192, 6144, 12288), SMS)
-    assert found is not None and found.config.stages == 2
+    kernel = choose(twins, GemmProblem(8192, 6144, 12288), SMS)
+    assert kernel is not None and kernel.config.stages == 2
     assert choose([], GemmProblem(1, 1, 1), SMS) is None
 
 

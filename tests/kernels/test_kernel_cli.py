@@ -274,10 +274,10 @@ def test_trace_builds_lie_beside_the_others(sandbox: Sandbox) -> None:
     listed = sandbox.compile("--set", "minimal", "--arch", "90a", "--trace", "--list").stdout
     assert listed.count("built") == len(fused)
 
-    found = Registry.load([sandbox.cache])
-    assert set(found.kernels) == {config.name for config in SM90}
-    assert {kernel.library for kernel in found.kernels.values()} <= plain
-    traces = found.for_traces()
+    registry = Registry.load([sandbox.cache])
+    assert set(registry.kernels) == {config.name for config in SM90}
+    assert {kernel.library for kernel in registry.kernels.values()} <= plain
+    traces = registry.for_traces()
     assert set(traces.kernels) == {config.name for config in fused}
     for kernel in traces.candidates("ag_gemm", "bf16", (9, 0), BIG):
         assert kernel.symbol == f"{kernel.config.name}_traced" and kernel.library in traced
@@ -295,8 +295,8 @@ def test_what_is_built_ahead_replaces_no_other_build(sandbox: Sandbox) -> None:
     after = sandbox.built(out)
     assert {path for path in before if "_traced_" in path.name} <= set(after)
     assert len(after) == len(before), "of each build the old ones are gone, or none are"
-    found = Registry.load([out])
-    assert len(found.kernels) == len(SM90) and not found.traced and len(found.stale) == 2
+    registry = Registry.load([out])
+    assert len(registry.kernels) == len(SM90) and not registry.traced and len(registry.stale) == 2
 
 
 def test_manifests_of_older_versions_are_not_trace_builds(sandbox: Sandbox) -> None:
@@ -305,15 +305,15 @@ def test_manifests_of_older_versions_are_not_trace_builds(sandbox: Sandbox) -> N
         content = json.loads(path.with_suffix(".json").read_text())
         del content["traced"]
         path.with_suffix(".json").write_text(json.dumps(content))
-    found = Registry.load([sandbox.cache])
-    assert len(found.kernels) == len(SM90) and not found.traced and not found.damaged
+    registry = Registry.load([sandbox.cache])
+    assert len(registry.kernels) == len(SM90) and not registry.traced and not registry.damaged
 
 
 def test_doctor_tells_trace_builds_apart(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "package_root", lambda: sandbox.root / "package")
     sandbox.compile("--set", "minimal", "--arch", "90a", "--trace")
-    found = kernels_section()
-    assert found["libraries"].value == "none" and found["trace builds"].value == "2 configs"
+    section = kernels_section()
+    assert section["libraries"].value == "none" and section["trace builds"].value == "2 configs"
 
 
 def test_libraries_are_not_stale_without_sources(sandbox: Sandbox) -> None:
@@ -331,22 +331,22 @@ def kernels_section() -> dict[str, doctor.Item]:
 
 def test_doctor_shows_kernels(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "package_root", lambda: sandbox.root / "package")
-    found = kernels_section()
-    assert found["cache"].value == str(sandbox.cache)
-    assert found["libraries"].status == "absent" and "flux compile" in found["libraries"].note
+    section = kernels_section()
+    assert section["cache"].value == str(sandbox.cache)
+    assert section["libraries"].status == "absent" and "flux compile" in section["libraries"].note
     sandbox.compile("--set", "minimal")
-    found = kernels_section()
-    assert found["libraries"].value == "5" and str(sandbox.cache) in found["libraries"].note
-    assert found["ag_gemm sm_90a"].value == "1 config"
-    assert "stale libraries" not in found and "damaged libraries" not in found
+    section = kernels_section()
+    assert section["libraries"].value == "5" and str(sandbox.cache) in section["libraries"].note
+    assert section["ag_gemm sm_90a"].value == "1 config"
+    assert "stale libraries" not in section and "damaged libraries" not in section
     change_a_header(sandbox)
     sandbox.built()[0].write_text("")
     with pytest.warns(RuntimeWarning, match="set aside"):
-        found = kernels_section()
-    assert (found["stale libraries"].value, found["stale libraries"].status) == ("4", "warning")
-    assert found["damaged libraries"].value == "1"
+        section = kernels_section()
+    assert (section["stale libraries"].value, section["stale libraries"].status) == ("4", "warning")
+    assert section["damaged libraries"].value == "1"
     assert "damaged-1" in kernels_section()["damaged libraries"].note
-    assert found["libraries"].value == "none"
+    assert section["libraries"].value == "none"
 
 
 # -- CMake -----------------------------------------------------------------------------------------

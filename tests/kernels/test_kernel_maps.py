@@ -183,10 +183,10 @@ def test_kernels_visit_what_the_schedule_says(c: Case, data: st.DataObject) -> N
     """Whole clusters in the schedule's order; the very tiles of the CPU backend."""
     assume(not c.has_sequence)
     rank = data.draw(st.integers(0, c.world - 1))
-    found = gemm_args(c, rank).tile_map(c.op, c.tile_m, c.tile_n)
+    tile_map = gemm_args(c, rank).tile_map(c.op, c.tile_m, c.tile_n)
     visits = c.build(rank).visits
     for slot, visit in enumerate(visits):
-        m, n = found.tile_at(slot)
+        m, n = tile_map.tile_at(slot)
         assert m * c.tile_m == visit.row_begin and n * c.tile_n == visit.col_begin
 
 
@@ -194,8 +194,8 @@ def test_kernels_follow_a_given_sequence_of_chunks() -> None:
     c = case(AG_GEMM, 12, 4, 1)
     args = gemm_args(c, 0)
     args.set_sequence([2, 0, 3, 1])
-    found = args.tile_map(AG_GEMM, 3, 1)
-    assert [found.tile_at(s)[0] for s in range(4)] == [2, 0, 3, 1]
+    tile_map = args.tile_map(AG_GEMM, 3, 1)
+    assert [tile_map.tile_at(s)[0] for s in range(4)] == [2, 0, 3, 1]
     args.set_sequence([])
     assert args.tile_map(AG_GEMM, 3, 1).tile_at(0) == (0, 0)
 
@@ -203,8 +203,15 @@ def test_kernels_follow_a_given_sequence_of_chunks() -> None:
 def test_a_plain_launch_goes_row_by_row() -> None:
     args = _C.GemmArgs()
     args.m, args.n, args.k = 5, 4, 1
-    found = args.tile_map(GEMM_RS, 2, 2)
-    assert [found.tile_at(s) for s in range(6)] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    tile_map = args.tile_map(GEMM_RS, 2, 2)
+    assert [tile_map.tile_at(s) for s in range(6)] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (2, 1),
+    ]
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(0, 1), (3, 3), (100, 4)])

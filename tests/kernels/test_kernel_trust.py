@@ -116,12 +116,12 @@ def test_world_writable_libraries_are_not_used(sandbox: Sandbox, part: str, mode
     path = parts(libraries[0])[part]
     path.chmod(mode)
     with pytest.warns(RuntimeWarning, match=f"{path} is writable by every user"):
-        found = Registry.load([sandbox.cache])
+        registry = Registry.load([sandbox.cache])
     gone = {library.name for library in (libraries if part == "root" else libraries[:1])}
-    assert {library.name for library in found.libraries} == {
+    assert {library.name for library in registry.libraries} == {
         library.name for library in libraries if library.name not in gone
     }
-    assert found.refused == ((path, f"{path} is writable by every user"),)
+    assert registry.refused == ((path, f"{path} is writable by every user"),)
     assert path.exists() and manifest.damaged(sandbox.cache) == []  # nothing is moved either
 
 
@@ -133,9 +133,9 @@ def test_libraries_of_another_user_are_not_used(
     library = build_set(sandbox)[0]
     give_away(parts(library)[part], monkeypatch)
     with pytest.warns(RuntimeWarning, match=r"is refused: .* belongs to .*uid"):
-        found = Registry.load([sandbox.cache])
-    assert library.name not in {one.name for one in found.libraries}
-    assert found.refused
+        registry = Registry.load([sandbox.cache])
+    assert library.name not in {one.name for one in registry.libraries}
+    assert registry.refused
 
 
 def test_a_library_with_a_group_that_has_other_members_is_not_used(

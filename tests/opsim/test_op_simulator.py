@@ -53,9 +53,9 @@ ON = pytest.mark.parametrize("on", CLUSTERS)
 @ON
 def test_one_rank_takes_the_time_of_its_gemm(op: str, on: str) -> None:
     one = problem(op, world=1)
-    found = simulate(one, CLUSTERS[on], Knobs())
-    assert found.total_ms == pytest.approx(gemm_ms(one, CLUSTERS[on]), rel=1e-9)
-    assert found.moves == () and unfused(one, CLUSTERS[on]).ect_ms == 0.0
+    call = simulate(one, CLUSTERS[on], Knobs())
+    assert call.total_ms == pytest.approx(gemm_ms(one, CLUSTERS[on]), rel=1e-9)
+    assert call.moves == () and unfused(one, CLUSTERS[on]).ect_ms == 0.0
 
 
 @OPS
@@ -69,28 +69,28 @@ def test_infinite_links_expose_only_fixed_costs_and_passes_over_own_memory(
         link=replace(cluster.link, latency_us=0.0),
         device=replace(cluster.device, memory_gbs=1e9),
     )
-    found = simulate(problem(op), cluster, gemm_ms=5.0)
+    call = simulate(problem(op), cluster, gemm_ms=5.0)
     fixed_us = 10 * (LAUNCH_US + RAISE_US)  # entry, launches, and signals that nothing hides
-    assert 0.0 < 1e3 * found.ect_ms < fixed_us
+    assert 0.0 < 1e3 * call.ect_ms < fixed_us
 
 
 @pytest.mark.parametrize("direction", ["push", "pull"])
 def test_without_computation_a_gather_takes_the_time_of_its_link(direction: str) -> None:
     shape = problem("ag_gemm", m=8192)
-    found = simulate(shape, H800, Knobs(direction=direction), gemm_ms=1e-6)
+    call = simulate(shape, H800, Knobs(direction=direction), gemm_ms=1e-6)
     moved = 7 * shape.chunk * shape.row_bytes
     link_ms = moved / (H800.link.gbs * COPY_SHARE * 1e6)
-    transfers = len({(m.src, m.row_begin) for m in found.moves if m.dst == 0})
+    transfers = len({(m.src, m.row_begin) for m in call.moves if m.dst == 0})
     fixed_ms = 1e-3 * (transfers + 3) * (H800.link.latency_us + LAUNCH_US + 3 * RAISE_US)
-    assert link_ms <= found.total_ms <= link_ms + fixed_ms
+    assert link_ms <= call.total_ms <= link_ms + fixed_ms
 
 
 def test_without_computation_a_scatter_takes_the_time_of_its_link() -> None:
     shape = problem("gemm_rs", m=8192)
-    found = simulate(shape, H800, gemm_ms=1e-6)
+    call = simulate(shape, H800, gemm_ms=1e-6)
     link_ms = 7 * shape.chunk * shape.row_bytes / (H800.link.gbs * STORE_SHARE * 1e6)
     # The last sum, of one tile's partials, comes behind the last transfer.
-    assert link_ms <= found.total_ms <= 1.25 * link_ms + 0.05
+    assert link_ms <= call.total_ms <= 1.25 * link_ms + 0.05
 
 
 @OPS
@@ -110,14 +110,14 @@ def test_nothing_is_faster_than_its_gemm_and_bandwidth_never_hurts(op: str, on: 
 @OPS
 def test_symmetric_ranks_end_together(op: str) -> None:
     for knobs, _ in legal_knobs(problem(op), H800):
-        found = simulate(problem(op), H800, knobs)
-        assert max(found.ranks_ms) - min(found.ranks_ms) < 1e-6 * found.total_ms
+        call = simulate(problem(op), H800, knobs)
+        assert max(call.ranks_ms) - min(call.ranks_ms) < 1e-6 * call.total_ms
 
 
-def shares(found: Simulated) -> Counter[tuple[int, int, int]]:
+def shares(call: Simulated) -> Counter[tuple[int, int, int]]:
     """Return how often each element arrived, as counts of (receiver, row, bytes of that row)."""
     count: Counter[tuple[int, int, int]] = Counter()
-    for move in found.moves:
+    for move in call.moves:
         for row in range(move.row_begin, move.row_end):
             count[move.dst, move.src, row] += move.column_end - move.column_begin
     return count
@@ -158,15 +158,15 @@ def test_every_partial_reaches_its_owner_once(m: int, on: str) -> None:
 @OPS
 def test_between_hosts_every_row_crosses_once_and_allreduce_sends_it_back(op: str) -> None:
     shape = problem(op, m=256, world=16, nodes=2)
-    found = simulate(shape, H800)
+    call = simulate(shape, H800)
     crossing = sum(
         (m.row_end - m.row_begin) * (m.column_end - m.column_begin)
-        for m in found.moves
+        for m in call.moves
         if m.src // 8 != m.dst // 8
     )
     assert crossing == shape.m * shape.row_elements * (2 if op == "gemm_ar" else 1)
     slower = replace(H800, network=replace(H800.network, gbits=40.0))
-    assert simulate(shape, slower).total_ms > found.total_ms
+    assert simulate(shape, slower).total_ms > call.total_ms
 
 
 @pytest.mark.parametrize("nodes, m", [(2, 250), (4, 256)])
@@ -188,24 +188,24 @@ def test_between_hosts_every_rank_gets_all_rows_of_the_result(nodes: int, m: int
 def test_between_hosts_a_scatter_uses_the_links_of_all_ranks() -> None:
     """Without computation: what a rank stores for both hosts, then the last sums of the others."""
     shape = problem("gemm_rs", m=8192, world=16, nodes=2)
-    found = simulate(shape, H800, gemm_ms=1e-6)
+    call = simulate(shape, H800, gemm_ms=1e-6)
     chunk = shape.chunk * shape.row_bytes
     link_ms = 2 * 7 * chunk / (H800.link.gbs * STORE_SHARE * 1e6)
     port_ms = chunk / (H800.network.gbits / 8 * NETWORK_SHARE * 1e6)
-    assert link_ms <= found.total_ms <= 1.05 * (link_ms + port_ms)
+    assert link_ms <= call.total_ms <= 1.05 * (link_ms + port_ms)
 
 
 @pytest.mark.parametrize("knobs", [Knobs(), Knobs(order="ring1d", direction="pull")], ids=str)
 def test_tiles_start_after_the_rows_they_wait_for(knobs: Knobs) -> None:
     shape = problem("ag_gemm")
-    found = simulate(shape, PCIE, knobs)
+    call = simulate(shape, PCIE, knobs)
     arrived: dict[tuple[int, int], float] = {}
-    for move in found.moves:
+    for move in call.moves:
         for row in range(move.row_begin, move.row_end):
             arrived[move.dst, row] = max(arrived.get((move.dst, row), 0.0), move.end_us)
-    assert found.kernel is not None
-    high = found.knobs.tile[0] if found.knobs.tile else 0
-    tiles = [event for event in found.events() if event.kind == Kind.gemm]
+    assert call.kernel is not None
+    high = call.knobs.tile[0] if call.knobs.tile else 0
+    tiles = [event for event in call.events() if event.kind == Kind.gemm]
     assert len(tiles) % shape.world == 0 and tiles
     for event in tiles:
         begin = int(event.name.removeprefix("tile ").split(",")[0])
@@ -215,21 +215,21 @@ def test_tiles_start_after_the_rows_they_wait_for(knobs: Knobs) -> None:
 
 @OPS
 def test_events_of_a_lane_do_not_overlap_and_end_with_the_call(op: str) -> None:
-    found = simulate(problem(op), A100)
+    call = simulate(problem(op), A100)
     by_lane: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    for event in found.events():
+    for event in call.events():
         by_lane.setdefault((event.rank, event.lane), []).append((event.start_us, event.end_us))
     for spans in by_lane.values():
         spans.sort()
         assert all(a[1] <= b[0] + 1e-3 for a, b in pairwise(spans))
     last = max(end for spans in by_lane.values() for _, end in spans)
-    assert last <= 1e3 * found.total_ms + 1e-6
+    assert last <= 1e3 * call.total_ms + 1e-6
 
 
 def test_a_forwarded_row_leaves_after_it_came() -> None:
-    found = simulate(problem("ag_gemm"), H800, Knobs(order="ring1d"))
-    came = {(m.dst, m.row_begin): m.end_us for m in found.moves}
-    forwarded = [m for m in found.moves if m.row_begin // 128 != m.src]
+    call = simulate(problem("ag_gemm"), H800, Knobs(order="ring1d"))
+    came = {(m.dst, m.row_begin): m.end_us for m in call.moves}
+    forwarded = [m for m in call.moves if m.row_begin // 128 != m.src]
     assert forwarded
     assert all(m.start_us >= came[m.src, m.row_begin] for m in forwarded)
 
@@ -344,21 +344,21 @@ def test_json_is_that_of_bench_op(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     result = CliRunner().invoke(app, [*SMALL, "--json", "-", "--trace", str(trace)])
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    document = json.loads(result.stdout)
     root = Path(__file__).resolve().parents[2]
     bench = json.loads(
         (root / "benchmarks/results/cpu/ag_gemm_1024x4096x1024_float32_w2.json").read_text()
     )
-    assert set(bench) <= set(found) and found["simulated"] is True
-    assert set(found["methods"]) == {"unfused", "medium", "flux"}
-    for name, method in found["methods"].items():
+    assert set(bench) <= set(document) and document["simulated"] is True
+    assert set(document["methods"]) == {"unfused", "medium", "flux"}
+    for name, method in document["methods"].items():
         assert set(bench["methods"][name]) <= set(method)
-    best = found["methods"]["flux"]
-    assert best["overall_ms"] == found["schedules"][0]["overall_ms"]
-    times = [one["overall_ms"] for one in found["schedules"]]
+    best = document["methods"]["flux"]
+    assert best["overall_ms"] == document["schedules"][0]["overall_ms"]
+    times = [one["overall_ms"] for one in document["schedules"]]
     assert times == sorted(times)
-    directions = {one["direction"] for one in found["schedules"]}
-    orders = {order for one in found["schedules"] for order in one["orders"]}
+    directions = {one["direction"] for one in document["schedules"]}
+    orders = {order for one in document["schedules"] for order in one["orders"]}
     assert directions == {"push", "pull"}
     assert orders == {"direct", "ring1d", "ring2d", "hierarchical", "numa"}
     read = read_chrome(trace)
@@ -388,9 +388,11 @@ def test_explain_ranks_the_best_candidates_of_hardware_that_is_not_here() -> Non
     command = ["tune", *shape, "--cluster", "flux-h800", "--explain", "--json"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-    (found,) = json.loads(result.stdout)
-    times = list(found["simulated_ms"].values())
+    (document,) = json.loads(result.stdout)
+    times = list(document["simulated_ms"].values())
     assert (
-        {"unfused", "medium", "default"} <= set(found["simulated_ms"]) <= set(found["candidates"])
+        {"unfused", "medium", "default"}
+        <= set(document["simulated_ms"])
+        <= set(document["candidates"])
     )
     assert times == sorted(times)

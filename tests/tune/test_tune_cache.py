@@ -78,9 +78,9 @@ def test_the_file_can_be_read_by_people(cache: Cache) -> None:
     content = json.loads(file_of(cache).read_text())
     assert content["key"] == KEY.as_dict()
     assert content["machine"] == MACHINE
-    (found,) = content["winners"]
-    assert found["m"] == 1000 and found["bucket"] == 1024
-    assert found["knobs"]["comm_tile_rows"] == 128 and found["kernel"]["tile"] == [128, 256, 64]
+    (stored,) = content["winners"]
+    assert stored["m"] == 1000 and stored["bucket"] == 1024
+    assert stored["knobs"]["comm_tile_rows"] == 128 and stored["kernel"]["tile"] == [128, 256, 64]
     assert len(file_of(cache).read_text().splitlines()) > 40
 
 
@@ -225,11 +225,11 @@ def test_shipped_winners_are_the_fallback_and_read_only(tmp_path: Path) -> None:
     text = json.dumps(Entry(KEY, MACHINE, (winner(64, ms=9.0),)).as_dict())
     (shipped.directory / f"{KEY.name}.json").write_text(text)
     own = Cache(tmp_path / "own")
-    found = look_up(KEY, [own, shipped])
-    assert found is not None and found.winners[0].ms == 9.0
+    entry = look_up(KEY, [own, shipped])
+    assert entry is not None and entry.winners[0].ms == 9.0
     own.store(KEY, winner(64, ms=1.0), MACHINE)
-    found = look_up(KEY, [own, shipped])
-    assert found is not None and found.winners[0].ms == 1.0
+    entry = look_up(KEY, [own, shipped])
+    assert entry is not None and entry.winners[0].ms == 1.0
     (shipped.directory / f"{KEY.name}.json").write_text("{")
     with pytest.warns(RuntimeWarning, match="does not write to"):
         assert shipped.load(KEY) is None
@@ -262,8 +262,8 @@ def _write(root: str, number: int, go: Any) -> None:
         # Two keys, so that writers meet both in one file and in one directory.
         key = replace(KEY, n=1 + step % 2)
         cache.store(key, winner(1 + number * ROUNDS + step, ms=1.0 + number), MACHINE)
-        found = cache.load(key)
-        assert found is not None and any(w.m == 1 + number * ROUNDS + step for w in found.winners)
+        entry = cache.load(key)
+        assert entry is not None and any(w.m == 1 + number * ROUNDS + step for w in entry.winners)
 
 
 def test_eight_concurrent_processes_lose_no_winner(
@@ -282,8 +282,8 @@ def test_eight_concurrent_processes_lose_no_winner(
         process.join(60)
         assert process.exitcode == 0
     cache = Cache(tmp_path)
-    found = {w.m: w.ms for entry in cache.entries() for w in entry.winners}
-    assert found == {
+    times = {w.m: w.ms for entry in cache.entries() for w in entry.winners}
+    assert times == {
         1 + number * ROUNDS + step: 1.0 + number
         for number in range(WRITERS)
         for step in range(ROUNDS)
@@ -336,9 +336,9 @@ def test_the_nearest_winner_is_found() -> None:
     entry = Entry(KEY, {}, tuple(winner(m) for m in (60, 64, 1000, 8192)))
 
     def nearest(m: int) -> tuple[int, bool]:
-        found, close = entry.nearest(m)
-        assert found is not None
-        return found.m, close
+        winner, close = entry.nearest(m)
+        assert winner is not None
+        return winner.m, close
 
     assert nearest(64) == (64, True)
     assert nearest(61) == (60, True)

@@ -117,8 +117,8 @@ def _tuned(rank: int, world: int, name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["ag_gemm", "gemm_rs", "gemm_ar"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_calls_of_one_op_change_path_order_and_direction_with_m(name: str, world: int) -> None:
-    for found in run_ranks(world, _tuned, name):
-        for m, knobs, winner in zip(WINNERS, found, WINNERS.values(), strict=True):
+    for chosen in run_ranks(world, _tuned, name):
+        for m, knobs, winner in zip(WINNERS, chosen, WINNERS.values(), strict=True):
             assert knobs["path"] == winner.path
             if winner.path != "unfused":
                 assert (knobs["order"], knobs["direction"]) == (
@@ -363,8 +363,10 @@ def test_long_transfers_add_only_their_last_tile() -> None:
     cluster = load_cluster("cpu")
     for op, n, k in (("ag_gemm", 128, 512), ("gemm_rs", 512, 128)):
         problem = shape(op, 2048, n, k, 2, 2)
-        found = cost.predict(problem, cluster, Knobs())
-        assert 0 < found.comm_ms - found.gemm_ms < found.exposed_ms < found.comm_ms
+        prediction = cost.predict(problem, cluster, Knobs())
+        assert (
+            0 < prediction.comm_ms - prediction.gemm_ms < prediction.exposed_ms < prediction.comm_ms
+        )
         assert cost.choose(problem, cluster, [Knobs(), Knobs(path="unfused")]).path == "fused"
 
 

@@ -71,14 +71,14 @@ def start(
     if not file.exists():
         file.write_text(SPACE)
     launcher = launcher or Spawned(2)
-    found = machine.survey(launcher, "cuda", None, 1)
+    surveyed = machine.survey(launcher, "cuda", None, 1)
     chosen = Options(**{"rounds": (2, 3), "candidate_timeout_s": 10, "make": make, **options})
     problem = core_problem.Problem(Op[op], M, N, K, "bfloat16", 2)
-    search = make_search(problem, load_space(file), found.cluster, found.sharing, chosen)
+    search = make_search(problem, load_space(file), surveyed.cluster, surveyed.sharing, chosen)
     cache = Cache(folder / "cache")
-    what = describe([search], found, chosen)
+    what = describe([search], surveyed, chosen)
     journal = Journal(folder / "runs", run_id(what), what) if launcher.leads else None
-    return search, cache, Tuner([search], launcher, found, cache, journal, chosen)
+    return search, cache, Tuner([search], launcher, surveyed, cache, journal, chosen)
 
 
 def tune(folder: Path, make: Any, op: str = "ag_gemm", **options: Any) -> tuple[Search, Cache]:
@@ -89,8 +89,8 @@ def tune(folder: Path, make: Any, op: str = "ag_gemm", **options: Any) -> tuple[
 
 
 def stages_of(search: Search, name: str) -> int:
-    found = next(one for one in search.candidates if one.name == name)
-    return 0 if found.kernel is None else found.kernel.stages
+    candidate = next(one for one in search.candidates if one.name == name)
+    return 0 if candidate.kernel is None else candidate.kernel.stages
 
 
 def excluded(search: Search) -> dict[int, set[str]]:
@@ -114,9 +114,9 @@ def _as_tuned(
         got = inputs.call(made, rank)
         made.wait()
         inputs.check(got, rank)
-        found = made._backend.configs, asdict(made.schedule(M).knobs)
+        result = made._backend.configs, asdict(made.schedule(M).knobs)
     device.close()
-    return found
+    return result
 
 
 @pytest.mark.timeout(300)
@@ -133,8 +133,8 @@ def test_an_op_runs_the_tuned_winner(here: None, emulator: Path, tmp_path: Path,
     (entry,) = cache.entries()
     assert entry.key.world == "1x2" and entry.machine["device"]["kind"] == "cuda"
     with fresh_ranks(2) as ranks:
-        found = ranks.run(_as_tuned, emulator, str(cache.root), op, timeout=120.0)
-    for configs, knobs in found:
+        results = ranks.run(_as_tuned, emulator, str(cache.root), op, timeout=120.0)
+    for configs, knobs in results:
         assert configs == [winner.kernel]
         for name, value in asdict(winner.knobs).items():
             assert value is None or knobs[name] == value, name
@@ -192,8 +192,8 @@ if __name__ == "__main__":
     os._exit(0)  # the job has brought the emulation here, too, whose threads would be waited for
 """
     )
-    found = run_script(script, ranks=2)
-    assert "winner 4 {" in found and "its ranks failed: rank 1: killed by SIGSEGV" in found
+    output = run_script(script, ranks=2)
+    assert "winner 4 {" in output and "its ranks failed: rank 1: killed by SIGSEGV" in output
 
 
 @stress_only
@@ -286,11 +286,13 @@ def test_ranks_without_p2p_are_nodes_to_the_tuner_as_they_are_to_ops(
 ) -> None:
     cluster = load_cluster("flux-a100-pcie")
     reaches = ({"a": True, "b": False}, {"a": False, "b": True})
-    places = [RankPlace("here", name, found) for name, found in zip("ab", reaches, strict=True)]
+    places = [
+        RankPlace("here", name, surveyed) for name, surveyed in zip("ab", reaches, strict=True)
+    ]
     monkeypatch.setattr(machine, "look", lambda *_: [(cluster, place) for place in places])
     monkeypatch.setattr(gpu, "gpus_here", lambda: (2, None))
-    found = machine.survey(Spawned(2), "cuda", None, 1)
-    assert (found.shape, found.backend) == ("2x1", "cuda")
+    surveyed = machine.survey(Spawned(2), "cuda", None, 1)
+    assert (surveyed.shape, surveyed.backend) == ("2x1", "cuda")
     assert machine.survey(Spawned(2), "cuda", "symm_mem", 1).shape == "1x2"
 
 

@@ -119,12 +119,14 @@ def test_raster_is_tried_on_gpus_and_names_tell_candidates_apart(op: str) -> Non
 
 
 def test_new_tiles_and_clusters_are_in_the_space() -> None:
-    found, _ = kernels(load_space("sm90a"), Problem(Op.ag_gemm, 8192, 49152, 12288, "bfloat16", 8))
-    shapes = {(config.tile[:2], config.schedule) for config in found}
+    configs, _ = kernels(
+        load_space("sm90a"), Problem(Op.ag_gemm, 8192, 49152, 12288, "bfloat16", 8)
+    )
+    shapes = {(config.tile[:2], config.schedule) for config in configs}
     assert {((64, 256), "pingpong"), ((128, 192), "cooperative"), ((256, 192), "cooperative")} <= (
         shapes
     )
-    assert {config.cluster for config in found} == {(1, 1), (2, 1), (1, 2)}
+    assert {config.cluster for config in configs} == {(1, 1), (2, 1), (1, 2)}
 
 
 TALL = GemmConfig("gemm_rs", "90a", "bf16", (128, 256, 64), "cooperative", cluster=(2, 1))
@@ -167,11 +169,11 @@ def test_bands_of_a_winner_shrink_with_m() -> None:
 
 def test_size_expressions_are_evaluated() -> None:
     problem = shape(m=1000, world=3)
-    found = {
+    kept = {
         text: extent(text, problem)
         for text in ("m", "m/2", "m*2", "chunk", "chunk/4", "chunk/1000", "n", "n/3")
     }
-    assert found == {
+    assert kept == {
         "m": 1000, "m/2": 500, "m*2": 2000, "chunk": 334, "chunk/4": 84, "chunk/1000": 1,
         "n": 1366, "n/3": 456,
     }  # fmt: skip
@@ -326,8 +328,8 @@ def test_bad_arguments_are_refused_before_anything_starts(
 
 
 def test_durations_are_parsed() -> None:
-    found = [parse_duration(text) for text in ("90", "90s", "1.5m", "2h", " 10M ")]
-    assert found == [90, 90, 90, 7200, 600]
+    seconds = [parse_duration(text) for text in ("90", "90s", "1.5m", "2h", " 10M ")]
+    assert seconds == [90, 90, 90, 7200, 600]
     for text in ("", "m", "-1s", "1d", "1m30s", "0"):
         with pytest.raises(ValueError, match="must look like"):
             parse_duration(text)

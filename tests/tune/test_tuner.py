@@ -210,8 +210,8 @@ def tune(
 
 
 def rows_of(search: Search, name: str) -> int | None:
-    found = next(one for one in search.candidates if one.name == name)
-    return found.knobs.comm_tile_rows
+    candidate = next(one for one in search.candidates if one.name == name)
+    return candidate.knobs.comm_tile_rows
 
 
 @pytest.mark.timeout(300)
@@ -399,9 +399,9 @@ if __name__ == "__main__":
 """
     )
     (tmp_path / "space.toml").write_text(SPACE)
-    found = json.loads(under_torchrun(str(script), timeout_s=280).splitlines()[-1])
-    assert found["winner"]["knobs"]["comm_tile_rows"] == 16
-    assert len(found["excluded"]) == 4
+    document = json.loads(under_torchrun(str(script), timeout_s=280).splitlines()[-1])
+    assert document["winner"]["knobs"]["comm_tile_rows"] == 16
+    assert len(document["excluded"]) == 4
 
 
 def test_space_of_these_tests_has_the_form_of_shipped_spaces() -> None:
