@@ -124,6 +124,8 @@ def tune_shapes(
         checked_seconds,
         memory_of,
     )
+    from flux.machine.cluster import load_cluster
+    from flux.select.space import load_space
     from flux.tune.machine import resolve_backend
     from flux.tune.tuner import Options
 
@@ -140,8 +142,8 @@ def tune_shapes(
             transport=transport,
         )
         check_numbers(options)
-        search_space = None if space is None else _space(space)
-        described = _described(cluster)
+        search_space = None if space is None else load_space(space)
+        described = None if cluster is None else load_cluster(cluster)
         of_space = None if search_space is None else search_space.backend
         if explain and described is not None and backend is None:
             backend = described.device.kind
@@ -200,19 +202,6 @@ def _problems(
     return shapes.problems(world or shapes.tensor_parallel[0], wanted)
 
 
-def _described(cluster: str | None) -> Cluster | None:
-    """Return the cluster for the cost model, if it is not the detected one."""
-    from flux.machine.cluster import load_cluster
-
-    return None if cluster is None else load_cluster(cluster)
-
-
-def _space(name: str) -> Space:
-    from flux.select.space import load_space
-
-    return load_space(name)
-
-
 def _explain(
     problems: Sequence[Problem],
     described: Cluster | None,
@@ -222,7 +211,7 @@ def _explain(
     *,
     json_output: bool,
 ) -> None:
-    from flux.select.space import space_for
+    from flux.select.space import load_space, space_for
     from flux.tune.machine import look
     from flux.tune.tuner import make_search
 
@@ -232,7 +221,7 @@ def _explain(
         raise ValueError(
             f"cannot query the {backend} device of this machine: {error}; pass --cluster"
         ) from error
-    search_space = space or _space(space_for(assumed))
+    search_space = space or load_space(space_for(assumed))
     # This host is measured; only other hardware is simulated.
     simulates = described is not None and assumed.device.kind == "cuda"
     documents = []
@@ -309,7 +298,7 @@ def _tune(
 
     from flux.launch.supervisors import Joined, Spawned
     from flux.select.cache import Cache, cache_root
-    from flux.select.space import space_for
+    from flux.select.space import load_space, space_for
     from flux.tune.machine import survey
     from flux.tune.progress import observer
     from flux.tune.tuner import Tuner, make_search
@@ -320,7 +309,7 @@ def _tune(
         try:
             here = survey(launcher, backend, options.transport, options.threads)
             assumed = described or here.cluster
-            search_space = space or _space(space_for(here.cluster))
+            search_space = space or load_space(space_for(here.cluster))
             searches = [
                 make_search(problem, search_space, assumed, here.sharing, options)
                 for problem in problems
