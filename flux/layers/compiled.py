@@ -28,6 +28,7 @@ from flux.layers.autocast import autocast_off, compute_dtype
 from flux.layers.autograd import begin_gather, column_product, row_product, unsharded
 from flux.layers.config import GRAPH_SETTINGS, LayerOps, LinearConfig
 from flux.ops import torch_internals
+from flux.ops.autograd import grads_fake, row_grads_flops
 from flux.ops.gradients import Grad, as_rows, column_grads, fresh, row_grads
 from flux.ops.library import define, product_flops
 from flux.ops.transforms import call
@@ -88,18 +89,6 @@ def _grads(dx: Grad, dw: Grad, x: torch.Tensor) -> list[torch.Tensor]:
     """Return the gradients that exist; schemas have no lists with None in them."""
     dx = None if dx is None else fresh(dx, *x.shape)
     return [grad for grad in (dx, dw) if grad is not None]
-
-
-def _grads_fake(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    need_x: bool,
-    need_w: bool,
-    *settings: Any,
-) -> list[torch.Tensor]:
-    needed = (x, need_x), (weight, need_w)
-    return [tensor.new_empty(tensor.shape) for tensor, need in needed if need]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -265,12 +254,6 @@ def _column_grad_flops(
     return (need_x + need_w) * product_flops(*dy, weight[1])
 
 
-def _row_grad_flops(
-    dz: Any, x: Any, weight: Any, need_x: bool, need_w: bool, *settings: Any, out_shape: Any
-) -> int:
-    return (need_x + need_w) * product_flops(*x, weight[0])
-
-
 # -- registration ----------------------------------------------------------------------------------
 
 _SETTINGS = "str group_name, bool sequence_parallel, bool reduce_dx, bool fuse_ag, bool fuse_rs"
@@ -292,8 +275,8 @@ define(
     backward=_backward_row,
     flops=_linear_flops,
 )
-define("column_linear_grad" + _GRADS, _column_grad, _grads_fake, flops=_column_grad_flops)
-define("row_linear_grad" + _GRADS, _row_grad, _grads_fake, flops=_row_grad_flops)
+define("column_linear_grad" + _GRADS, _column_grad, grads_fake, flops=_column_grad_flops)
+define("row_linear_grad" + _GRADS, _row_grad, grads_fake, flops=row_grads_flops)
 for _name, _kernel, _fake, _backward_of in (
     ("gather_features", _gather_features, _gather_features_fake, _backward_gather),
     ("cut_features", _cut_features, _cut_features_fake, _backward_cut),

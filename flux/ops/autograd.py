@@ -144,17 +144,19 @@ def _gemm_rs_grads(
     return [grad for grad in grads if grad is not None]
 
 
-def _gemm_rs_grads_fake(
-    dz: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, need_x: bool, need_w: bool, handle: int
+def grads_fake(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, need_x: bool, need_w: bool, *rest: Any
 ) -> list[torch.Tensor]:
+    """Return what an op for the gradients of x and a weight returns: those that are needed."""
     needed = (x, need_x), (weight, need_w)
     return [tensor.new_empty(tensor.shape) for tensor, need in needed if need]
 
 
-def _gemm_rs_grads_flops(
-    dz: Any, x: Any, weight: Any, need_x: bool, need_w: bool, *args: Any, out_shape: Any
+def row_grads_flops(
+    dz: Any, x: Any, weight: Any, need_x: bool, need_w: bool, *rest: Any, out_shape: Any
 ) -> int:
-    return (need_x + need_w) * product_flops(*x, dz[1])
+    """Return the operations of both products, on all rows of x."""
+    return (need_x + need_w) * product_flops(*x, dz[-1])
 
 
 def _gather_rows(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:
@@ -180,9 +182,9 @@ define(
     "gemm_rs_grads(Tensor dz, Tensor x, Tensor weight, bool need_x, bool need_w, int handle) "
     "-> Tensor[]",
     _gemm_rs_grads,
-    _gemm_rs_grads_fake,
+    grads_fake,
     ordered=True,
-    flops=_gemm_rs_grads_flops,
+    flops=row_grads_flops,
 )
 define(
     "gather_rows(Tensor x, SymInt m, int handle) -> Tensor",
