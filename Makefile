@@ -49,7 +49,7 @@ STRESS_TESTS = $(addprefix tests/,$(addsuffix .py, \
   tune/test_tuner tune/test_tune_gpu kernels/test_device_compile gpu/test_gpu gpu/test_symm_mem \
   gpu/test_gpu_loopback gpu/test_gpu_processes gpu/test_cuda_backend gpu/test_cuda_nodes \
   gpu/test_virtual_puts gpu/test_nvshmem_ops core/test_fuzz_files \
-  ptx/test_cutlass_gemms ptx/test_every_kernel ptx/test_seeded_bugs))
+  ptx/test_many_kernels ptx/test_seeded_bugs))
 SET := minimal
 ARCHS := 80,90a
 NVSHMEM := 1
