@@ -31,9 +31,9 @@ def test_profile_of_a_call(built: Path) -> None:
     assert result.exit_code == 0, result.output
     said, _, tables = result.output.partition("\n")
     assert said == "gemm_rs 130 x 64 x 64, 2 ranks: right"
-    kernels = {found["kernel"]: found for found in json.loads(tables)}
-    (gemm,) = (found for name, found in kernels.items() if "flux_gemm_rs_sm80" in name)
-    (reduction,) = (found for name, found in kernels.items() if "reduce_kernel" in name)
+    kernels = {kernel["kernel"]: kernel for kernel in json.loads(tables)}
+    (gemm,) = (kernel for name, kernel in kernels.items() if "flux_gemm_rs_sm80" in name)
+    (reduction,) = (kernel for name, kernel in kernels.items() if "reduce_kernel" in name)
     assert gemm["launches"] == reduction["launches"] == 2
     assert any("mma.sync" in role["does"] for role in gemm["roles"])
     cuda_device().clear()

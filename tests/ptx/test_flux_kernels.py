@@ -44,15 +44,15 @@ def results(device: PtxDevice, p: Problem, m: int, world: int) -> list[torch.Ten
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("m", [1, 131, 300])
 def test_no_order_of_warps_changes_a_bit(ptx: PtxDevice, op: str, m: int) -> None:
-    p, found = Problem(op, 300, (160,), 96, BF16), []
+    p, outputs = Problem(op, 300, (160,), 96, BF16), []
     try:
         for seed in range(3 * STRESS):
             ptx.cuda.seed = 1000 * seed
-            found.append(results(ptx, p, m, 2))
+            outputs.append(results(ptx, p, m, 2))
     finally:
         ptx.cuda.seed = 0
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    for other in outputs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outputs[0], other, strict=True))
 
 
 def turns_of(ptx: PtxDevice, op: str, seed: int) -> tuple[int, list[tuple[str, int, int]]]:

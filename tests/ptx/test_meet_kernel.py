@@ -38,8 +38,8 @@ class Rank:
         self.status = torch.zeros(8, dtype=torch.int64)
 
     def args(self, device: Device, rank: int, ranks: list[Rank]) -> bytes:
-        def pointers(found: list[int]) -> list[int]:
-            return found + [0] * (MAX_WORLD - len(found))
+        def pointers(addresses: list[int]) -> list[int]:
+            return addresses + [0] * (MAX_WORLD - len(addresses))
 
         raised = pointers([device.register(peer.words) + 4 * rank for peer in ranks])
         statuses = pointers([device.register(peer.status) for peer in ranks])

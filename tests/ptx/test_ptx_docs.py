@@ -38,13 +38,13 @@ def test_commands_and_python_print_what_the_page_shows(
     if nvcc is None:
         pytest.skip("there is no nvcc")
     monkeypatch.chdir(tmp_path)
-    found = blocks()
-    ((_, source),) = [block for block in found if block[0] == "cuda"]
+    sections = blocks()
+    ((_, source),) = [block for block in sections if block[0] == "cuda"]
     Path("row_sums.cu").write_text(source)
     command = [nvcc, "-ptx", "-lineinfo", "-arch=sm_90a", "row_sums.cu"]
     subprocess.run(command, check=True)
     checked = 0
-    for (language, content), (_, shown) in itertools.pairwise(found):
+    for (language, content), (_, shown) in itertools.pairwise(sections):
         if language == "sh":
             words = shlex.split(content)
             assert words[:3] == ["python", "-m", "ptx_machine"]

@@ -17,10 +17,10 @@ def values_of(config: GemmConfig) -> set[tuple[str, ...]]:
 
     The depth of a tile for sm_90a follows from the dtype, so it is no parameter of its own.
     """
-    found = {name: getattr(config, name) for name in _FIELDS}
+    fields = {name: getattr(config, name) for name in _FIELDS}
     if config.arch == "90a":
-        found["tile"] = found["tile"][:2]
-    return {(config.op, config.arch, name, str(value)) for name, value in found.items()}
+        fields["tile"] = fields["tile"][:2]
+    return {(config.op, config.arch, name, str(value)) for name, value in fields.items()}
 
 
 def covering(arch: str, ops: Sequence[str] = FUSED, of: str = "full") -> list[GemmConfig]:
@@ -31,7 +31,7 @@ def covering(arch: str, ops: Sequence[str] = FUSED, of: str = "full") -> list[Ge
     """
     configs = [config for config in config_set(of, [arch]) if config.op in ops]
     values = {config: values_of(config) for config in configs}
-    pairs = {config: set(combinations(sorted(found), 2)) for config, found in values.items()}
+    pairs = {config: set(combinations(sorted(fields), 2)) for config, fields in values.items()}
     missing = set().union(*values.values())
     seen: set[tuple[tuple[str, ...], ...]] = set()
     chosen = []

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -30,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # as a script
 
 from flux.kernels.build import Tools, find_tools  # noqa: E402
+from ptx_figures import write_figures  # noqa: E402
 from ptx_target import ptx_target  # noqa: E402
 
 HEADERS = Path(__file__).with_name("cutlass")
@@ -420,17 +420,7 @@ def main() -> None:
             rows.append(measure(runner, gemm, range(options.seeds)))
             print(rows[-1], flush=True)
     if options.out is not None:
-        tools = find_tools(ptx_target())
-        found = {
-            "command": "python tests/support/emulation/cutlass_gemms.py",
-            "nvcc": tools.nvcc.version,
-            "cutlass": tools.cutlass.version,
-            "rows": rows,
-        }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n  ".join(json.dumps(row) for row in found.pop("rows"))
-        head = json.dumps(found, indent=1).removesuffix("\n}")
-        options.out.write_text(f'{head},\n "rows": [\n  {lines}\n ]\n}}\n')
+        write_figures(options.out, "python tests/support/emulation/cutlass_gemms.py", rows)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def compiler() -> str:
     """The host's C++ compiler."""
-    found = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    assert found, "no C++ compiler"
-    return found
+    path = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    assert path, "no C++ compiler"
+    return path
 
 
 def build(folder: Path) -> Path:

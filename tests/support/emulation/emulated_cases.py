@@ -45,8 +45,8 @@ class Launches:
 
     def kernel(self, name: str, prepared: bool = True) -> Any:
         """``flux_emulated_{name}``."""
-        found = self.device.registry.kernels[f"flux_emulated_{name}"]
-        kernel = _C.Kernel(str(found.library), found.symbol)
+        built = self.device.registry.kernels[f"flux_emulated_{name}"]
+        kernel = _C.Kernel(str(built.library), built.symbol)
         if prepared:
             kernel.prepare(0)
         return kernel

@@ -41,6 +41,7 @@ from flux.kernels.sets import FUSED, config_set  # noqa: E402
 from flux.trace import Kind, record_op  # noqa: E402
 from flux.transport.base import SPARE  # noqa: E402
 from flux.transport.virtual import VirtualWorld  # noqa: E402
+from ptx_figures import write_figures  # noqa: E402
 from ptx_target import ptx_target  # noqa: E402
 from reference import Inputs, Problem  # noqa: E402
 from virtual_cases import call_all, knobs_of, topology_of  # noqa: E402
@@ -201,7 +202,7 @@ def built_ops(plan: Plan, ranks: VirtualWorld) -> list[Any]:
 
 def run_plan(device: Any, plan: Plan, seed: int = 0) -> float:
     """Make the calls of a plan; return the largest error as a part of the bound."""
-    p, found = plan.problem, 0.0
+    p, error = plan.problem, 0.0
     device.cuda.seed = seed
     with VirtualWorld(plan.world, device, plan.nodes) as ranks:
         ops = built_ops(plan, ranks)
@@ -211,15 +212,15 @@ def run_plan(device: Any, plan: Plan, seed: int = 0) -> float:
             device.finish()
             for r, op in enumerate(ops):
                 op.wait()
-                found = max(found, worst(plan, inputs, outs[r], r))
+                error = max(error, worst(plan, inputs, outs[r], r))
         for op in ops:
             op.close()
-    return found
+    return error
 
 
 def run_graph(device: Any, plan: Plan) -> float:
     """Capture a call of all rows, and replay it twice with other inputs."""
-    p, world, found = plan.problem, plan.world, 0.0
+    p, world, error = plan.problem, plan.world, 0.0
     m = plan.rows[0]
     with VirtualWorld(world, device) as ranks:
         ops = built_ops(plan, ranks)
@@ -248,11 +249,11 @@ def run_graph(device: Any, plan: Plan) -> float:
             graph.replay()
             device.finish()
             for r in range(world):
-                found = max(found, worst(plan, fresh, [outs[r]], r))
+                error = max(error, worst(plan, fresh, [outs[r]], r))
         graph.close()
         for op in ops:
             op.close()
-    return found
+    return error
 
 
 @contextmanager
@@ -274,17 +275,17 @@ def run_traced(device: Any, plan: Plan) -> int:
     p = plan.problem
     inputs = Inputs(p, plan.rows[0], plan.world, plan.seed)
     with VirtualWorld(plan.world, device) as ranks:
-        found: list[Any] = []
+        calls: list[Any] = []
         plain = built_ops(plan, ranks)
-        found.append(call_all(ranks, plain, inputs))
+        calls.append(call_all(ranks, plain, inputs))
         with tracing():
             ops = built_ops(plan, ranks)
-        trace = record_op(ops, lambda: found.append(call_all(ranks, ops, inputs)), warmup=1)
+        trace = record_op(ops, lambda: calls.append(call_all(ranks, ops, inputs)), warmup=1)
         device.finish()
-        for outs in found:
+        for outs in calls:
             for r in range(plan.world):
                 worst(plan, inputs, outs[r], r)
-                assert torch.equal(outs[r][0], found[0][r][0]), plan
+                assert torch.equal(outs[r][0], calls[0][r][0]), plan
         for op in (*plain, *ops):
             op.close()
     assert trace is not None
@@ -308,14 +309,14 @@ def check_traced(device: Any, registry: Registry, config: GemmConfig) -> dict[st
 def check_config(device: Any, built: BuiltKernel, seeds: Sequence[int] = (0,)) -> dict[str, Any]:
     """Run all plans of a config; what came out."""
     device.cuda.clear()
-    begin, found, calls = time.monotonic(), 0.0, 0
+    begin, largest, calls = time.monotonic(), 0.0, 0
     chosen = list(plans(built.config))
     ran = {(plan.world, plan.nodes) for plan in chosen}
     for plan in chosen:
         with only(device, built, plan.world):
             for seed in seeds:
                 try:
-                    found = max(found, run_plan(device, plan, seed))
+                    largest = max(largest, run_plan(device, plan, seed))
                 except Exception as error:
                     raise AssertionError(
                         f"{built.config.name}, seed {seed}: {plan}: {error}"
@@ -324,7 +325,7 @@ def check_config(device: Any, built: BuiltKernel, seeds: Sequence[int] = (0,)) -
     small = [plan for plan in chosen if plan.small]
     for plan in small:
         with only(device, built, plan.world):
-            found = max(found, run_graph(device, plan))
+            largest = max(largest, run_graph(device, plan))
             calls += 2 * plan.world
     counters = device.cuda.counters()
     return {
@@ -337,7 +338,7 @@ def check_config(device: Any, built: BuiltKernel, seeds: Sequence[int] = (0,)) -
         ],
         "seeds": len(seeds),
         "calls of ranks": calls,
-        "error / bound": round(found, 4),
+        "error / bound": round(largest, 4),
         "thread_instructions": sum(c["instructions"] for c in counters.values()),
         "seconds": round(time.monotonic() - begin, 1),
     }
@@ -394,23 +395,10 @@ def main() -> None:
         rows[row["config"]] = row
         print(row, flush=True)
         if options.out is not None:
-            _write(options.out, rows)
+            command = "python tests/support/emulation/every_kernel.py"
+            write_figures(options.out, command, [rows[name] for name in sorted(rows)])
     print(f"{len(configs) - len(failures)} passed, failed: {failures}")
     sys.exit(bool(failures))
-
-
-def _write(out: Path, rows: dict[str, Any]) -> None:
-    tools = find_tools(ptx_target())
-    found = {
-        "command": "python tests/support/emulation/every_kernel.py",
-        "nvcc": tools.nvcc.version,
-        "cutlass": tools.cutlass.version,
-        "rows": [rows[name] for name in sorted(rows)],
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    rows = ",\n  ".join(json.dumps(row) for row in found.pop("rows"))
-    head = json.dumps(found, indent=1).removesuffix("\n}")
-    out.write_text(f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
 
 
 if __name__ == "__main__":

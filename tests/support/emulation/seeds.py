@@ -158,7 +158,7 @@ def main() -> int:
         rows.append({"arch": arch, "seeds": sum(counts.values()), "ops": dict(counts)})
         rows[-1]["seconds"] = round(time.monotonic() - since)
     tools = find_tools(ptx_target())
-    found = {
+    figures = {
         "command": f"python tests/support/emulation/seeds.py --seeds {options.seeds}",
         "first": options.first,
         "nvcc": tools.nvcc.version,
@@ -168,11 +168,11 @@ def main() -> int:
         "failures": failures,
     }
     if replaced is not None:
-        found["ptx"] = sorted(replaced.used)
-    print(json.dumps(found))
+        figures["ptx"] = sorted(replaced.used)
+    print(json.dumps(figures))
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
     return len(failures)
 
 
