@@ -147,8 +147,8 @@ void a_refusal_reaches_the_peers_with_its_reason() {
         expect(group[0], Failure::kMismatch, 1);
         CHECK_TRUE(group[0].failure().observed == kRefused, describe(group[0]));
         CHECK_TRUE(!group[0].failure().ran_ahead, describe(group[0]));
-        const std::string told = read_refusal(group[0].pad(1));
-        CHECK_TRUE(told == why + " in round " + to_string(round), told);
+        const std::string message = read_refusal(group[0].pad(1));
+        CHECK_TRUE(message == why + " in round " + to_string(round), message);
       }
       CHECK_TRUE(gather_once(group[r], plan, round % 3 == 0, kLong), describe(group[r]));
     }
