@@ -48,7 +48,7 @@ def legend(plans: list[SearchedPlan]) -> str:
     count, size = steps[0].micro_batches, steps[0].micro_batch
     words = [
         *([f"ranks by kind of parallelism ({', '.join(degrees)})"] if degrees else []),
-        f"{count} x {size}: {count} micro-batches of size {size} on each data parallel rank",
+        f"{count} x {size}: micro-batches of a data parallel rank, and sequences of each",
     ]
     if any(step.parallel.sequence for step in steps):
         words.append("sequence parallel: norms are split over tensor parallel ranks too")
@@ -122,7 +122,7 @@ def reasons(outcome: SearchOutcome, cluster: Cluster) -> list[str]:
     winner = outcome.ranked[0]
     serial = plan_of(cluster, not winner.scaled, (winner.step, "serial", {}))
     rows = [("the winner", winner)]
-    if isinstance(serial, SearchedPlan):
+    if isinstance(serial, SearchedPlan) and serial.label != winner.label:
         rows.append(("its layout without overlap", serial))
     for plan in outcome.ranked:
         if layout_of(plan.step) != layout_of(winner.step):

@@ -130,7 +130,7 @@ class Sharded:
 
     # -- forward -----------------------------------------------------------------------------------
 
-    def enter(self, call: _Call, module: nn.Module, units: Sequence[Unit]) -> None:
+    def enter(self, call: _PartCall, module: nn.Module, units: Sequence[Unit]) -> None:
         """Begin a call of a part: of a forward that runs, of backward's recomputation, or new."""
         if not (self._in_backward() or self.held):
             if self._forward is None:
@@ -169,7 +169,7 @@ class Sharded:
         whole_backward_in_stage()
         self._forward = Forward(units, keeps, self.plan.prefetch)
 
-    def leave(self, call: _Call, units: Sequence[Unit], output: Any) -> None:
+    def leave(self, call: _PartCall, units: Sequence[Unit], output: Any) -> None:
         """End a call of a part, which has begun as far as ``call`` says."""
         if call.entered:
             self._watch(call.unit, output)
@@ -371,14 +371,14 @@ class _Hooks:
         self, owner: Sharded, module: nn.Module, unit: Unit | None, units: Sequence[Unit]
     ) -> None:
         self._owner, self._unit, self._units = owner, unit, units
-        self._calls: list[_Call] = []
+        self._calls: list[_PartCall] = []
         module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         # Also if forward raises: hooks of autograd must not stay behind.
         module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather the unit, those before it, and those ahead."""
-        call = _Call()
+        call = _PartCall()
         self._calls.append(call)
         self._owner.enter(call, module, self._units)
         if self._unit is None:
@@ -403,7 +403,7 @@ class _Hooks:
         refuse_copy()
 
 
-class _Call:
+class _PartCall:
     """A call of a module that has hooks: what it has begun, and must end."""
 
     def __init__(self) -> None:

@@ -182,7 +182,7 @@ def units_of(model: nn.Module, plan: RuntimePlan) -> list[UnitOf]:
     return [(modules[key][0] or WHOLE, modules[key][1], of_unit[key]) for key in order]
 
 
-class _Weight(Protocol):
+class _NamedBytes(Protocol):
     @property
     def name(self) -> str: ...
     @property
@@ -193,7 +193,7 @@ class _Weight(Protocol):
     def trained(self) -> bool: ...
 
 
-W = TypeVar("W", bound=_Weight)
+W = TypeVar("W", bound=_NamedBytes)
 
 
 def chunked(parameters: Sequence[W], least: int, unit: str) -> list[tuple[str, list[W]]]:

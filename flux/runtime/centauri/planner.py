@@ -147,7 +147,7 @@ def _sizes(mesh: DeviceMesh | tuple[int, ...], plan: RuntimePlan) -> tuple[int, 
 
 
 @dataclass(frozen=True)
-class _Weight:
+class _PlannedWeight:
     """A parameter, as chunks are made of it; see ``Managed``."""
 
     name: str
@@ -201,12 +201,12 @@ class _Step:
         self.held: set[int] = set()  # units
         self.ends: list[int] = []  # reductions
 
-    def _weight(self, name: str, p: nn.Parameter, looked_up: bool) -> _Weight:
+    def _weight(self, name: str, p: nn.Parameter, looked_up: bool) -> _PlannedWeight:
         param_dtype = self.plan.param_dtype
         dtype = param_dtype if param_dtype is not None and p.is_floating_point() else p.dtype
         rows = round_up(p.shape[0], self.world)
         nbytes = rows * prod(p.shape[1:]) * dtype.itemsize
-        return _Weight(name, p.shape, dtype, p.requires_grad, nbytes, looked_up)
+        return _PlannedWeight(name, p.shape, dtype, p.requires_grad, nbytes, looked_up)
 
     def schedule(self) -> StepSchedule:
         """Return the step: as ``Sharded`` runs forward, backward and the optimizer."""
@@ -277,7 +277,9 @@ class _Step:
             if end is not behind:
                 self.there[label] = end[0]
 
-    def _moves(self, weights: Sequence[_Weight], gathers: bool) -> list[tuple[str, SubGroup, int]]:
+    def _moves(
+        self, weights: Sequence[_PlannedWeight], gathers: bool
+    ) -> list[tuple[str, SubGroup, int]]:
         """Return (lane, group, elements of the whole tensor) of the parts of an AllGather."""
         _, hosts, ranks = self.sizes
         _, inter, intra = self._groups()
@@ -312,7 +314,7 @@ class _Step:
             if not open_ones[label]:
                 self._reduce(label, of_label[label])
 
-    def _work(self, w: _Weight, role: str, label: str) -> None:
+    def _work(self, w: _PlannedWeight, role: str, label: str) -> None:
         kind, shape = w.work(self.tokens)
         if kind == "gemm" and role != "fwd":  # m, n, k of the gradient
             m, n, k = shape
@@ -320,7 +322,7 @@ class _Step:
         behind = self._behind() + [self.there[label]] * (label in self.there)
         self._add("comp", f"{w.name}.{role}", kind, shape, role, behind)
 
-    def _reduce(self, label: str, weights: Sequence[_Weight]) -> None:
+    def _reduce(self, label: str, weights: Sequence[_PlannedWeight]) -> None:
         self.order.append(("ReduceScatter", label))
         behind = self._behind()
         end = behind
