@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flux.core.backend import Backend
@@ -13,6 +12,7 @@ if TYPE_CHECKING:
     from flux.select.choose import Choice
     from flux.transport.base import DeviceTransport
     from flux.transport.exchange import Exchange
+    from flux.transport.placement import Placement
 
 
 def make_cpu_backend(
@@ -20,7 +20,7 @@ def make_cpu_backend(
     exchange: Exchange,
     choice: Choice,
     topology: Topology,
-    local: Sequence[bool],
+    placement: Placement,
     timeout_s: float,
 ) -> Backend:
     """Build the CPU executor of an op; its modules load here. Collective.
@@ -30,7 +30,7 @@ def make_cpu_backend(
         exchange: its ranks.
         choice: the knobs of its calls.
         topology: the mesh of ranks.
-        local: by rank, whether it shares memory with this one.
+        placement: which ranks share memory.
         timeout_s: of each wait, in seconds.
 
     Raises:
@@ -39,7 +39,7 @@ def make_cpu_backend(
     """
     from flux.backends.cpu.backend import CpuBackend
 
-    return CpuBackend(spec, exchange, choice, topology, local, timeout_s)
+    return CpuBackend(spec, exchange, choice, topology, placement, timeout_s)
 
 
 def make_cuda_backend(
@@ -48,7 +48,7 @@ def make_cuda_backend(
     transport: DeviceTransport,
     choice: Choice,
     topology: Topology,
-    local: Sequence[bool],
+    placement: Placement,
     timeout_s: float,
 ) -> Backend:
     """Build the GPU executor of an op; its modules load here. Collective.
@@ -59,7 +59,7 @@ def make_cuda_backend(
         transport: what moves rows between GPUs.
         choice: the knobs and the kernel of its calls.
         topology: the mesh of ranks.
-        local: by rank, whether its process is on this host.
+        placement: of the processes, which shows which peers die.
         timeout_s: of each wait, in seconds.
 
     Raises:
@@ -69,7 +69,7 @@ def make_cuda_backend(
     from flux.backends.cuda.backend import CudaBackend
     from flux.transport.watch import Watch
 
-    watch = None if exchange is None else Watch(exchange, local)
+    watch = None if exchange is None else Watch(exchange, placement)
     backend = CudaBackend(spec, transport, choice, topology, timeout_s, watch)
     if exchange is not None:  # one schedule for all, whatever kernels each rank has built
         backend.cluster = exchange.all_gather(backend.cluster)[0]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from flux.launch.torchrun import hosts_of_ranks
 from flux.ops import executor, torch_internals
 from flux.transport.exchange import resolve_group
+from flux.transport.placement import Placement
 
 _hosts: list[str] = []  # of all ranks, by global rank; known if there are GPUs
 
@@ -49,5 +50,5 @@ def reason_unsupported(group_name: str, tensors: Sequence[torch.Tensor]) -> str 
 def _reason_gpus_unsupported(group: dist.ProcessGroup) -> str | None:
     if not _hosts:
         return "enable() was called before init_process_group, so the hosts of ranks are unknown"
-    hosts = [_hosts[rank] for rank in dist.get_process_group_ranks(group)]
-    return executor.reason_gpus_unsupported(hosts)
+    hosts = (_hosts[rank] for rank in dist.get_process_group_ranks(group))
+    return executor.reason_gpus_unsupported(Placement(tuple(hosts)))

@@ -38,7 +38,6 @@ from flux.ops.executor import (
     refuse_capture,
     resolve_knobs,
     resolve_topology,
-    who_shares_memory,
 )
 from flux.ops.transforms import NO_FORWARD_MODE, call
 from flux.select import choose as choice
@@ -47,6 +46,7 @@ from flux.select.schedule import make_schedule
 from flux.transport.base import DeviceTransport
 from flux.transport.exchange import Exchange
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
+from flux.transport.placement import Placement
 
 T = TypeVar("T")
 
@@ -116,16 +116,16 @@ class TensorParallelOp:
             problem: Exception | None = None
             label = type(self).__name__
             places = places_of(exchange, backend)
-            hosts = [place.host for place in places]
+            placement: Placement | None = None
             try:
                 sizes = (max_m, as_sizes(n), k, dtype, transpose_weight, reduce)
                 spec = OpSpec(self.kind, *sizes, activation, scaling)
                 knobs = resolve_knobs(label, tuning.given if isinstance(tuning, Fixed) else tuning)
                 backend = check_executor(label, spec, exchange, knobs, backend, transport)
-                hosts = who_shares_memory(places, backend, transport, topology)
-                topology = resolve_topology(label, topology, hosts)
+                placement = Placement.of_op(places, backend, transport, topology)
+                topology = resolve_topology(label, topology, placement)
                 check_options(label, spec, knobs, topology, timeout_s)
-                knobs = check_hosts(label, hosts, topology, knobs, backend, transport)
+                knobs = check_hosts(label, placement, topology, knobs, backend, transport)
             except (TypeError, ValueError) as error:
                 problem = error
             tuned = tuning == "cache"
@@ -141,7 +141,8 @@ class TensorParallelOp:
                 KERNEL_CHOICE.name: os.environ.get(KERNEL_CHOICE.name, ""),
             }
             exchange.agree(label, problem, options)
-            assert spec is not None and topology is not None and backend is not None
+            assert spec is not None and topology is not None
+            assert placement is not None and backend is not None
             self.spec = spec
             self.knobs = knobs
             self.world = exchange.world
@@ -152,12 +153,12 @@ class TensorParallelOp:
             if isinstance(exchange, OneGpuExchange):
                 gpus = exchange
             elif backend == "cuda":
-                gpus = open_gpus(exchange, len(set(hosts)), timeout_s, transport)
+                gpus = open_gpus(exchange, placement.count, timeout_s, transport)
             device = gpus.device.torch_device if gpus else torch.device("cpu")
             self._choice: Choice = Fixed(knobs, kernel)
             if tuned and isinstance(exchange, Exchange):
                 self._choice = choice.choose(
-                    spec, exchange, hosts, topology, backend, self._is_legal
+                    spec, exchange, placement, topology, backend, self._is_legal
                 )
             self._checker = CallChecker(spec, self.world, self.rank, device)
             # make_schedule caches too, but to hash its arguments costs more than a call may.
@@ -165,14 +166,13 @@ class TensorParallelOp:
             of_group = exchange if isinstance(exchange, Exchange) else None
             self._unfused = UnfusedBackend(spec, of_group, self.rank, self.world, timeout_s)
             if self.world > 1 and gpus is not None:
-                near = [place.memory == places[self.rank].memory for place in places]
+                processes = Placement.of_processes(place.memory for place in places)
                 self._backend = make_cuda_backend(
-                    spec, of_group, gpus, self._choice, topology, near, timeout_s
+                    spec, of_group, gpus, self._choice, topology, processes, timeout_s
                 )
             elif self.world > 1 and isinstance(exchange, Exchange):
-                local = [host == hosts[self.rank] for host in hosts]
                 self._backend = make_cpu_backend(
-                    spec, exchange, self._choice, topology, local, timeout_s
+                    spec, exchange, self._choice, topology, placement, timeout_s
                 )
                 self._unfused.watch(self._backend.look, self._backend.silent_peer)
             self._comparison: Comparison | None = None

@@ -16,11 +16,11 @@ from flux import _C
 from flux.backends.cpu.backend import CpuBackend
 from flux.core.knobs import Knobs, Op
 from flux.core.spec import OpSpec
-from flux.core.topology import Topology
 from flux.machine.host import memory_identity
 from flux.select.choose import Fixed
 from flux.select.schedule import make_schedule
 from flux.transport.exchange import Exchange
+from flux.transport.placement import Placement
 
 
 class ControlPad(CpuBackend):
@@ -32,11 +32,10 @@ class ControlPad(CpuBackend):
     """
 
     def __init__(self, exchange: Exchange, timeout_s: float) -> None:
-        hosts = exchange.all_gather(memory_identity())
-        local = [host == hosts[exchange.rank] for host in hosts]
+        placement = Placement.of_processes(exchange.all_gather(memory_identity()))
         spec = OpSpec(Op.ag_gemm, 1, (1,), 1, torch.float32, False, "sum")
-        knobs, topology = Fixed(Knobs(path="unfused")), Topology.of_hosts(hosts)
-        super().__init__(spec, exchange, knobs, topology, local, timeout_s)
+        knobs = Fixed(Knobs(path="unfused"))
+        super().__init__(spec, exchange, knobs, placement.topology, placement, timeout_s)
         self._schedule = make_schedule("ag_gemm", (1, 1, 1), self.world, self.rank)
         self._what = ""
 

@@ -18,7 +18,7 @@ from flux.ops import torch_internals
 from flux.transport.base import DeviceTransport
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
-from flux.transport.placement import RankPlace, place_here, sharing
+from flux.transport.placement import Placement, RankPlace, place_here
 
 TELL_S = 60.0
 """Seconds to tell others of a failure if ``timeout_s`` itself is invalid."""
@@ -99,29 +99,6 @@ def places_of(exchange: Exchange | OneGpuExchange, backend: str | None) -> list[
     return exchange.all_gather(place)
 
 
-def who_shares_memory(
-    places: Sequence[RankPlace], backend: str, transport: str | None, topology: Topology | None
-) -> list[str]:
-    """Return a name for each rank; two ranks have the same name if they share memory.
-
-    With ``send_recv`` no ranks share memory. An exception are GPUs of one host, if there are
-    several hosts or a topology of several nodes: there ``send_recv``, or ``nvshmem``, moves rows
-    between hosts or nodes only. GPUs without P2P share nothing unless ``symm_mem`` is asked for.
-    """
-    hosts = [place.memory if backend == "cpu" else place.host for place in places]
-    if backend == "cuda" and transport != "symm_mem":
-        hosts = sharing(places)
-    if transport not in ("send_recv", "nvshmem"):
-        return hosts
-    if backend == "cuda" and isinstance(topology, Topology) and topology.world == len(hosts):
-        if topology.nodes > 1 and not topology.placement:
-            pairs = zip(hosts, topology.hosts, strict=True)
-            return [f"{host}/{node}" for host, node in pairs]
-    elif backend == "cuda" and (transport == "nvshmem" or len(set(hosts)) > 1):
-        return hosts
-    return [str(rank) for rank in range(len(hosts))]
-
-
 def default_backend(exchange: Exchange | OneGpuExchange) -> str:
     """Return ``cuda`` if the group has a backend for CUDA devices, else ``cpu``."""
     if isinstance(exchange, OneGpuExchange):
@@ -162,11 +139,11 @@ def resolve_knobs(label: str, tuning: str | Knobs) -> Knobs:
     return Knobs()  # what "cache" means is found out once all ranks agree: flux/select/choose.py
 
 
-def resolve_topology(label: str, topology: Topology | None, hosts: Sequence[str]) -> Topology:
+def resolve_topology(label: str, topology: Topology | None, placement: Placement) -> Topology:
     """Return the mesh of ranks: ``topology``, or one node per host."""
-    world = len(hosts)
+    world = len(placement.nodes)
     if topology is None:
-        return Topology.of_hosts(hosts)
+        return placement.topology
     if not isinstance(topology, Topology):
         raise TypeError(f"{label}: topology must be a flux.Topology or None, got {topology!r}")
     if topology.world != world:
@@ -244,11 +221,11 @@ def group_unsupported(group: dist.ProcessGroup, device: str) -> str | None:
     return None if served else f"the process group has no backend for {device}"
 
 
-def reason_gpus_unsupported(sharing: Sequence[str]) -> str | None:
-    """Return why GPUs with this sharing of memory are unsupported; None if they are supported."""
-    if len(sharing) > MAX_WORLD:
-        return f"backend cuda serves up to {MAX_WORLD} ranks, the group has {len(sharing)}"
-    apart = Topology.of_hosts(sharing)
+def reason_gpus_unsupported(placement: Placement) -> str | None:
+    """Return why GPUs with this placement are unsupported; None if they are supported."""
+    world, apart = len(placement.nodes), placement.topology
+    if world > MAX_WORLD:
+        return f"backend cuda serves up to {MAX_WORLD} ranks, the group has {world}"
     if apart.placement:
         return (
             "backend cuda needs the same number of ranks on each host, numbered one host after the "
@@ -257,9 +234,9 @@ def reason_gpus_unsupported(sharing: Sequence[str]) -> str | None:
     return None
 
 
-def _check_nodes(label: str, sharing: Sequence[str], topology: Topology, knobs: Knobs) -> None:
+def _check_nodes(label: str, placement: Placement, topology: Topology, knobs: Knobs) -> None:
     """Raise unless the nodes of the topology are the sets of GPUs that share memory."""
-    apart = Topology.of_hosts(sharing)
+    apart = placement.topology
     if topology.placement or topology.nodes != apart.nodes:
         raise ValueError(
             f"{label}: ranks share memory in {apart.nodes} nodes of {apart.lanes}, and the "
@@ -278,15 +255,15 @@ def _or(names: Sequence[str]) -> str:
 
 def check_hosts(
     label: str,
-    sharing: Sequence[str],
+    placement: Placement,
     topology: Topology,
     knobs: Knobs,
     backend: str,
     transport: str | None,
 ) -> Knobs:
     """Return the knobs for ranks on these hosts: between hosts rows are pushed, never pulled."""
-    hosts = len(set(sharing))
-    reason = reason_gpus_unsupported(sharing) if backend == "cuda" else None
+    hosts = placement.count
+    reason = reason_gpus_unsupported(placement) if backend == "cuda" else None
     if reason is not None:
         raise ValueError(f"{label}: {reason}")
     if hosts == 1:
@@ -297,7 +274,7 @@ def check_hosts(
             "serves one; leave transport open"
         )
     if backend == "cuda":
-        _check_nodes(label, sharing, topology, knobs)
+        _check_nodes(label, placement, topology, knobs)
         return knobs
     if knobs.direction == "pull":
         raise ValueError(

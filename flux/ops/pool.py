@@ -47,7 +47,7 @@ from flux.ops import torch_internals
 from flux.ops.base import TensorParallelOp
 from flux.ops.executor import places_of, reason_gpus_unsupported
 from flux.transport.exchange import Exchange, OfGroup, resolve_group
-from flux.transport.placement import sharing
+from flux.transport.placement import Placement
 
 if TYPE_CHECKING:
     from flux.ops.control import ControlPad
@@ -100,7 +100,7 @@ class OpPool(OfGroup):
     def reason_without_gpus(self) -> str | None:
         """Why ops do not serve the GPUs of the ranks, or None. Collective at the first use."""
         places = places_of(self._exchange_within(self.timeout_s), None)
-        return reason_gpus_unsupported(sharing(places))
+        return reason_gpus_unsupported(Placement.of_op(places, "cuda", None, None))
 
     def _exchange_within(self, timeout_s: float) -> Exchange:
         self._exchange.timeout_s = timeout_s

@@ -9,7 +9,7 @@ lookup, as without tuning.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from flux.select.cache import look_up
 from flux.select.keys import Key, versions
 from flux.select.winners import Entry, Winner, fit, most_tiles
 from flux.transport.exchange import Exchange
+from flux.transport.placement import Placement
 
 _warned: set[str] = set()
 
@@ -165,7 +166,7 @@ def group_parts(clusters: Sequence[dict[str, object]]) -> dict[str, object]:
 def choose(
     spec: OpSpec,
     exchange: Exchange,
-    hosts: Sequence[Hashable],
+    placement: Placement,
     topology: Topology,
     kind: str,
     legal: Callable[[int, Knobs], bool],
@@ -175,16 +176,16 @@ def choose(
     Args:
         spec: the op.
         exchange: the op's ranks.
-        hosts: the host of each rank, as the op sees it.
+        placement: which ranks share memory, as the op sees it.
         topology: of the group.
         kind: of device: ``cpu`` | ``cuda``.
         legal: whether a schedule can be made for (M, knobs).
     """
     if exchange.world == 1:
         return Fixed(Knobs())  # no communication to tune
-    shape = world_shape(hosts)
-    # A topology says how rows travel. Whether memory can be pulled from follows from the hosts.
-    apart = len(set(hosts)) > 1 if kind == "cpu" else topology.nodes > 1
+    shape = world_shape(placement.nodes)
+    # A topology says how rows travel. Whether memory can be pulled from follows from the placement.
+    apart = placement.count > 1 if kind == "cpu" else topology.nodes > 1
     cluster = _detected(kind)
     everybody = exchange.all_gather(None if cluster is None else cluster.parts(shape))
     entry: Entry | None = None

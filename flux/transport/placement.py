@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from flux.core.topology import Topology
 from flux.machine.host import host_identity, memory_identity
 
 
@@ -53,7 +54,71 @@ def reach(a: RankPlace, b: RankPlace) -> bool | None:
     return a.reaches[b.gpu] and b.reaches[a.gpu]
 
 
-def sharing(places: Sequence[RankPlace]) -> list[str]:
+@dataclass(frozen=True)
+class Placement:
+    """Which ranks share memory.
+
+    Attributes:
+        nodes: a name per rank; ranks that share memory have the same name.
+    """
+
+    nodes: tuple[str, ...]
+
+    @classmethod
+    def of_op(
+        cls,
+        places: Sequence[RankPlace],
+        backend: str,
+        transport: str | None,
+        topology: Topology | None,
+    ) -> Placement:
+        """Return the placement of an op's ranks with these options.
+
+        With ``send_recv`` no ranks share memory. There is one exception: on GPUs, where there are
+        several hosts or the topology has several nodes, ``send_recv`` or ``nvshmem`` moves rows
+        between those, and the ranks of each share memory. GPUs without P2P share memory only if
+        ``symm_mem`` is asked for.
+        """
+        hosts = [place.memory if backend == "cpu" else place.host for place in places]
+        if backend == "cuda" and transport != "symm_mem":
+            hosts = _with_mutual_p2p(places)
+        together = cls(tuple(hosts))
+        if transport not in ("send_recv", "nvshmem"):
+            return together
+        if backend == "cuda" and isinstance(topology, Topology) and topology.world == len(hosts):
+            if topology.nodes > 1 and not topology.placement:
+                pairs = zip(hosts, topology.hosts, strict=True)
+                return cls(tuple(f"{host}/{node}" for host, node in pairs))
+        elif backend == "cuda" and (transport == "nvshmem" or together.count > 1):
+            return together
+        return cls(tuple(str(rank) for rank in range(len(hosts))))
+
+    @classmethod
+    def of_processes(cls, memories: Iterable[str]) -> Placement:
+        """Return the placement of processes, given ``memory_identity()`` of each rank."""
+        return cls(tuple(memories))
+
+    @classmethod
+    def together(cls, world: int) -> Placement:
+        """Return the placement of ranks that all share memory."""
+        return cls(("",) * world)
+
+    @property
+    def count(self) -> int:
+        """The number of nodes."""
+        return len(set(self.nodes))
+
+    @property
+    def topology(self) -> Topology:
+        """The mesh of ranks with one node for each set of ranks that share memory."""
+        return Topology.of_hosts(self.nodes)
+
+    def shared_with(self, rank: int) -> list[bool]:
+        """Return, by rank, whether it shares memory with ``rank``."""
+        return [node == self.nodes[rank] for node in self.nodes]
+
+
+def _with_mutual_p2p(places: Sequence[RankPlace]) -> list[str]:
     """Return a name per rank; ranks that share memory have the same name.
 
     By default the ranks of a host share memory. If GPUs of a host lack P2P, only ranks with P2P

@@ -24,6 +24,7 @@ from flux import _C
 from flux.core.tensors import address_of
 from flux.machine.host import available_memory, in_words
 from flux.transport.exchange import Exchange
+from flux.transport.placement import Placement
 
 FOLDER = "/dev/shm"
 
@@ -139,14 +140,14 @@ def attach(segment: Segment, nbytes: int) -> _C.SharedMapping:
 
 
 def allocate(
-    exchange: Exchange, local: Sequence[bool], signals: int, data_bytes: int, label: str
+    exchange: Exchange, placement: Placement, signals: int, data_bytes: int, label: str
 ) -> SymmetricMemory:
     """Create, exchange and map one segment per rank. Collective.
 
     Args:
         exchange: the group's ranks.
-        local: by rank, whether its segment can be mapped here. Other ranks get stand-ins; their
-            pages use memory only once they are written.
+        placement: ranks that share memory map each other's segments. Other ranks get stand-ins,
+            whose pages use memory only once they are written.
         signals: number of 32-bit signals in each pad.
         data_bytes: bytes of data behind each pad.
         label: purpose of the memory; part of error messages.
@@ -158,7 +159,8 @@ def allocate(
     """
     pad_bytes = _C.pad_bytes(signals)
     nbytes = pad_bytes + max(data_bytes, 1)
-    _check_room(exchange, local, nbytes, label)
+    local = placement.shared_with(exchange.rank)
+    _check_room(exchange, sum(local), nbytes, label)
     own: int | None = None
     failure: tuple[int, str] | None = None
     mappings: list[_C.SharedMapping | None] = []
@@ -200,7 +202,7 @@ def allocate(
     )
 
 
-def _check_room(exchange: Exchange, local: Sequence[bool], nbytes: int, label: str) -> None:
+def _check_room(exchange: Exchange, local_ranks: int, nbytes: int, label: str) -> None:
     """Check that each host has memory for the segments of its ranks. Collective.
 
     Beyond the limit of a container /dev/shm takes pages all the same, and the kernel kills a rank.
@@ -210,7 +212,7 @@ def _check_room(exchange: Exchange, local: Sequence[bool], nbytes: int, label: s
         OSError: on every rank, if a host has too little.
         ValueError: on every rank, if ranks ask for different sizes.
     """
-    told = exchange.all_gather((nbytes, sum(local), available_memory()))
+    told = exchange.all_gather((nbytes, local_ranks, available_memory()))
     check_sizes(label, [size for size, _, _ in told])
     for rank, (size, ranks, available) in enumerate(told):
         if available is not None and size * ranks > available:

@@ -7,11 +7,11 @@ op. A peer whose process ended without that record has died.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from flux import _C
 from flux.transport import shm
 from flux.transport.exchange import Exchange
+from flux.transport.placement import Placement
 
 LOOK_S = 0.02
 """Seconds between two checks of the processes."""
@@ -22,21 +22,21 @@ class Watch:
 
     Args:
         exchange: the op's ranks.
-        local: by rank, whether it shares memory with this one (machine.host.memory_identity).
+        placement: of their processes.
 
     Raises:
         OSError: on every rank, if a pad could not be made or mapped on any rank.
     """
 
-    def __init__(self, exchange: Exchange, local: Sequence[bool]) -> None:
-        memory = shm.allocate(exchange, local, 0, 0, exchange.label)
+    def __init__(self, exchange: Exchange, placement: Placement) -> None:
+        memory = shm.allocate(exchange, placement, 0, 0, exchange.label)
         self._pids = memory.processes.pids
         self._peers = [rank for rank, pid in enumerate(self._pids) if pid]
         self._engine = _C.Engine(
             rank=exchange.rank,
             pads=memory.pads,
             data=[],
-            remote=[not here for here in local],
+            remote=[not here for here in placement.shared_with(exchange.rank)],
             row_bytes=0,
             slot_bytes=0,
             result_offset=0,

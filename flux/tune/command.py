@@ -212,6 +212,7 @@ def _explain(
     json_output: bool,
 ) -> None:
     from flux.select.space import load_space, space_for
+    from flux.transport.placement import Placement
     from flux.tune.machine import look
     from flux.tune.tuner import make_search
 
@@ -228,8 +229,8 @@ def _explain(
     for problem in problems:
         # As on the described cluster: its hosts are filled one after the other.
         per_host = max(assumed.devices, 1) if assumed.device.kind == "cuda" else problem.world
-        hosts = [str(rank // per_host) for rank in range(problem.world)]
-        search = make_search(problem, search_space, assumed, hosts, options)
+        hosts = (str(rank // per_host) for rank in range(problem.world))
+        search = make_search(problem, search_space, assumed, Placement(tuple(hosts)), options)
         kept = [
             (candidate.name, f"{candidate.predicted_ms:.4g} ms predicted")
             for candidate in search.candidates
@@ -311,7 +312,7 @@ def _tune(
             assumed = described or here.cluster
             search_space = space or load_space(space_for(here.cluster))
             searches = [
-                make_search(problem, search_space, assumed, here.sharing, options)
+                make_search(problem, search_space, assumed, here.placement, options)
                 for problem in problems
             ]
         except (ValueError, TypeError) as error:

@@ -18,9 +18,9 @@ from flux.launch.spawn import end_with_parent, forkserver
 from flux.launch.supervisors import Launcher
 from flux.machine.cluster import Cluster, world_shape
 from flux.machine.detection import detect
-from flux.ops.executor import TRANSPORTS, who_shares_memory
+from flux.ops.executor import TRANSPORTS
 from flux.select.choose import group_parts
-from flux.transport.placement import RankPlace, place_here
+from flux.transport.placement import Placement, RankPlace, place_here
 
 LOOKING_S = 180.0
 """Limit for the driver to report GPUs, in seconds: it takes some seconds for each unused GPU."""
@@ -34,12 +34,12 @@ class TuningMachine:
 
     Attributes:
         cluster: device and links of this supervisor's first rank.
-        sharing: by rank, a name that is equal for ranks that share memory, as ops determine it.
+        placement: which ranks share memory, as ops determine it.
         parts: inputs of the fingerprint of the group's winners.
     """
 
     cluster: Cluster
-    sharing: list[str]
+    placement: Placement
     parts: dict[str, object]
 
     @property
@@ -50,7 +50,7 @@ class TuningMachine:
     @property
     def shape(self) -> str:
         """Shape of the world, as in the key of winners."""
-        return world_shape(self.sharing)
+        return world_shape(self.placement.nodes)
 
 
 def resolve_backend(backend: str | None, transport: str | None, of_space: str | None) -> str:
@@ -118,10 +118,10 @@ def survey(launcher: Launcher, backend: str, transport: str | None, threads: int
         if text is not None:
             raise ValueError(text if len(everybody) == 1 else f"rank {rank}: {text}")
     sights = [sight for _, _, of in everybody for sight in of]
-    sharing = who_shares_memory([place for _, place in sights], backend, transport, None)
-    shape = world_shape(sharing)
+    placement = Placement.of_op([place for _, place in sights], backend, transport, None)
+    shape = world_shape(placement.nodes)
     return TuningMachine(
-        seen[0][0], sharing, group_parts([cluster.parts(shape) for cluster, _ in sights])
+        seen[0][0], placement, group_parts([cluster.parts(shape) for cluster, _ in sights])
     )
 
 

@@ -23,7 +23,6 @@ from flux.bench.config import BenchConfig
 from flux.core.datafile import one_line, shown
 from flux.core.problem import Problem
 from flux.core.spec import OpSpec
-from flux.core.topology import Topology
 from flux.kernels.registry import cache_root
 from flux.launch.supervisors import Launcher
 from flux.machine.cluster import Cluster
@@ -33,6 +32,7 @@ from flux.select.cost import gemm_ms
 from flux.select.keys import Key, versions
 from flux.select.space import ALWAYS, Candidate, Pruned, Space, candidates
 from flux.select.winners import MOST_MS, Winner
+from flux.transport.placement import Placement
 from flux.tune import kernels
 from flux.tune.halving import SHORT_MS, Halving, median_ms, rounds_for
 from flux.tune.journal import Journal
@@ -176,7 +176,7 @@ class TuningObserver:
 
 
 def make_search(
-    problem: Problem, space: Space, cluster: Cluster, sharing: Sequence[str], options: Options
+    problem: Problem, space: Space, cluster: Cluster, placement: Placement, options: Options
 ) -> Search:
     """Return the search for a problem. Pure, except that it reads files.
 
@@ -184,10 +184,10 @@ def make_search(
         problem: the op and its sizes.
         space: values of knobs.
         cluster: device and links of the ranks.
-        sharing: by rank, a name that is equal for ranks that share memory.
+        placement: which ranks share memory.
         options: of the search.
     """
-    topology = Topology.of_hosts(list(sharing))
+    topology = placement.topology
     problem = replace(problem, nodes=topology.nodes)
     kept, pruned = candidates(space, problem, topology, cluster)
     names = tuple(candidate.name for candidate in kept)

@@ -21,6 +21,7 @@ import flux
 from flux import _C, AGGemm, GemmAR, GemmRS, Knobs
 from flux.transport import exchange
 from flux.transport.abandonable import Abandonable, Threads
+from flux.transport.placement import Placement
 from flux.transport.watch import Watch
 from harness import held, nothing_left_in_shared_memory, resident_bytes, run_ranks, settled
 from reference import Inputs, Problem
@@ -514,7 +515,7 @@ def engine_outlives_references(rank: int, world: int) -> None:
     """The collector clears the objects of a cycle in any order, so also the memory first."""
     op = AGGemm(max_m=8, n=world, k=8, tuning=THREADED)
     exchanged = exchange.Exchange(exchange.resolve_group(None), "watch", 10.0)
-    watch = Watch(exchanged, [True] * world)
+    watch = Watch(exchanged, Placement.together(world))
     dist.barrier()
     for owner, end in (
         (op._backend, lambda: op._backend.engine.close()),

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from flux import _C, AGGemm
 from flux.machine.host import host_identity, memory_identity
 from flux.transport import shm
+from flux.transport.placement import Placement
 from harness import held, run_ranks, settled
 
 
@@ -63,12 +64,12 @@ def test_memory_is_asked_for_before_any_is_taken(monkeypatch: pytest.MonkeyPatch
             return [own if r == rank else others[r] for r in told]
 
         exchange: Any = SimpleNamespace(rank=rank, all_gather=gather)
-        local = [r < ranks for r in told]
+        nodes = ("here" if (r - rank) % 4 < ranks else str(r) for r in told)
         with pytest.raises(OSError, match=r"op: rank 2 cannot allocate .* its host need 2.0 MiB, "):
-            shm.allocate(exchange, local, 4, 1 << 20, "op")
+            shm.allocate(exchange, Placement(tuple(nodes)), 4, 1 << 20, "op")
     other: Any = SimpleNamespace(rank=0, all_gather=lambda own: [own, (7, *own[1:])])
     with pytest.raises(ValueError, match="op: ranks disagree; rank 1 has segments of 7 bytes"):
-        shm.allocate(other, [True, True], 4, 1 << 20, "op")
+        shm.allocate(other, Placement.together(2), 4, 1 << 20, "op")
 
 
 def in_child(body: Callable[[], str]) -> str:

@@ -8,8 +8,8 @@ from flux.compile import served
 from flux.core.topology import Topology
 from flux.layers import eligible
 from flux.ops import torch_internals
-from flux.ops.executor import reason_gpus_unsupported, who_shares_memory
-from flux.transport.placement import RankPlace, reach, sharing
+from flux.ops.executor import reason_gpus_unsupported
+from flux.transport.placement import Placement, RankPlace, reach
 
 
 def host(name: str, bridges: list[list[int]], count: int) -> list[RankPlace]:
@@ -20,6 +20,15 @@ def host(name: str, bridges: list[list[int]], count: int) -> list[RankPlace]:
         RankPlace(name, gpus[i], {gpu: j in together[i] for j, gpu in enumerate(gpus)}, name)
         for i in range(count)
     ]
+
+
+def nodes_of(
+    places: list[RankPlace],
+    transport: str | None = None,
+    backend: str = "cuda",
+    topology: Topology | None = None,
+) -> list[str]:
+    return list(Placement.of_op(places, backend, transport, topology).nodes)
 
 
 @pytest.mark.parametrize(
@@ -36,30 +45,29 @@ def host(name: str, bridges: list[list[int]], count: int) -> list[RankPlace]:
     ],
 )
 def test_ranks_with_mutual_p2p_share_memory(places: list[RankPlace], nodes: list[str]) -> None:
-    assert sharing(places) == nodes
     for transport in (None, "nvshmem"):
-        assert who_shares_memory(places, "cuda", transport, None) == nodes
+        assert nodes_of(places, transport) == nodes
     names = [place.host for place in places]
-    assert who_shares_memory(places, "cuda", "symm_mem", None) == names, "as was asked for"
-    assert who_shares_memory(places, "cpu", None, None) == names
+    assert nodes_of(places, "symm_mem") == names, "as was asked for"
+    assert nodes_of(places, backend="cpu") == names
 
 
 def test_reach_must_be_mutual_and_known() -> None:
     a, b = RankPlace("a", "0", {"0": True, "1": True}), RankPlace("a", "1", {"0": False, "1": True})
     assert reach(a, b) is reach(b, a) is False
-    assert sharing([a, b]) == ["0", "1"]
+    assert nodes_of([a, b]) == ["0", "1"]
     blind = RankPlace("a", "1", {"1": True})  # CUDA_VISIBLE_DEVICES of one each
-    assert reach(a, blind) is None and sharing([a, blind]) == ["a", "a"]
-    assert reach(a, a) is True and sharing([a, a]) == ["a", "a"]
+    assert reach(a, blind) is None and nodes_of([a, blind]) == ["a", "a"]
+    assert reach(a, a) is True and nodes_of([a, a]) == ["a", "a"]
     with pytest.raises(ValueError, match="must have a GPU"):
         reach(a, RankPlace("a"))
-    assert sharing([a, RankPlace("a")]) == ["a", "a"], "a rank without one is refused elsewhere"
+    assert nodes_of([a, RankPlace("a")]) == ["a", "a"], "a rank without one is refused elsewhere"
 
 
 def test_topology_can_split_ranks_into_more_nodes() -> None:
     places = host("a", [[0, 1, 2, 3]], 4)
-    assert who_shares_memory(places, "cuda", "send_recv", None) == ["0", "1", "2", "3"]
-    nodes = who_shares_memory(places, "cuda", "send_recv", Topology(nodes=2, lanes=2))
+    assert nodes_of(places, "send_recv") == ["0", "1", "2", "3"]
+    nodes = nodes_of(places, "send_recv", topology=Topology(nodes=2, lanes=2))
     assert nodes == ["a/0", "a/0", "a/1", "a/1"]
 
 
@@ -79,7 +87,7 @@ def test_layers_and_graphs_fuse_on_gpus_where_ops_serve_them(
 ) -> None:
     class Pool:
         group = None
-        reason_without_gpus = reason_gpus_unsupported(nodes)
+        reason_without_gpus = reason_gpus_unsupported(Placement(tuple(nodes)))
 
     monkeypatch.setattr(eligible, "pool_of", lambda name: Pool)
     monkeypatch.setattr(torch_internals, "serves", lambda group, device: True)

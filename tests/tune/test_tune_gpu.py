@@ -74,7 +74,7 @@ def start(
     surveyed = machine.survey(launcher, "cuda", None, 1)
     chosen = Options(**{"rounds": (2, 3), "candidate_timeout_s": 10, "make": make, **options})
     problem = core_problem.Problem(Op[op], M, N, K, "bfloat16", 2)
-    search = make_search(problem, load_space(file), surveyed.cluster, surveyed.sharing, chosen)
+    search = make_search(problem, load_space(file), surveyed.cluster, surveyed.placement, chosen)
     cache = Cache(folder / "cache")
     what = describe([search], surveyed, chosen)
     journal = Journal(folder / "runs", run_id(what), what) if launcher.leads else None

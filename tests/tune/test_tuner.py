@@ -201,7 +201,7 @@ def tune(
     launcher = Spawned(2)
     here = survey(launcher, "cpu", None, 1)
     problem = Problem(Op.ag_gemm, m, 16, 16, "float32", 2)
-    search = make_search(problem, load_space(file), here.cluster, here.sharing, options)
+    search = make_search(problem, load_space(file), here.cluster, here.placement, options)
     cache = Cache(folder / "cache")
     what = describe([search], here, options)
     with Journal(folder / "runs", run_id(what), what) as journal:
@@ -390,7 +390,7 @@ if __name__ == "__main__":
     here = survey(launcher, "cpu", None, 1)
     problem = Problem(Op.ag_gemm, 32, 16, 16, "float32", 2)
     space = load_space(folder / "space.toml")
-    search = make_search(problem, space, here.cluster, here.sharing, options)
+    search = make_search(problem, space, here.cluster, here.placement, options)
     journal = Journal(folder / "runs", "run", {{}}) if launcher.leads else None
     Tuner([search], launcher, here, Cache(folder / "cache"), journal, options).run()
     if launcher.leads:

@@ -23,7 +23,7 @@ Memory ordering and buffer reuse: csrc/cpu/signal_pad.h.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -55,6 +55,7 @@ from flux.machine.host import usable_cores
 from flux.transport import shm
 from flux.transport.exchange import Exchange
 from flux.transport.network import Network, NetworkPiece
+from flux.transport.placement import Placement
 
 if TYPE_CHECKING:
     from flux.select.choose import Choice
@@ -79,7 +80,7 @@ class _Sources:
     out: torch.Tensor = _NO_ROWS
 
 
-def _spin_seconds(exchange: Exchange, local: Sequence[bool]) -> float:
+def _spin_seconds(exchange: Exchange, local: list[bool]) -> float:
     """Return how long to spin: briefly when ranks of this host share cores. Collective."""
     cores: set[int] = set()
     for here, of_rank in zip(local, exchange.all_gather(usable_cores()), strict=True):
@@ -104,10 +105,10 @@ class CpuBackend:
         exchange: Exchange,
         choice: Choice,
         topology: Topology,
-        local: Sequence[bool],
+        placement: Placement,
         timeout_s: float,
     ) -> None:
-        """Build the executor. ``local`` says, by rank, whether it shares memory with this one."""
+        local = placement.shared_with(exchange.rank)
         self.spec = spec
         self.rank = exchange.rank
         self.world = exchange.world
@@ -117,7 +118,7 @@ class CpuBackend:
         self.spin_s = _spin_seconds(exchange, local)
         self.poison = POISON.get()
         layout = SegmentLayout.serving(spec, topology, choice)
-        memory = shm.allocate(exchange, local, layout.signals, layout.data_bytes, spec.label)
+        memory = shm.allocate(exchange, placement, layout.signals, layout.data_bytes, spec.label)
         data = memory.data
         self.workspace_bytes = memory.nbytes
         native = DTYPES[spec.out_dtype].native

@@ -39,6 +39,7 @@ from flux.core.tensors import address_of
 from flux.machine.host import memory_identity
 from flux.transport import shm
 from flux.transport.exchange import Exchange, resolve_group
+from flux.transport.placement import Placement
 
 SLOT_BYTES = 4 << 20
 """Of a slot. A piece of a sum that stays in the cache until the other ranks have read it."""
@@ -64,7 +65,9 @@ class HostMemory:
             segment = ends.index(min(ends))
             self._regions.append((segment, ends[segment], size))
             ends[segment] = round_up(ends[segment] + size, _ALIGNMENT)
-        memory = shm.allocate(exchange, [True] * self.count, 0, max(ends), "weights of a host")
+        memory = shm.allocate(
+            exchange, Placement.together(self.count), 0, max(ends), "weights of a host"
+        )
         memory.processes.close()  # gloo tells of ranks that have died
         self._data = memory.data
         self._pieces = 0

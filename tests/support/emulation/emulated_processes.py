@@ -13,6 +13,7 @@ import torch
 from emulated import EmulatedDevice
 from flux.transport import nodes, shm, symm_mem
 from flux.transport.exchange import Exchange
+from flux.transport.placement import Placement
 from harness import fresh_ranks
 
 
@@ -26,7 +27,7 @@ def map_shared(
     exchange: Exchange, device: EmulatedDevice, size: int
 ) -> tuple[Any, list[torch.Tensor]]:
     """Memory of the host in place of torch's."""
-    memory = shm.allocate(exchange, [True] * exchange.world, 0, size, "device")
+    memory = shm.allocate(exchange, Placement.together(exchange.world), 0, size, "device")
     device.know(*memory.data)
     return memory, [data[:size] for data in memory.data]
 
