@@ -23,8 +23,7 @@ Memory ordering and buffer reuse: csrc/cpu/signal_pad.h.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -47,18 +46,18 @@ from flux.core.env import POISON, SPIN_US, WINDOW_MB
 from flux.core.errors import PeerDiedError, PeerTimeoutError
 from flux.core.integers import ceil_div
 from flux.core.recorder import COPY_LANE, GEMM_LANE, Recorder, Work
-from flux.core.schedule import ClusterTile, Parcel, ParcelKind, TileSchedule
+from flux.core.schedule import ClusterTile, TileSchedule
 from flux.core.spec import DTYPES, OpSpec
 from flux.core.tensors import address_of
 from flux.core.topology import Topology
 from flux.machine.host import usable_cores
 from flux.transport import shm
 from flux.transport.exchange import Exchange
-from flux.transport.network import Network, NetworkPiece
 from flux.transport.placement import Placement
 
 if TYPE_CHECKING:
     from flux.select.choose import Choice
+    from flux.transport.network import Network
 
 REFUSED = 0xFFFFFFFF
 NOBODY = 0xFFFFFFFF  # as a culprit in a pad
@@ -69,15 +68,6 @@ _NO_ROWS = torch.empty(0, device=_CPU)
 """What a closed op has gathered. ``close`` makes no tensor once the network is closed: the end of
 the program waits no longer then, and a thread that returns from torch while the interpreter is
 finalized aborts the process."""
-
-
-@dataclass
-class _Sources:
-    """Memory of one call from which tiles for other hosts are sent."""
-
-    x: torch.Tensor = _NO_ROWS
-    partial: torch.Tensor = _NO_ROWS
-    out: torch.Tensor = _NO_ROWS
 
 
 def _spin_seconds(exchange: Exchange, local: list[bool]) -> float:
@@ -162,6 +152,8 @@ class CpuBackend:
         if not all(local):
             remote = [rank for rank in range(self.world) if not local[rank]]
             window = int(WINDOW_MB.get() * 1e6)
+            from flux.transport.network import Network  # which one host does not need
+
             self.network = Network(exchange, remote, self.engine, timeout_s, window, memory)
             self.network.open()
 
@@ -245,7 +237,7 @@ class CpuBackend:
             x_stride=x.stride(0) * x.itemsize,
         )
         if self.network is not None:
-            self._begin_network(self.network, schedule, digest, _Sources(x=x))
+            self._begin_network(self.network, schedule, digest, x=x)
         if not plan.threaded:
             self._await(engine.finish)
         if plan.first_foreign < 0:
@@ -300,8 +292,7 @@ class CpuBackend:
             scale=1.0 / self.world if spec.reduce == "avg" else 1.0,
         )
         if self.network is not None:
-            sources = _Sources(partial=partial, out=out)
-            self._begin_network(self.network, schedule, digest, sources)
+            self._begin_network(self.network, schedule, digest, partial=partial, out=out)
         if plan.direct:  # the first tile may land in a peer's buffer: it must have finished with it
             self._await(engine.wait_entries)
         multiply = Multiplier(spec, call)
@@ -392,43 +383,12 @@ class CpuBackend:
     # -- other hosts -------------------------------------------------------------------------------
 
     def _begin_network(
-        self, network: Network, schedule: TileSchedule, digest: int, sources: _Sources
+        self, network: Network, schedule: TileSchedule, digest: int, **sources: torch.Tensor
     ) -> None:
-        def outgoing(peer: int) -> Iterator[NetworkPiece]:
-            for p in schedule.parcels_for(peer):
-                yield self._outgoing(schedule, sources, peer, p)
+        from flux.backends.cpu.remote_tiles import RemoteTiles
 
-        def incoming(peer: int) -> Iterator[NetworkPiece]:
-            for p in schedule.of_rank(peer).parcels_for(self.rank):
-                yield NetworkPiece(self._landing(p, schedule), p.signal)
-
-        network.begin(self.engine.epoch, digest, outgoing, incoming)
-
-    def _outgoing(
-        self, schedule: TileSchedule, sources: _Sources, peer: int, p: Parcel
-    ) -> NetworkPiece:
-        """Return where a tile for another host lies here, and the signal that it waits for."""
-        rows = slice(p.row_begin, p.row_end)
-        base = _C.core.row_begin(schedule.shape[0], self.world, p.chunk)
-        in_chunk = slice(p.row_begin - base, p.row_end - base)
-        if p.kind is ParcelKind.gather:
-            own = p.chunk == self.rank
-            tensor = sources.x[in_chunk] if own else self.gathered[rows]
-            return NetworkPiece(tensor, None if own else p.signal)
-        if p.kind is ParcelKind.result:
-            tensor = sources.out[rows] if p.chunk == self.rank else self.gathered[rows]
-        elif p.kind is ParcelKind.partial and schedule.knobs.store == "staged":
-            tensor = sources.partial[rows]
-        else:
-            tensor = self.slots[peer][p.block, in_chunk]
-        return NetworkPiece(tensor, p.signal)
-
-    def _landing(self, p: Parcel, schedule: TileSchedule) -> torch.Tensor:
-        """Return where a tile from another host goes."""
-        if p.kind in (ParcelKind.gather, ParcelKind.result):
-            return self.gathered[p.row_begin : p.row_end]
-        base = _C.core.row_begin(schedule.shape[0], self.world, p.chunk)
-        return self.slots[self.rank][p.block, p.row_begin - base : p.row_end - base]
+        tiles = RemoteTiles(schedule, self.slots, self.gathered, **sources)
+        network.begin(self.engine.epoch, digest, tiles.outgoing, tiles.incoming)
 
     def _finish_network(self) -> None:
         failure = None if self.network is None else self.network.finish()
