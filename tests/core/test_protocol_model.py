@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from harness import more
 from model.bugs import BUGS, Bug
 from model.check import LimitError, Mode, Report, explore
 from model.program import Program, Step, program_of
@@ -84,7 +85,7 @@ def test_protocol_holds_in_random_scenarios(device: RecordingDevice, seed: int) 
 def test_removing_any_rule_is_found(device: RecordingDevice, bug: Bug) -> None:
     check(device, bug.scenario)
     recording = record(device, bug.scenario)
-    for mode in Mode:
+    for mode in (Mode.reduced, *more(Mode.literal)):
         program = program_of(recording)
         bug.edit(program)
         try:

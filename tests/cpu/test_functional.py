@@ -14,7 +14,7 @@ from torch.distributed._symmetric_memory import (
 
 import flux
 from flux.ops.pool import pool_of
-from harness import held, run_ranks
+from harness import held, more, run_ranks
 
 
 def _close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -75,12 +75,12 @@ def _reduce_scatter_cases(rank: int, world: int) -> None:
             _alike(got, want)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 3, *more(2, 4)])
 def test_all_gather_matmul_equals_pytorch(world: int) -> None:
     run_ranks(world, _all_gather_cases)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 3, *more(2, 4)])
 def test_matmul_reduce_scatter_equals_pytorch(world: int) -> None:
     run_ranks(world, _reduce_scatter_cases)
 

@@ -8,8 +8,8 @@ import torch
 import flux
 from harness import more, run_ranks
 
-MESHES = [flux.Topology(2, 1, 2), flux.Topology(1, 2, 2), flux.Topology(2, 2, 1)]
-WIDE = [flux.Topology(2, 2, 2), *more(flux.Topology(4, 1, 2))]
+_FLAT = (flux.Topology(1, 2, 2), flux.Topology(2, 2, 1), flux.Topology(4, 1, 2))
+MESHES = [flux.Topology(2, 1, 2), flux.Topology(2, 2, 2), *more(*_FLAT)]
 
 
 def _orders(rank: int, world: int, mesh: flux.Topology) -> None:
@@ -31,7 +31,7 @@ def _orders(rank: int, world: int, mesh: flux.Topology) -> None:
             options = {"max_m": m, "n": n, "k": k, "tuning": knobs, "topology": mesh, **kw}
             with flux.AGGemm(**options) as op:
                 seen.add(tuple((t.src, t.dst, t.chunk) for t in op.schedule(m).transfers))
-                for _ in range(5):
+                for _ in range(2):
                     y, full = op(x[own], w[columns], m=m, return_gathered=True)
                     assert torch.equal(full, x)
                     torch.testing.assert_close(y, right[:, columns])
@@ -41,7 +41,7 @@ def _orders(rank: int, world: int, mesh: flux.Topology) -> None:
     assert len(seen) > 2  # the mesh matters: these are not all the flat order
 
 
-@pytest.mark.parametrize("mesh", MESHES + WIDE, ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_order_on_a_mesh_matches_float64(mesh: flux.Topology) -> None:
     run_ranks(mesh.world, _orders, mesh)
 

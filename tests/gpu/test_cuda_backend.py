@@ -317,10 +317,10 @@ class Watched:
         self._native, self._called = native, called
 
     def __getattr__(self, name: str) -> object:
-        found = getattr(self._native, name)
-        if callable(found) and name != "require_room":  # which asks nothing of the device
+        attribute = getattr(self._native, name)
+        if callable(attribute) and name != "require_room":  # which asks nothing of the device
             self._called()
-        return found
+        return attribute
 
 
 def test_ranks_must_build_the_same(device: EmulatedDevice) -> None:
@@ -344,8 +344,8 @@ def test_options_unsupported_on_virtual_ranks_raise(
     device: EmulatedDevice, options: dict[str, object], message: str
 ) -> None:
     with VirtualWorld(2, device) as ranks, pytest.raises(ValueError, match=message):
-        given = {"dtype": BF16, **options}
-        flux.GemmRS(ranks.rank(0), max_m=8, n=4, k=4, **given)  # type: ignore[arg-type]
+        arguments = {"dtype": BF16, **options}
+        flux.GemmRS(ranks.rank(0), max_m=8, n=4, k=4, **arguments)  # type: ignore[arg-type]
 
 
 def test_invalid_world_and_rank_raise(device: EmulatedDevice) -> None:

@@ -4,6 +4,7 @@ memory, and the others send and receive by an emulated NCCL (emulated_nccl.cpp).
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import time
@@ -26,6 +27,7 @@ from flux.ops import executor
 from flux.transport import nodes
 from flux.transport.placement import RankPlace
 from flux.transport.virtual import VirtualWorld
+from harness import STRESS, more
 from matrix import OPS
 from op_cases import Case, random_cases
 from reference import Inputs, Problem
@@ -58,12 +60,12 @@ def _cases(rank: int, world: int, library: Path, cases: list[Case], lanes: int) 
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("hosts", "lanes"), [(2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("hosts", "lanes"), [(2, 2), (3, 1), *more((2, 1))])
 def test_random_cases(library: Path, op: str, hosts: int, lanes: int) -> None:
     world = hosts * lanes
     cases = [
         Case(c.problem, c.knobs, c.calls, c.delay_s)
-        for c in random_cases(70 + OPS.index(op), op, world, 6)
+        for c in random_cases(70 + OPS.index(op), op, world, 3 * STRESS)
     ]
     assert run(world, _cases, library, cases, lanes) == [sum(len(c.calls) for c in cases)] * world
 
@@ -162,8 +164,10 @@ def _late(rank: int, world: int, library: Path, op: str, how: str) -> None:
     here.close()
 
 
-@pytest.mark.parametrize("how", ["wait", "close"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("op", "how"),
+    [("gemm_ar", "wait"), ("ag_gemm", "close"), *more(*itertools.product(OPS, ("wait", "close")))],
+)
 def test_a_rank_that_does_not_call_is_noticed(library: Path, op: str, how: str) -> None:
     run(2, _late, library, op, how)
 

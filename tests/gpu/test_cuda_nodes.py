@@ -58,12 +58,12 @@ def cases(seed: int, op: str, nodes: int, lanes: int, count: int) -> list[Case]:
 @pytest.mark.parametrize(("nodes", "lanes"), MESHES)
 def test_random_cases(device: EmulatedDevice, op: str, nodes: int, lanes: int) -> None:
     world = nodes * lanes
-    given = cases(50 + OPS.index(op), op, nodes, lanes, (6 if world <= 4 else 16 // world) * STRESS)
+    drawn = cases(50 + OPS.index(op), op, nodes, lanes, (6 if world <= 4 else 16 // world) * STRESS)
     calls = 0
-    for case in given:
+    for case in drawn:
         device.set_delay(int(case.delay_s * 1e7))
         calls += check_cases(device, world, [case], nodes=nodes)
-    assert calls == sum(len(case.calls) for case in given)
+    assert calls == sum(len(case.calls) for case in drawn)
 
 
 # -- faults ----------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def test_random_cases(device: EmulatedDevice, op: str, nodes: int, lanes: int) -
 def test_a_node_that_does_not_call_is_noticed(device: EmulatedDevice, op: str, how: str) -> None:
     device.set_delay(0)
     before = device.streams()
-    check_missing_node(VirtualWorld(4, device, 2), problem(op, 16), how, timeout_s=1.0)
+    check_missing_node(VirtualWorld(4, device, 2), problem(op, 16), how, timeout_s=0.5)
     assert device.streams() == before
 
 

@@ -53,9 +53,9 @@ class Driver:
 
     def status(self, stream: int) -> int:
         """Return what cuStreamIsCapturing says: 0 no, 1 yes, 2 invalidated."""
-        found = ctypes.c_int(-1)
-        assert self("cuStreamIsCapturing", stream, ctypes.byref(found)) == 0
-        return found.value
+        capture_status = ctypes.c_int(-1)
+        assert self("cuStreamIsCapturing", stream, ctypes.byref(capture_status)) == 0
+        return capture_status.value
 
 
 # -- capture ---------------------------------------------------------------------------------------
@@ -75,26 +75,26 @@ def ended(driver: Driver, stream: int) -> tuple[int, int]:
 def test_captured_work_runs_when_its_graph_is_launched(
     gpu: EmulatedDevice, driver: Driver, streams: tuple[int, int]
 ) -> None:
-    one, other = streams
+    first, other = streams
     words = torch.zeros(4, dtype=torch.int32)
     word = words.data_ptr()
-    assert driver.status(one) == 0
-    assert driver("cuStreamBeginCapture_v2", one, 0) == 0
-    assert driver("cuStreamBeginCapture_v2", one, 0) != 0  # it is under way
-    gpu.driver.signal(one, word, 7)
-    assert driver.status(one) == 1 and driver.status(other) == 0
-    gpu.driver.order_after(other, one)
+    assert driver.status(first) == 0
+    assert driver("cuStreamBeginCapture_v2", first, 0) == 0
+    assert driver("cuStreamBeginCapture_v2", first, 0) != 0  # it is under way
+    gpu.driver.signal(first, word, 7)
+    assert driver.status(first) == 1 and driver.status(other) == 0
+    gpu.driver.order_after(other, first)
     gpu.driver.copy(other, word + 4, word, 4)
     assert driver.status(other) == 1
-    gpu.driver.order_after(one, other)
-    gpu.driver.copy(one, word + 8, word + 4, 4)
-    status, graph = ended(driver, one)
-    assert status == 0 and driver.status(one) == 0 and driver.status(other) == 0
+    gpu.driver.order_after(first, other)
+    gpu.driver.copy(first, word + 8, word + 4, 4)
+    status, graph = ended(driver, first)
+    assert status == 0 and driver.status(first) == 0 and driver.status(other) == 0
     assert never(lambda: bool(words.any()))
     execs = [driver.made("cuGraphInstantiateWithFlags", graph, 0) for _ in range(2)]
     assert driver("cuGraphDestroy", graph) == 0  # what was made of it stays
     for made in execs:
-        for stream in (one, other, 0):
+        for stream in (first, other, 0):
             words.zero_()
             assert driver("cuGraphLaunch", made, stream) == 0
             gpu.driver.synchronize(stream)
@@ -105,13 +105,13 @@ def test_captured_work_runs_when_its_graph_is_launched(
 def test_launches_of_a_graph_follow_one_another(
     gpu: EmulatedDevice, driver: Driver, streams: tuple[int, int]
 ) -> None:
-    one, other = streams
+    first, other = streams
     gates = torch.zeros(2, dtype=torch.int32)
-    with gpu.on_stream(one), gpu.capture() as graph:
-        gpu.driver.await_signal(one, gates.data_ptr(), 1)
-        gpu.driver.signal(one, gates.data_ptr() + 4, 1)
-        gpu.driver.signal(one, gates.data_ptr(), 0)
-    for stream in (one, other):
+    with gpu.on_stream(first), gpu.capture() as graph:
+        gpu.driver.await_signal(first, gates.data_ptr(), 1)
+        gpu.driver.signal(first, gates.data_ptr() + 4, 1)
+        gpu.driver.signal(first, gates.data_ptr(), 0)
+    for stream in (first, other):
         with gpu.on_stream(stream):
             graph.replay()
     for _ in range(2):
@@ -119,7 +119,7 @@ def test_launches_of_a_graph_follow_one_another(
         gates[0] = 1
         assert eventually(lambda: gates.tolist() == [0, 1])
         gates[1] = 0
-    for stream in (one, other):
+    for stream in (first, other):
         gpu.driver.synchronize(stream)
     graph.close()
 
@@ -128,62 +128,62 @@ def test_launches_of_a_graph_follow_one_another(
 def test_waiting_for_a_captured_stream_ends_the_capture(
     driver: Driver, streams: tuple[int, int], ask: str
 ) -> None:
-    one, other = streams
-    assert driver("cuStreamBeginCapture_v2", one, 1) == 0
-    assert driver(ask, other) == 0 and driver.status(one) == 1
-    assert driver(ask, one) == 900
-    assert driver.status(one) == 2
-    assert ended(driver, one) == (901, 0)
-    assert driver.status(one) == 0 and driver(ask, one) == 0
+    first, other = streams
+    assert driver("cuStreamBeginCapture_v2", first, 1) == 0
+    assert driver(ask, other) == 0 and driver.status(first) == 1
+    assert driver(ask, first) == 900
+    assert driver.status(first) == 2
+    assert ended(driver, first) == (901, 0)
+    assert driver.status(first) == 0 and driver(ask, first) == 0
 
 
 def test_streams_that_join_a_capture_are_joined_back(
     gpu: EmulatedDevice, driver: Driver, streams: tuple[int, int]
 ) -> None:
-    one, other = streams
+    first, other = streams
     word = torch.zeros(1, dtype=torch.int32)
-    assert driver("cuStreamEndCapture", one, ctypes.byref(ctypes.c_uint64())) == 903
+    assert driver("cuStreamEndCapture", first, ctypes.byref(ctypes.c_uint64())) == 903
     for work in (False, True):
-        assert driver("cuStreamBeginCapture_v2", one, 0) == 0
-        gpu.driver.order_after(other, one)
+        assert driver("cuStreamBeginCapture_v2", first, 0) == 0
+        gpu.driver.order_after(other, first)
         if work:  # a dependency alone needs no join
             gpu.driver.signal(other, word.data_ptr(), 1)
-        status, graph = ended(driver, one)
+        status, graph = ended(driver, first)
         assert (status, bool(graph)) == ((904, False) if work else (0, True))
         if graph:
             driver("cuGraphDestroy", graph)
-    assert driver("cuStreamBeginCapture_v2", one, 0) == 0
-    gpu.driver.order_after(other, one)
+    assert driver("cuStreamBeginCapture_v2", first, 0) == 0
+    gpu.driver.order_after(other, first)
     assert ended(driver, other) == (903, 0)  # it began on another one
-    assert ended(driver, one) == (901, 0)
+    assert ended(driver, first) == (901, 0)
     with pytest.raises(RuntimeError, match=r"904 .*not joined back"), gpu.capture():
-        gpu.driver.order_after(one, 0)
-        gpu.driver.signal(one, word.data_ptr(), 1)
+        gpu.driver.order_after(first, 0)
+        gpu.driver.signal(first, word.data_ptr(), 1)
     assert not word.any()
 
 
 def test_captures_depend_on_nothing_outside(
     gpu: EmulatedDevice, driver: Driver, streams: tuple[int, int]
 ) -> None:
-    one, other = streams
+    first, other = streams
     before = driver.made("cuEventCreate", 2)
     assert driver("cuEventRecord", before, other) == 0
-    assert driver("cuStreamBeginCapture_v2", one, 0) == 0
+    assert driver("cuStreamBeginCapture_v2", first, 0) == 0
     inside = driver.made("cuEventCreate", 2)
-    assert driver("cuEventRecord", inside, one) == 0
+    assert driver("cuEventRecord", inside, first) == 0
     assert driver("cuStreamBeginCapture_v2", other, 0) == 0
     assert driver("cuStreamWaitEvent", other, inside, 0) == 905  # two captures
     assert ended(driver, other) == (901, 0)
-    assert driver("cuStreamWaitEvent", one, before, 0) == 905
-    assert ended(driver, one) == (901, 0)
+    assert driver("cuStreamWaitEvent", first, before, 0) == 905
+    assert ended(driver, first) == (901, 0)
     assert driver("cuStreamWaitEvent", other, inside, 0) == 905  # a capture that is over
     for event in (before, inside):
         assert driver("cuEventDestroy_v2", event) == 0
     third = gpu.driver.create_stream()
-    assert driver("cuStreamBeginCapture_v2", one, 0) == 0
-    gpu.driver.order_after(third, one)
+    assert driver("cuStreamBeginCapture_v2", first, 0) == 0
+    gpu.driver.order_after(third, first)
     gpu.driver.destroy_stream(third)
-    assert ended(driver, one) == (901, 0)
+    assert ended(driver, first) == (901, 0)
 
 
 # -- virtual memory --------------------------------------------------------------------------------

@@ -23,12 +23,13 @@ from gpu_cases import (
     ON_CUDA,
     cases_on,
     cuda_device,
+    gpu_and_world,
     inputs_on,
     of,
     random_problem,
     skip_pull_of_partials,
 )
-from harness import BUSY, stress_only
+from harness import BUSY, more, stress_only
 from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weight_order
 from op_cases import Call, Case, random_cases
 from reference import Problem
@@ -67,11 +68,13 @@ def run_case(device: Device, rng: random.Random, op: str, world: int, most: int)
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_random_cases(device: Device, op: str, world: int) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "world"), gpu_and_world([2, 3, 4, 8], [2, 3, *more(4, 8)]), indirect=["gpu"]
+)
+def test_random_cases(gpu: Device, op: str, world: int) -> None:
     rng = random.Random(f"gpu {op} {world}")
-    for _ in range(cases_on(device)):
-        run_case(device, rng, op, world, 700)
+    for _ in range(cases_on(gpu)):
+        run_case(gpu, rng, op, world, 700)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -130,7 +133,8 @@ def test_small_problem_matches_float64(device: Device, op: str) -> None:
 def test_back_to_back_calls_repeat_bitwise(device: Device, op: str, direction: str) -> None:
     skip_pull_of_partials(device, op, direction)
     m, n, k = of(device, (1100, 512, 256), (550, 256, 128))
-    world, p = 4, Problem(op, m, (n,), k, torch.bfloat16)
+    world = of(device, 4, 2)
+    p = Problem(op, m, (n,), k, torch.bfloat16)
     rng = random.Random(3)
     calls = min(12, 3 * cases_on(device))
     everything = [inputs_on(device)(p, rng.randint(1, m), world, seed=i) for i in range(calls)]
@@ -171,9 +175,9 @@ def test_the_stride_of_a_single_row_means_nothing(device: Device, op: str) -> No
     with VirtualWorld(2, device) as ranks, built(ranks, p) as ops:
         for seed in (1, 2):  # the second call is a repetition
             inputs = inputs_on(device)(p, 1, 2, seed)
-            given = [inputs.local(r) for r in range(2)]
-            odd = [x.new_zeros(1, 17)[:, :16].copy_(x) for x, _, _ in given]
-            outs = ranks.run(lambda r, x=odd, g=given: [ops[r](x[r], *g[r][1:])])
+            tensors = [inputs.local(r) for r in range(2)]
+            odd = [x.new_zeros(1, 17)[:, :16].copy_(x) for x, _, _ in tensors]
+            outs = ranks.run(lambda r, x=odd, g=tensors: [ops[r](x[r], *g[r][1:])])
             for r in range(2):
                 ops[r].wait()
                 inputs.check(outs[r], r)

@@ -40,15 +40,15 @@ def problem(device: Device, op: str) -> Problem:
     return Problem(op, max(rows(device)), (n,), k, torch.bfloat16)
 
 
-def put(inputs: Inputs, rank: int, given: tuple[Any, ...]) -> None:
+def put(inputs: Inputs, rank: int, tensors: tuple[Any, ...]) -> None:
     """Copy the inputs of another call into the tensors of a captured call."""
-    for old, new in zip(given, inputs.local(rank), strict=True):
+    for old, new in zip(tensors, inputs.local(rank), strict=True):
         if old is not None:
             old.copy_(new)
 
 
-def call(op: Any, given: tuple[Any, ...], m: int) -> torch.Tensor:
-    x, weight, bias = given
+def call(op: Any, tensors: tuple[Any, ...], m: int) -> torch.Tensor:
+    x, weight, bias = tensors
     return op(x, weight, bias, m=m) if op.kind.name == "ag_gemm" else op(x, weight, bias)
 
 
@@ -62,11 +62,11 @@ def test_graphs_of_virtual_ranks_replay_with_new_inputs(
     sizes = rows(device)
     knobs = Knobs(direction=direction)
     with VirtualWorld(world, device) as ranks, built(ranks, p, tuning=knobs) as ops:
-        given = [[make(p, m, world, seed=m).local(r) for r in range(world)] for m in sizes]
+        tensors = [[make(p, m, world, seed=m).local(r) for r in range(world)] for m in sizes]
 
         def calls() -> list[list[torch.Tensor]]:
             return [
-                ranks.run(lambda r, i=i, m=m: call(ops[r], given[i][r], m))
+                ranks.run(lambda r, i=i, m=m: call(ops[r], tensors[i][r], m))
                 for i, m in enumerate(sizes)
             ]
 
@@ -75,7 +75,7 @@ def test_graphs_of_virtual_ranks_replay_with_new_inputs(
                 fresh = [make(p, m, world, seed=number * 10 + i) for i, m in enumerate(sizes)]
                 for i, inputs in enumerate(fresh):
                     for r in range(world):
-                        put(inputs, r, given[i][r])
+                        put(inputs, r, tensors[i][r])
                 ready = [fresh[0].ready(r) for r in range(world)]
                 replay()
                 eager = run_ready(ranks, ops, ready)
@@ -92,15 +92,15 @@ def _replays(rank: int, world: int, gpus: RankGpus, op: str) -> None:
     with gpus.open(rank) as device:
         p, make, sizes = problem(device, op), inputs_on(device), rows(device)
         with p.build(backend="cuda", transport="symm_mem", timeout_s=60.0) as made:
-            given = [make(p, m, world, seed=m).local(rank) for m in sizes]
+            tensors = [make(p, m, world, seed=m).local(rank) for m in sizes]
 
             def calls() -> list[torch.Tensor]:
-                return [call(made, mine, m) for mine, m in zip(given, sizes, strict=True)]
+                return [call(made, mine, m) for mine, m in zip(tensors, sizes, strict=True)]
 
             with captured(device, calls) as (replay, outs):
                 for number in range(replays(device)):
                     fresh = [make(p, m, world, seed=number * 10 + i) for i, m in enumerate(sizes)]
-                    for inputs, mine in zip(fresh, given, strict=True):
+                    for inputs, mine in zip(fresh, tensors, strict=True):
                         put(inputs, rank, mine)
                     ready = [fresh[1].ready(rank) for _ in range(2)]
                     eager = []

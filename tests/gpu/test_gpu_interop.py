@@ -148,7 +148,7 @@ def test_compiled_call_has_no_graph_break(cuda_world: VirtualWorld, op: str) -> 
     local = [inputs.local(r) for r in range(2)]
     compiled = [
         torch.compile(
-            lambda *given, made=made: made(*given) * 1, fullgraph=True, backend="aot_eager"
+            lambda *tensors, made=made: made(*tensors) * 1, fullgraph=True, backend="aot_eager"
         )
         for made in ops
     ]

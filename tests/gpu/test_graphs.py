@@ -18,6 +18,7 @@ from emulated import EmulatedDevice
 from flux import Knobs, PeerTimeoutError
 from flux.transport.loopback import LoopbackWorld
 from flux.transport.virtual import VirtualWorld
+from harness import more
 from matrix import OPS
 from reference import Inputs, Problem
 from virtual_cases import knobs_of, topology_of
@@ -39,11 +40,11 @@ class Calls:
 
     def make(self, inputs: Inputs) -> tuple[list[Any], list[Any]]:
         """One call of every rank, not waited for: (arguments, results) by rank."""
-        given = [inputs.local(r) for r in range(self.ranks.world)]
-        return given, self.ranks.run(lambda r: self._call(self.ops[r], given[r], inputs.m))
+        tensors = [inputs.local(r) for r in range(self.ranks.world)]
+        return tensors, self.ranks.run(lambda r: self._call(self.ops[r], tensors[r], inputs.m))
 
-    def _call(self, op: Any, given: Any, m: int) -> Any:
-        x, weight, bias = given
+    def _call(self, op: Any, local: Any, m: int) -> Any:
+        x, weight, bias = local
         return op(x, weight, bias, m=m) if self.p.gathers else op(x, weight, bias)
 
     def inputs(self, m: int, seed: int) -> Inputs:
@@ -70,8 +71,8 @@ class Captured:
     def replay(self, seed: int) -> None:
         """Replay with new inputs and check the results in the tensors of the capture."""
         fresh = [self.calls.inputs(m, seed + i) for i, m in enumerate(self.rows)]
-        for inputs, (given, outs) in zip(fresh, self.made, strict=True):
-            for rank, mine in enumerate(given):
+        for inputs, (tensors, outs) in zip(fresh, self.made, strict=True):
+            for rank, mine in enumerate(tensors):
                 for old, new in zip(mine, inputs.local(rank), strict=True):
                     if old is not None:
                         old.copy_(new)
@@ -93,7 +94,7 @@ def aligned(op: str) -> Problem:
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, *more(4)])
 def test_replays_with_changing_inputs_among_eager_calls(
     a100: EmulatedDevice, op: str, world: int
 ) -> None:
@@ -157,14 +158,14 @@ def test_calls_on_two_streams_of_a_capture_follow_one_another(
         calls = Calls(ranks, aligned(op))
         aside = [ranks.new_stream() for _ in range(2)]
         fresh = [calls.inputs(m, seed=m) for m in (13, 6, 13)]
-        given = [[inputs.local(r) for r in range(2)] for inputs in fresh]
+        tensors = [[inputs.local(r) for r in range(2)] for inputs in fresh]
 
         def in_turn(rank: int) -> list[Any]:
             own, outs = a100.current_stream(), []
             a100.driver.order_after(later=aside[rank], earlier=own)
             for turn, inputs in enumerate(fresh):
                 with a100.on_stream(aside[rank] if turn % 2 else own):
-                    outs.append(calls._call(calls.ops[rank], given[turn][rank], inputs.m))
+                    outs.append(calls._call(calls.ops[rank], tensors[turn][rank], inputs.m))
             a100.driver.order_after(later=own, earlier=aside[rank])
             return outs
 
@@ -186,11 +187,11 @@ def test_rank_that_does_not_replay_raises_on_its_peers(a100: EmulatedDevice, op:
     with VirtualWorld(2, a100) as ranks:
         calls = Calls(ranks, aligned(op), timeout_s=0.3)
         inputs = calls.inputs(13, seed=1)
-        given = [inputs.local(r) for r in range(2)]
+        tensors = [inputs.local(r) for r in range(2)]
         graphs = []
         for r in range(2):
             with a100.on_stream(ranks.streams[r]), a100.capture() as graph:
-                calls._call(calls.ops[r], given[r], inputs.m)
+                calls._call(calls.ops[r], tensors[r], inputs.m)
             graphs.append(graph)
         with a100.on_stream(ranks.streams[0]):
             graphs[0].replay()
@@ -211,15 +212,15 @@ def test_a_timeout_of_a_rank_gives_no_silently_wrong_result(a100: EmulatedDevice
     with VirtualWorld(2, a100) as ranks:
         calls = Calls(ranks, aligned("ag_gemm"), timeout_s=0.2)
         inputs = calls.inputs(13, seed=1)
-        given = [inputs.local(r) for r in range(2)]
+        tensors = [inputs.local(r) for r in range(2)]
         with a100.on_stream(ranks.streams[0]), a100.capture() as graph:
-            calls._call(calls.ops[0], given[0], inputs.m)
+            calls._call(calls.ops[0], tensors[0], inputs.m)
         with a100.on_stream(ranks.streams[0]):
             graph.replay()
         a100.driver.synchronize(ranks.streams[0])
         # Rank 1 comes late and finds all that it waits for.
         with a100.on_stream(ranks.streams[1]), a100.capture() as late:
-            calls._call(calls.ops[1], given[1], inputs.m)
+            calls._call(calls.ops[1], tensors[1], inputs.m)
         with a100.on_stream(ranks.streams[1]):
             late.replay()
         a100.driver.synchronize(ranks.streams[1])
@@ -262,21 +263,21 @@ def test_memory_that_kernels_need_belongs_to_the_graph(
 ) -> None:
     """A workspace of the stream would be zeroed once, and could be replaced behind the graph."""
     device.set_delay(0)
-    given: list[tuple[int, int]] = []
+    workspaces: list[tuple[int, int]] = []
     with VirtualWorld(2, device) as ranks:
         calls = Calls(ranks, problem("ag_gemm"))
         for op in calls.ops:
-            monkeypatch.setattr(op._backend, "native", _Needy(op._backend.native, given))
+            monkeypatch.setattr(op._backend, "native", _Needy(op._backend.native, workspaces))
         inputs = calls.inputs(13, seed=1)
         calls.make(inputs)
         calls.make(inputs)
-        assert len(given) == 2, "a stream's workspace is made once"
+        assert len(workspaces) == 2, "a stream's workspace is made once"
         with device.capture() as graph:
             calls.make(inputs)
             calls.make(inputs)
-        assert len(given) == 6 and len(set(given)) == 6, "every captured call has its own"
+        assert len(workspaces) == 6 and len(set(workspaces)) == 6, "every captured call has its own"
         calls.make(inputs)
-        assert len(given) == 8, "and eager ones do not use it"
+        assert len(workspaces) == 8, "and eager ones do not use it"
         device.finish()
         graph.close()
         calls.close()
@@ -285,8 +286,8 @@ def test_memory_that_kernels_need_belongs_to_the_graph(
 class _Needy:
     """A native op whose kernels want memory."""
 
-    def __init__(self, native: Any, given: list[tuple[int, int]]) -> None:
-        self._native, self._given = native, given
+    def __init__(self, native: Any, sizes: list[tuple[int, int]]) -> None:
+        self._native, self._sizes = native, sizes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._native, name)
@@ -296,5 +297,5 @@ class _Needy:
 
     def set_workspace(self, stream: int, address: int, size: int) -> None:
         assert size == 64
-        self._given.append((stream, address))
+        self._sizes.append((stream, address))
         self._native.set_workspace(stream, address, size)

@@ -41,13 +41,13 @@ class Spy:
         self._native, self._seen = native, seen
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._native, name)
+        attribute = getattr(self._native, name)
         if name not in ("ag_gemm", "gemm_rs"):
-            return found
+            return attribute
 
         def call(*arguments: Any) -> Any:
             self._seen(*arguments)
-            return found(*arguments)
+            return attribute(*arguments)
 
         return call
 
@@ -179,7 +179,7 @@ def test_compiled_call_has_no_graph_break(world: VirtualWorld, op: str) -> None:
     inputs = Inputs(problem(op), 12, 2, seed=1)
     local = [inputs.local(r) for r in range(2)]
     compiled = [
-        torch.compile(lambda *given, made=made: made(*given), fullgraph=True, backend="eager")
+        torch.compile(lambda *tensors, made=made: made(*tensors), fullgraph=True, backend="eager")
         for made in ops
     ]
     with torch.no_grad():

@@ -20,11 +20,11 @@ from emulated_nvshmem import load
 from flux import Knobs, PeerTimeoutError, Topology
 from flux.transport import nvshmem
 from flux.transport.virtual import VirtualWorld
-from harness import STRESS, fresh_ranks, nothing_left_in_shared_memory
+from harness import STRESS, fresh_ranks, more, nothing_left_in_shared_memory
 from matrix import OPS
 from ptx_device import PtxDevice, ptx_device
 from reference import Inputs, Problem
-from virtual_cases import call_on_and_on
+from virtual_cases import check_same_bits, checked_calls
 
 BF16 = torch.bfloat16
 KNOBS = Knobs(comm_tile_rows=3)
@@ -54,8 +54,8 @@ class Emulated:
         )
 
     def build(self, p: Problem, **options: Any) -> Any:
-        given = {"backend": "cuda", "transport": "nvshmem", "topology": self.topology}
-        return p.build(**{"tuning": KNOBS, **given, **options})
+        places = {"backend": "cuda", "transport": "nvshmem", "topology": self.topology}
+        return p.build(**{"tuning": KNOBS, **places, **options})
 
     def close(self) -> None:
         """Close, and assert that all resources were released."""
@@ -77,7 +77,7 @@ def _calls(
 ) -> dict[str, list[torch.Tensor]]:
     """Back to back, M changing; by op, the results of every call."""
     here = Emulated(rank, world, kernels, library, arch, lanes)
-    found = {}
+    results = {}
     for op in OPS:
         p, everything = _problem(op, world)
         here.device.set_delay(500)
@@ -88,13 +88,14 @@ def _calls(
             made.wait()
         for inputs, got in zip(everything, outs, strict=True):
             inputs.check(got, rank, "two_levels")
-        found[op] = [got[0] for got in outs]
+        results[op] = outs
     here.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
-    ("nodes", "lanes", "arch"), [(2, 1, "80"), (2, 1, "90a"), (2, 2, "80"), (2, 2, "90a")]
+    ("nodes", "lanes", "arch"),
+    [(2, 1, "80"), (2, 2, "90a"), *more((2, 1, "90a"), (2, 2, "80"))],
 )
 def test_processes_give_the_bits_of_virtual_nodes(
     ptx_kernels: Path, nvshmem_library: Path, nodes: int, lanes: int, arch: str
@@ -105,15 +106,9 @@ def test_processes_give_the_bits_of_virtual_nodes(
     with ptx_device(ptx_kernels, arch) as device:
         for op in OPS:
             p, everything = _problem(op, world)
-            with VirtualWorld(world, device, nodes=nodes) as ranks:
-                ops = [p.build(ranks.rank(r), tuning=KNOBS) for r in range(world)]
-                outs = call_on_and_on(ranks, ops, everything)
-                device.finish()
-                for o in ops:
-                    o.close()
-            for call, of_ranks in enumerate(outs):
-                for rank in range(world):
-                    assert torch.equal(of_ranks[rank][0], processes[rank][op][call])
+            ranks = VirtualWorld(world, device, nodes)
+            outs = checked_calls(ranks, p, everything, "two_levels", tuning=KNOBS)
+            check_same_bits(outs, zip(*(results[op] for results in processes), strict=True))
 
 
 def _late(rank: int, world: int, kernels: Path, library: Path, op: str) -> None:

@@ -47,7 +47,7 @@ def assert_ran(ptx: PtxDevice, *kernels: str) -> None:
     """Check that the machine has executed these kernels of libflux_nvshmem."""
     executed = ptx.cuda.counters()
     for name in kernels:
-        assert any(name in one for one in executed), f"{name} did not run"
+        assert any(name in kernel for kernel in executed), f"{name} did not run"
 
 
 def problem(op: str, max_m: int, world: int) -> Problem:
@@ -68,21 +68,21 @@ def test_puts_give_the_bits_of_exchanges(
     everything = [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(4 * STRESS)]
     knobs = Knobs(comm_tile_rows=3)
     ptx.set_delay(1000)
-    found = checked_calls(
+    by_puts = checked_calls(
         HeapWorld(world, ptx, nodes, puts), p, everything, "two_levels", tuning=knobs
     )
     ptx.set_delay(0)
     expected = checked_calls(
         VirtualWorld(world, ptx, nodes), p, everything, "two_levels", tuning=knobs
     )
-    check_same_bits(found, expected)
+    check_same_bits(by_puts, expected)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_tiles_in_several_rows_and_columns(ptx: PtxDevice, puts: Puts, op: str) -> None:
     """Strips wait for flags of several tiles; two ranks share a node."""
-    p = Problem(op, 300, (512,), 128, BF16)
-    everything = [Inputs(p, m, 4, seed=m) for m in (300, 131, 300)]
+    p = Problem(op, 300, (512,), 64, BF16)
+    everything = [Inputs(p, m, 4, seed=m) for m in (300, 131)]
     checked_calls(HeapWorld(4, ptx, 2, puts), p, everything, "two_levels")
     if op in ADDS:
         assert_ran(ptx, "relay_kernel", "node_sum_kernel")
@@ -125,13 +125,13 @@ def test_puts_work_on_several_streams(ptx: PtxDevice, puts: Puts, op: str) -> No
     check_all(everything, outs, "two_levels")
 
 
-@pytest.mark.parametrize("how", ["wait", "close"])
+@pytest.mark.parametrize("how", ["wait", *more("close")])
 @pytest.mark.parametrize("op", ["gemm_rs", *more("gemm_ar")])
 def test_a_node_that_does_not_call_is_noticed(
     ptx: PtxDevice, puts: Puts, op: str, how: str
 ) -> None:
     before = ptx.streams()
-    check_missing_node(HeapWorld(4, ptx, 2, puts), problem(op, 16, 4), how, timeout_s=2.0)
+    check_missing_node(HeapWorld(4, ptx, 2, puts), problem(op, 16, 4), how, timeout_s=1.0)
     assert ptx.streams() == before
 
 

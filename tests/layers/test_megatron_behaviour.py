@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import megatron_cases as mc
-from harness import run_ranks
+from harness import more, run_ranks
 from megatron_cases import LayerCase
 
 
@@ -196,7 +196,7 @@ def _experts(rank: int, world: int) -> None:
                 assert torch.equal(theirs, mine)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *more(4)])
 def test_expert_layers(world: int) -> None:
     run_ranks(world, _experts)
 

@@ -24,24 +24,7 @@ def jobs() -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def minutes(job: str) -> int:
-    found = re.search(r"^    timeout-minutes: (\d+)$", job, re.MULTILINE)
-    assert found is not None
-    return int(found.group(1))
-
-
 # -- CI --------------------------------------------------------------------------------------------
-
-
-def test_a_hang_is_reported_before_the_workflow_ends() -> None:
-    script = ROOT.joinpath(".ci/run").read_text(encoding="utf-8")
-    found = re.search(r"timeout --kill-after=\d+ (\d+) make test ARGS", script)
-    assert found is not None
-    # All that comes before the tests takes about 20 minutes.
-    assert minutes(jobs()["ci"]) >= int(found.group(1)) / 60 + 30
-    found = re.search(r"timeout --kill-after=\d+ (\d+) make test-core", script)
-    assert found is not None
-    assert minutes(jobs()["torch"]) >= int(found.group(1)) / 60 + 15  # installing, building
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
@@ -51,9 +34,7 @@ def test_workflows_run_what_ci_runs(workflow: Path) -> None:
     assert commands and set(commands) <= {".ci/run", ".ci/run test-core"}
 
 
-def test_every_make_target_is_tried_from_nothing() -> None:
-    script = ROOT.joinpath(".ci/run").read_text(encoding="utf-8")
-    assert re.search(r"^\.venv/bin/python tools/make_targets\.py$", script, re.MULTILINE)
+def test_make_help_lists_every_target() -> None:
     helped = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     listed = set(re.findall(r"^  make ([\w-]+)", helped.stdout, re.MULTILINE))
     phony = re.search(r"^\.PHONY: (.*)$", ROOT.joinpath("Makefile").read_text(), re.MULTILINE)
@@ -130,5 +111,5 @@ def test_wheels_and_sources_have_the_notices(command: str, tmp_path: Path) -> No
     if command == "build_sdist":
         [archive] = (checkout / "out").glob("*.tar.gz")
         shutil.unpack_archive(archive, checkout / "out", filter="data")
-    found = [path for path in (checkout / "out").rglob(NOTICES.name) if path.is_file()]
-    assert [path.read_bytes() for path in found] == [NOTICES.read_bytes()]
+    notices = [path for path in (checkout / "out").rglob(NOTICES.name) if path.is_file()]
+    assert [path.read_bytes() for path in notices] == [NOTICES.read_bytes()]

@@ -93,14 +93,14 @@ def run(folder: Path, files: dict[str, str], *options: str) -> tuple[str, list[R
 def test_each_runs_once_and_some_alone(tmp_path: Path) -> None:
     closing, ran = run(tmp_path, {f"test_{name}.py": _TESTS for name in "abc"}, "-n", "2")
     assert "27 passed" in closing
-    assert len({one.name for one in ran}) == len(ran) == 27
-    assert {one.worker for one in ran} == {"gw0", "gw1"}
-    worker = {one.name: one.worker for one in ran}
+    assert len({test.name for test in ran}) == len(ran) == 27
+    assert {test.worker for test in ran} == {"gw0", "gw1"}
+    worker = {test.name: test.worker for test in ran}
     first = [[worker[f"test_{file}.py::test_unmarked[{n}]"] for n in (0, 1)] for file in "ab"]
     assert sorted(first) == [["gw0", "gw0"], ["gw1", "gw1"]], "files are taken as a whole"
-    for one in ran:
-        if "test_marked_alone" in one.name:
-            assert all(o is one or o.end <= one.begin or o.begin >= one.end for o in ran), ran
+    for test in ran:
+        if "test_marked_alone" in test.name:
+            assert all(o is test or o.end <= test.begin or o.begin >= test.end for o in ran), ran
     assert (tmp_path / "builds").read_text() == "built\n"
 
 
@@ -108,7 +108,7 @@ def test_a_worker_that_crashes_costs_its_test_alone(tmp_path: Path) -> None:
     files = {"test_a.py": _TESTS, "test_b.py": _CRASH}
     closing, ran = run(tmp_path, files, "-n", "2")
     assert "1 failed, 10 passed" in closing
-    assert len({one.name for one in ran}) == len(ran) == 10
+    assert len({test.name for test in ran}) == len(ran) == 10
 
 
 @pytest.mark.parametrize(

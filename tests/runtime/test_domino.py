@@ -25,7 +25,7 @@ from flux.plan.policies.fuse import WHICH
 from flux.runtime.domino.layers import replace
 from flux.runtime.domino.module import ORDERS, Domino, Dropout
 from flux.runtime.slices import current_slice, recorded
-from harness import run_ranks
+from harness import STRESS, more, run_ranks
 
 HIDDEN, HEADS, SEQUENCE = 16, 4, 6
 
@@ -166,15 +166,20 @@ def test_the_order_that_ran_is_the_planned_one(
     assert ran == planned_events(2, slices, columns, order, sequence_parallel)
 
 
-@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
-    "slices, columns", [(2, 1), (3, 1), (4, 1), (1, 2), (1, 4), (2, 2)], ids=str
+    "world, slices, columns",
+    [
+        *((2, *cut) for cut in ((2, 1), (3, 1), (1, 2), (1, 4), (2, 2))),
+        (4, 2, 1),
+        *more((2, 4, 1), (4, 3, 1), (4, 1, 2), (4, 2, 2)),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["ar", "sp"])
 def test_gradients_are_those_of_the_unsliced_model(
     world: int, slices: int, columns: int, sequence_parallel: bool
 ) -> None:
-    for order in ORDERS if world == 2 else ORDERS[:1]:
+    for order in ORDERS if world == 2 and (STRESS > 1 or slices == 3) else ORDERS[:1]:
         events = run_ranks(world, run_both, slices, columns, order, sequence_parallel)
         assert all(of == events[0] for of in events)  # one order of collectives on all ranks
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_cases as mc
-from gpt_cases import GPTCase, batches, build
+from gpt_cases import STEPS, GPTCase, batches, build
 from harness import more, run_ranks
 
 
@@ -29,7 +29,7 @@ def losses(rank: int, world: int, case: GPTCase, slices: int, columns: int) -> l
             ddp = data_parallel(model)
             optimizer = torch.optim.Adam(ddp.parameters(), 2e-3)
             found.append([])
-            for tokens in batches(30):
+            for tokens in batches(STEPS):
                 found[-1].append(step(ddp, tokens))
                 optimizer.step()
     return found
@@ -40,5 +40,5 @@ def losses(rank: int, world: int, case: GPTCase, slices: int, columns: int) -> l
 def test_losses_are_those_of_megatron(slices: int, columns: int, sequence_parallel: bool) -> None:
     case = GPTCase(sequence_parallel=sequence_parallel, swiglu=True)
     theirs, ours = run_ranks(2, losses, case, slices, columns)[0]
-    assert theirs[-1] < theirs[0] - 1  # it learns
+    assert theirs[-1] < theirs[0]  # it learns
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=2e-4, atol=2e-4)

@@ -79,7 +79,7 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 def cases() -> list[tuple[str, list[str]]]:
     """(name of the option, command line) for each value of each option that takes one."""
-    found = []
+    command_lines = []
     for name, command in commands():
         for param in command.params:
             if getattr(param, "is_flag", False) or name not in BASES:
@@ -93,9 +93,9 @@ def cases() -> list[tuple[str, list[str]]]:
                 kind in described.split("parameter_info")[0] for kind in ("int", "float")
             )
             for value in NUMBERS if is_number else TEXTS:
-                given = [f"{option}={value}"] if option.startswith("-") else ["--", value]
-                found.append((f"{name} {option}", [*name.split(), *base, *given]))
-    return found
+                arguments = [f"{option}={value}"] if option.startswith("-") else ["--", value]
+                command_lines.append((f"{name} {option}", [*name.split(), *base, *arguments]))
+    return command_lines
 
 
 @contextmanager

@@ -162,7 +162,9 @@ def check_knobs(knobs: Knobs) -> None:
 def check_winner(winner: Winner) -> None:
     assert type(winner.m) is int and 1 <= winner.m <= SIZE
     assert _is_time(winner.ms)
-    assert all(one is None or _is_time(one) for one in (winner.unfused_ms, winner.medium_ms))
+    assert all(
+        time_ms is None or _is_time(time_ms) for time_ms in (winner.unfused_ms, winner.medium_ms)
+    )
     check_knobs(winner.knobs)
     if winner.kernel is not None:
         assert all(1 <= extent < 2**31 for extent in winner.kernel.tile)
@@ -407,8 +409,8 @@ def _system(path: Path) -> tuple[Any, ...]:
     return (system.cpu(), *system._infiniband(), *system._ethernet())
 
 
-def _check_system(found: tuple[Any, ...]) -> None:
-    (_, ghz), *rates = found
+def _check_system(parts: tuple[Any, ...]) -> None:
+    (_, ghz), *rates = parts
     assert all(math.isfinite(number) and number >= 0 for number in (ghz, *rates))
 
 
@@ -529,12 +531,12 @@ def outcome(kind: Kind, path: Path) -> tuple[str, str]:
     with warnings.catch_warnings(record=True) as caught, cpu_limit(CPU_SECONDS):
         warnings.simplefilter("always")
         try:
-            found = kind.read(path)
+            content = kind.read(path)
         except kind.errors as error:
             how, text = "refused", str(error)
         else:
-            kind.check(found)
-            text = "; ".join(str(one.message) for one in caught)
+            kind.check(content)
+            text = "; ".join(str(warning.message) for warning in caught)
             how = "set aside" if caught else "accepted"
     assert text.isprintable() and len(text) < 4000, f"not a line of text: {text[:4000]!r}"
     return how, text
@@ -586,8 +588,8 @@ def main() -> int:
             if options.kind is not None and options.kind not in kind.name:
                 continue
             begin = time.monotonic()
-            found, failures = fuzz(kind, Path(folder) / "files", options.cases, options.seed)
-            counts[kind.name] = sorted_counts(found)
+            outcomes, failures = fuzz(kind, Path(folder) / "files", options.cases, options.seed)
+            counts[kind.name] = sorted_counts(outcomes)
             seconds = time.monotonic() - begin
             print(f"{kind.name}: {counts[kind.name]}, {seconds:.0f} s", flush=True)
             for text in failures[:20]:
@@ -611,9 +613,9 @@ def _write(options: argparse.Namespace, counts: dict[str, dict[str, Any]]) -> No
     write_whole(options.json, json.dumps(document, indent=1) + "\n")
 
 
-def sorted_counts(found: Counter[str]) -> dict[str, int]:
+def sorted_counts(counts: Counter[str]) -> dict[str, int]:
     """All outcomes, those that did not occur too."""
-    return {name: found[name] for name in ("accepted", "refused", "set aside", "wrong")}
+    return {name: counts[name] for name in ("accepted", "refused", "set aside", "wrong")}
 
 
 if __name__ == "__main__":

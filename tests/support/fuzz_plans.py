@@ -76,8 +76,8 @@ def plans_text() -> bytes:
     row = {"tp": 2, "cp": 1, "dp": 1, "pp": 2, "ep": 1, "micro_batch": 1, "micro_batches": 2}
     row |= {"zero": 1, "sequence_parallel": False, "regather": False, "iteration_ms": 12.5}
     row |= {"policy_options": {"name": "domino", "order": "blocks", "slices": 2}}
-    found = {"model": "gpt-6.7b", "gpus": 4, "batch": 2, "sequence": 64, "plans": [row]}
-    return (json.dumps(found, indent=1) + "\n").encode()
+    document = {"model": "gpt-6.7b", "gpus": 4, "batch": 2, "sequence": 64, "plans": [row]}
+    return (json.dumps(document, indent=1) + "\n").encode()
 
 
 def check_winner_of(winner: tuple[dict[str, Any], Policies]) -> None:

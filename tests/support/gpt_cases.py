@@ -112,8 +112,8 @@ def check_training(rank: int, world: int, case: GPTCase, ours: str) -> tuple[flo
 
     with mc.megatron(world):
         plain = replace(case, accumulate=False)
-        found = [type(m) for m in build(plain, world, ours).modules()]
-        counts = [found.count(cls) for cls in (ColumnParallelLinear, RowParallelLinear)]
+        types = [type(m) for m in build(plain, world, ours).modules()]
+        counts = [types.count(cls) for cls in (ColumnParallelLinear, RowParallelLinear)]
         assert counts == [8 + (ours == "replace"), 8], counts
         theirs, their_grads = train(case, world, "")
         mine, grads = train(case, world, ours)

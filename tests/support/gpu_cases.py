@@ -149,10 +149,10 @@ def cuda_device() -> CudaDevice:
     """The current device; skips the test where it, or kernels, are missing."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    found = CudaDevice()
-    if not found.registry.kernels:
+    device = CudaDevice()
+    if not device.registry.kernels:
         pytest.skip("no kernels are built for these sources: make kernels")
-    return found
+    return device
 
 
 class OnDevice(Transferred):

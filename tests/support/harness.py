@@ -384,20 +384,20 @@ def held() -> dict[str, int]:
 
 def _threads() -> int:
     """Threads of this process. One that was joined has told so before the system has ended it."""
-    found = len(os.listdir("/proc/self/task"))
+    count = len(os.listdir("/proc/self/task"))
     for _ in range(5):
         time.sleep(0.002)
-        found = min(found, len(os.listdir("/proc/self/task")))
-    return found
+        count = min(count, len(os.listdir("/proc/self/task")))
+    return count
 
 
 def settled(before: dict[str, int], limit_s: float = 2.0) -> dict[str, int]:
     """Return ``held()`` once it equals ``before``, or after a time limit: a joined thread
     may still exist in the system for a moment."""
     end = time.monotonic() + limit_s
-    while (found := held()) != before and time.monotonic() < end:
+    while (now := held()) != before and time.monotonic() < end:
         time.sleep(0.01)
-    return found
+    return now
 
 
 def resident_bytes() -> int:

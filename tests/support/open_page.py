@@ -73,19 +73,19 @@ class Page(QWebEnginePage):
 
 def wait_for(start) -> object:
     """Call ``start(done)``, and run until it has called ``done(value)``."""
-    loop, found = QEventLoop(), []
+    loop, results = QEventLoop(), []
 
     def done(value: object = None) -> None:
-        found.append(value)
+        results.append(value)
         loop.quit()
 
     start(done)
-    if not found:
+    if not results:
         QTimer.singleShot(LIMIT_MS, loop.quit)
         loop.exec()
-    if not found:
+    if not results:
         raise SystemExit("the browser does not answer")
-    return found[0]
+    return results[0]
 
 
 def main() -> None:

@@ -127,7 +127,7 @@ class Matmul:
         for operand in (a, b):
             assert operand.stride(0) == 1, "operands are stored by columns"
         assert qualifiers[0]["is_transpose"] and not qualifiers[1]["is_transpose"]
-        self.a, self.b, self.grids = a, b, [one.grid for one in distributions]
+        self.a, self.b, self.grids = a, b, [distribution.grid for distribution in distributions]
         self.epilog: Any = "not planned"
 
     def plan(self, *, epilog: Any = None) -> None:

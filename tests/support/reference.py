@@ -184,11 +184,11 @@ class Inputs:
         for calls that other ranks have not made.
         """
         x, weight, bias = self.local(rank, layout, padded)
-        given = [(x, weight, bias, self.scales(rank, x.shape[0]))]
+        pending = [(x, weight, bias, self.scales(rank, x.shape[0]))]
         del x, weight, bias
 
         def call(op: Any, gather: bool = False) -> list[torch.Tensor]:
-            x, weight, bias, scales = given.pop()
+            x, weight, bias, scales = pending.pop()
             if not self.problem.gathers:
                 return [op(x, weight, bias, **scales)]
             got = op(x, weight, bias, m=self.m, return_gathered=gather, **scales)
@@ -230,13 +230,13 @@ class Inputs:
         """(float64 result, largest permitted deviation) of each output of ``rank``."""
         p = self.problem
         if p.gathers:
-            found = []
+            outputs = []
             for number, (n, bias) in enumerate(zip(p.n, self.biases, strict=True)):
                 part = share(n, self.world, rank)
                 x, weight = self.dequantised(number)
                 bias = None if bias is None else bias[part]
-                found.append(_product(p, x, weight[part], bias, 1, path))
-            return found
+                outputs.append(_product(p, x, weight[part], bias, 1, path))
+            return outputs
         rows = slice(None) if p.op == "gemm_ar" else share(self.m, self.world, rank)
         x, weight = self.dequantised(0)
         return [_product(p, x[rows], weight, self.biases[0], self.world, path)]

@@ -137,12 +137,12 @@ def processes_of_session(number: int) -> list[int]:
     """The processes of a session that have not ended; a forked command leads its own."""
     import psutil  # a bare machine with a GPU may lack it
 
-    found = []
+    running = []
     for pid in psutil.pids():
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
             if os.getsid(pid) == number and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.append(pid)
-    return found
+                running.append(pid)
+    return running
 
 
 @dataclass
@@ -200,10 +200,10 @@ def forked(
 
 def _as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
     """The variables by which torchrun's ranks find each other."""
-    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    found |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "none"}
-    return {"OMP_NUM_THREADS": "1", **{name: str(value) for name, value in found.items()}}
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "none"}
+    return {"OMP_NUM_THREADS": "1", **{name: str(value) for name, value in variables.items()}}
 
 
 # -- programs that come to their end ---------------------------------------------------------------

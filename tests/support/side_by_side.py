@@ -42,12 +42,12 @@ def built_once(config: pytest.Config, name: str, build: Callable[[Path], Path]) 
     """
     folder = common_folder(config) / f"built-{name}"
     folder.mkdir(exist_ok=True)
-    told = folder / "built"
+    result_file = folder / "built"
     with FileLock(folder / "lock", timeout=600):
-        if not told.exists():
+        if not result_file.exists():
             made = build(Path(tempfile.mkdtemp(dir=folder)))
-            told.write_text(str(made))
-        return Path(told.read_text())
+            result_file.write_text(str(made))
+        return Path(result_file.read_text())
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist then tells that this worker has its tests

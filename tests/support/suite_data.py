@@ -23,9 +23,9 @@ ABSENT = {
 
 def figures(overall: float, gemm: float, comm: float, unfused: float) -> dict[str, Any]:
     """A method's figures, as in JSON."""
-    one = evaluate(overall, gemm, comm, unfused)
-    known = {name: getattr(one, name) for name in FIGURES}
-    efficiency = one.overlap_efficiency
+    metrics = evaluate(overall, gemm, comm, unfused)
+    known = {name: getattr(metrics, name) for name in FIGURES}
+    efficiency = metrics.overlap_efficiency
     interval = None if efficiency is None else [efficiency - 0.08, efficiency + 0.06]
     return {
         **known,
@@ -40,8 +40,8 @@ def figures(overall: float, gemm: float, comm: float, unfused: float) -> dict[st
 
 def wrong() -> dict[str, Any]:
     """A method whose result was wrong."""
-    one = figures(1.0, 0.5, 0.5, 1.0)
-    return {**one, **dict.fromkeys(FIGURES), "wrong": ["rank 1: 3 of 12 elements are wrong"]} | {
+    phase = figures(1.0, 0.5, 0.5, 1.0)
+    return {**phase, **dict.fromkeys(FIGURES), "wrong": ["rank 1: 3 of 12 elements are wrong"]} | {
         "overlap_efficiency_interval": None,
         "repeats_ms": [],
     }
@@ -131,24 +131,24 @@ def document() -> dict[str, Any]:
 
 def events(ranks: int = 2, tiles: int = 12) -> list[Event]:
     """A call as it might go: tiles are moved beside the GEMM, which waits for some of them."""
-    found = []
+    results = []
     for rank in range(ranks):
         time = 5.0 * rank
-        found.append(Event(rank, "main", Kind.barrier, "start", 0.0, 6.0 + rank))
+        results.append(Event(rank, "main", Kind.barrier, "start", 0.0, 6.0 + rank))
         copied = 8.0
         for tile in range(tiles):
             name = f"rows {tile * 64}-{tile * 64 + 63} to rank {1 - rank}"
-            found.append(Event(rank, "copy", Kind.copy, name, copied, 14.0, {"bytes": 196608}))
+            results.append(Event(rank, "copy", Kind.copy, name, copied, 14.0, {"bytes": 196608}))
             copied += 15.0
         time = 8.0
         for tile in range(2 * tiles):
             ready = 0.0 if tile < tiles else 8.0 + 15.0 * (tile - tiles + 1) + 60.0
             if ready > time:
                 wait = f"waits for tile {tile - tiles}"
-                found.append(
+                results.append(
                     Event(rank, "gemm", Kind.wait, wait, time, ready - time, {"tile": tile})
                 )
                 time = ready
-            found.append(Event(rank, "gemm", Kind.gemm, f"tile ({tile}, 0)", time, 9.0))
+            results.append(Event(rank, "gemm", Kind.gemm, f"tile ({tile}, 0)", time, 9.0))
             time += 9.5
-    return found
+    return results

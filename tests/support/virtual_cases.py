@@ -7,7 +7,7 @@ stream of its rank, whose last call may wait for a rank that has not made its ca
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -132,10 +132,10 @@ def checked_calls(
     return outs
 
 
-def check_same_bits(first: Sequence[Any], second: Sequence[Any]) -> None:
+def check_same_bits(first: Iterable[Any], second: Iterable[Any]) -> None:
     """Compare the results of two runs of ``checked_calls``, bit by bit."""
-    for one, other in zip(first, second, strict=True):
-        assert all(torch.equal(a[0], b[0]) for a, b in zip(one, other, strict=True))
+    for mine, other in zip(first, second, strict=True):
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(mine, other, strict=True))
 
 
 def drop_at_once(
@@ -145,17 +145,17 @@ def drop_at_once(
 
     Returns the results of the last ``kept`` calls, by rank, which are not dropped.
     """
-    given = []
+    arguments = []
     for r, stream in enumerate(ranks.streams):  # whose memory is used again in its order
         with ranks.device.on_stream(stream):
-            given.append([inputs.local(r) for inputs in everything])
-    like = [[t.new_empty(t.shape) for t in of_call] for of_call in given[0]]
+            arguments.append([inputs.local(r) for inputs in everything])
+    like = [[t.new_empty(t.shape) for t in of_call] for of_call in arguments[0]]
     torch.full_like(like[0][0], float("nan"))  # a first use would wait for kernels that wait
 
     def calls(r: int) -> list[torch.Tensor]:
         outs = []
         for number in range(len(everything)):
-            out = ops[r](*given[r].pop(0))
+            out = ops[r](*arguments[r].pop(0))
             if number >= len(everything) - kept:
                 outs.append(out)
             del out
@@ -173,7 +173,7 @@ def _is_built(device: Device, p: Problem, world: int, reduce: str) -> bool:
         whole = n if p.gathers else p.k
         for share in {max(whole // world, 1), -(-whole // world)}:  # the ranks' shares differ
             sizes = (share, p.k) if p.gathers else (n, share)
-            found = device.registry.candidates(
+            kernels = device.registry.candidates(
                 op,
                 DTYPES[p.dtype].short,
                 device.capability,
@@ -182,7 +182,7 @@ def _is_built(device: Device, p: Problem, world: int, reduce: str) -> bool:
                 scaling=p.scaling,
                 reduce=reduce,
             )
-            if not found:
+            if not kernels:
                 return False
     return True
 

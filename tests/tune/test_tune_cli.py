@@ -181,7 +181,7 @@ def test_kernels_of_candidates_are_built_and_failures_are_named(
     monkeypatch.setattr(build, "find_tools", sandbox.tools)
     problem = Problem(Op.ag_gemm, 4096, 49152, 12288, "bfloat16", 8)
     kept, _ = candidates(load_space("sm90a"), problem, Topology.flat(8), load_cluster("flux-h800"))
-    configs = [one.kernel for one in kept if one.kernel is not None]
+    configs = [one.kernel for one in kept if one.kernel is not None][:40]
     names = sorted({config.name for config in configs})
     root = tmp_path / "kernels"
     sandbox.set(fail=f"{names[0]},")

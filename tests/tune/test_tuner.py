@@ -299,10 +299,10 @@ def test_tuning_real_ops_excludes_no_candidate(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_budget_ends_the_search_and_a_later_run_goes_on(tmp_path: Path) -> None:
-    rounds = (2, 40)
+    rounds = (2, 25)
     short = Options(rounds=rounds, budget_s=6.0)
     first, cache = tune(tmp_path, tune_makers.times, options=short)
-    assert not first.settled and 0 < first.rounds_done < 40 * 4
+    assert not first.settled and 0 < first.rounds_done < 25 * 4
     if first.winner is not None:
         assert list(cache.entries())
     second, _ = tune(tmp_path, tune_makers.times, options=Options(rounds=rounds))
@@ -318,7 +318,7 @@ COMMAND = ["-m", "flux", "tune", "--op", "ag_gemm", "--m", "8,24", "--n", "16", 
 
 def command(folder: Path) -> tuple[list[str], dict[str, str]]:
     space = folder / "space.toml"
-    space.write_text(SPACE)
+    space.write_text(SPACE.replace("[1, 2, 4, 8, 16]", "[1, 16]"))
     return [*COMMAND, "--space", str(space)], {"FLUX_TUNE_CACHE": str(folder / "cache")}
 
 

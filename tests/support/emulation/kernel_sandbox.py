@@ -163,7 +163,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     package.mkdir(parents=True)
     ignored = shutil.ignore_patterns("__pycache__")
     for part in ("cli", "core", "kernels", "machine"):
-        shutil.copytree(ROOT / "flux" / part, package / part, ignore=ignored)
+        shutil.copytree(ROOT / "flux" / part, package / part)  # with compiled modules
     shutil.copytree(ROOT / "csrc/core", made.csrc / "core", ignore=ignored)
     (made.csrc / "cuda").mkdir()
     shutil.copy(ROOT / "csrc/cuda/abi.h", made.csrc / "cuda")

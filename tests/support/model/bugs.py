@@ -51,8 +51,8 @@ class Bug:
 
 
 def _ag(**options: object) -> Scenario:
-    given = {"ops": ("ag_gemm",), "world": 2, "rows": (4, 4), **options}
-    return Scenario(**given)  # type: ignore[arg-type]
+    scenario = {"ops": ("ag_gemm",), "world": 2, "rows": (4, 4), **options}
+    return Scenario(**scenario)  # type: ignore[arg-type]
 
 
 def _rs(op: str = "gemm_rs", **options: object) -> Scenario:

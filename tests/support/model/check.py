@@ -68,16 +68,16 @@ class Report:
     violation: Violation | None
 
     def __str__(self) -> str:
-        found = str(self.violation) if self.violation else "no violation"
+        outcome = str(self.violation) if self.violation else "no violation"
         size = f"{self.states:,} states, {self.transitions:,} transitions"
-        return f"{size}, {self.seconds:.1f} s: {found}"
+        return f"{size}, {self.seconds:.1f} s: {outcome}"
 
 
 class LimitError(RuntimeError):
     """There are more states than were allowed."""
 
 
-class _Found(Exception):
+class _Violated(Exception):
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
         self.kind, self.text = kind, text
@@ -123,7 +123,7 @@ def conflicts_of(steps: list[Step]) -> list[int]:
         if step.kind in of_word:
             same = of_word[step.kind]
             same[step.word] = same.get(step.word, 0) | bit
-    found = []
+    items = []
     for step in steps:
         bits = 0
         for kind in _MEETS.get(step.kind, ()):
@@ -132,8 +132,8 @@ def conflicts_of(steps: list[Step]) -> list[int]:
             bits |= writers.get(cell, 0)
         for cell in step.writes:
             bits |= writers.get(cell, 0) | readers.get(cell, 0)
-        found.append(bits & ~(1 << step.number))
-    return found
+        items.append(bits & ~(1 << step.number))
+    return items
 
 
 class _Space:
@@ -149,7 +149,7 @@ class _Space:
     def _concurrent(self) -> list[int]:
         """For every step the bits of those that its own stream does not put before or after it."""
         everything = (1 << len(self.steps)) - 1
-        found = [0] * len(self.steps)
+        counts = [0] * len(self.steps)
         for items in self.program.streams:
             kernels = [
                 [sum(1 << step.number for step in block) for block in blocks_of(item)]
@@ -159,8 +159,8 @@ class _Space:
             for item, bits in zip(items, kernels, strict=True):
                 for block, own in zip(blocks_of(item), bits, strict=True):
                     for step in block:
-                        found[step.number] = (everything & ~of_stream) | (sum(bits) & ~own)
-        return found
+                        counts[step.number] = (everything & ~of_stream) | (sum(bits) & ~own)
+        return counts
 
     def _moves(self, step: Step) -> list[_Move]:
         if self.mode is Mode.literal:
@@ -283,7 +283,7 @@ class _Machine:
 
     def _check_raise(self, before: int, step: Step) -> None:
         if not self.reached(step.value, before):
-            raise _Found(
+            raise _Violated(
                 "signal", f"{self.program.describe(step)}, and it had been at {before} already"
             )
 
@@ -303,10 +303,10 @@ class _Machine:
                 changed[target] = cells[source]
         return tuple(changed)
 
-    def _wrong(self, where: str, cell: int, found: int, expected: int) -> None:
-        names = [self.program.name(self.symbols[number]) for number in (found, expected)]
+    def _wrong(self, where: str, cell: int, actual: int, expected: int) -> None:
+        names = [self.program.name(self.symbols[number]) for number in (actual, expected)]
         at = self.program.cells[cell]
-        raise _Found("value", f"{where}, and {at} holds {names[0]}, not {names[1]}")
+        raise _Violated("value", f"{where}, and {at} holds {names[0]}, not {names[1]}")
 
     def settle(self, state: _State, log: Log | None = None) -> _State:
         """Take all eager steps that can be taken."""
@@ -318,15 +318,15 @@ class _Machine:
             for stream, nodes in enumerate(self.streams):
                 node = nodes[state.nodes[stream]]
                 while node.eager:
-                    found = next(
+                    earlier = next(
                         ((m, a) for m, a in node.eager if self.enabled(state, m.step)), None
                     )
-                    if found is None:
+                    if earlier is None:
                         break
-                    state = self.go(state, stream, *found)
+                    state = self.go(state, stream, *earlier)
                     if log:
-                        log(found[0])
-                    node = nodes[found[1]]
+                        log(earlier[0])
+                    node = nodes[earlier[1]]
                     going = True
         return state
 
@@ -347,7 +347,7 @@ class _Machine:
                 other = self.steps[(others & -others).bit_length() - 1]
                 pair = sorted((step, other), key=lambda s: s.kind is Kind.raise_)
                 names = [self.program.describe(s) for s in pair]
-                raise _Found("race", f"[{names[0]}] while [{names[1]}]")
+                raise _Violated("race", f"[{names[0]}] while [{names[1]}]")
 
     def end(self, state: _State) -> None:
         """Look at a state in which nothing can happen."""
@@ -358,7 +358,7 @@ class _Machine:
         ]
         if stuck:
             held = "; ".join(f"[{self.program.describe(step)}]" for step in stuck)
-            raise _Found("deadlock", f"nobody can go on: {held}")
+            raise _Violated("deadlock", f"nobody can go on: {held}")
         for cell, expected in self.results:
             if state.cells[cell] != expected:
                 self._wrong("a result", cell, state.cells[cell], expected)
@@ -398,20 +398,20 @@ class _Search:
                         if places in known:
                             continue
                         known.add(places)
-                    found = machine.settle(machine.go(state, stream, move, after))
-                    found_key = machine.key(found)
+                    successor = machine.settle(machine.go(state, stream, move, after))
+                    found_key = machine.key(successor)
                     if found_key not in self.origin:
                         self._add(found_key, key, choice)
-                        queue.append(found)
+                        queue.append(successor)
                 if not any_choice:
                     choice = -1
                     machine.end(state)
-        except _Found as found:
-            return Violation(found.kind, str(found), self._trace(key, choice))
+        except _Violated as stop:
+            return Violation(stop.kind, str(stop), self._trace(key, choice))
         return None
 
-    def _add(self, found: object, before: object, choice: int) -> None:
-        self.origin[found] = (before, choice)
+    def _add(self, state: object, before: object, choice: int) -> None:
+        self.origin[state] = (before, choice)
         if len(self.origin) > self.limit:
             raise LimitError(f"more than {self.limit:,} states")
 
@@ -441,7 +441,7 @@ class _Search:
                 )
                 log(move)
                 state = machine.settle(machine.go(state, stream, move, after), log)
-        except _Found:
+        except _Violated:
             pass
         return tuple(lines)
 

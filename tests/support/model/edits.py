@@ -34,19 +34,19 @@ def drop(program: Program, matches: Matches) -> None:
 
 def swap(program: Program, first: Matches, then: Matches) -> None:
     """Exchange neighbours."""
-    found = False
+    changed = False
     for thread in (*program.streams, *_threads(program)):
         for i in range(len(thread) - 1):
             one, other = thread[i], thread[i + 1]
             if isinstance(one, Step) and isinstance(other, Step) and first(one) and then(other):
                 thread[i], thread[i + 1] = other, one
-                found = True
-    assert found, "there is nothing to swap"
+                changed = True
+    assert changed, "there is nothing to swap"
 
 
 def move_up(program: Program, matches: Matches, ahead_of: Callable[[Item], bool]) -> None:
     """Move steps of a stream up to before the last item ahead of them that ``ahead_of`` names."""
-    found = False
+    changed = False
     for items in program.streams:
         for at in range(len(items)):
             step = items[at]
@@ -55,8 +55,8 @@ def move_up(program: Program, matches: Matches, ahead_of: Callable[[Item], bool]
             targets = [i for i in range(at) if ahead_of(items[i])]
             if targets:
                 items.insert(targets[-1], items.pop(at))
-                found = True
-    assert found, "there is nothing to move"
+                changed = True
+    assert changed, "there is nothing to move"
 
 
 def of_word(program: Program, kind: Kind, name: str) -> Matches:
@@ -156,8 +156,8 @@ def entry_raised_early(program: Program) -> None:
     """Raise the entry of a call before the kernels of the previous call."""
     raises = of_word(program, Kind.raise_, "entry")
     for items in program.streams:
-        found = [i for i in items if isinstance(i, Step) and raises(i)]
-        for step in found:
+        raising = [i for i in items if isinstance(i, Step) and raises(i)]
+        for step in raising:
             first = next(i for i in items if is_kernel(i) or i is step)
             if first is not step:
                 items.remove(step)

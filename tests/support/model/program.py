@@ -84,10 +84,10 @@ class Program:
 
     def number(self) -> list[Step]:
         """All steps, each of which learns its index."""
-        found = list(self.steps())
-        for number, step in enumerate(found):
+        numbered = list(self.steps())
+        for number, step in enumerate(numbered):
             step.number = number
-        return found
+        return numbered
 
     def describe(self, step: Step) -> str:
         """A step in plain words."""
@@ -164,8 +164,8 @@ class _Memory:
         return self.name(at, WORD)
 
     def names(self) -> list[str]:
-        found = sorted(self.index.items(), key=lambda pair: pair[1])
-        return [self.name(at, 1) for at, _ in found]
+        by_number = sorted(self.index.items(), key=lambda pair: pair[1])
+        return [self.name(at, 1) for at, _ in by_number]
 
 
 def symbols(memory: _Memory, content: Content) -> dict[int, Symbol]:

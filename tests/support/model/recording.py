@@ -502,8 +502,8 @@ class _Session:
         """These rows were returned to ``rank``: what should they hold in the end?"""
         if rows.numel():
             at, size = rows.data_ptr(), rows.numel() * ELEMENT
-            found = Content(at, size, what, op, source, epoch & MASK, offset)
-            self.out.results.append(found)
+            content = Content(at, size, what, op, source, epoch & MASK, offset)
+            self.out.results.append(content)
             row = rows.shape[1] * ELEMENT
             self.out.regions.append(Region(at, size, rank, op, "returned rows, row", row))
 
