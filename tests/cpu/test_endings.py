@@ -100,7 +100,7 @@ def test_program_ends_after_an_interrupted_close_between_hosts(tmp_path: Path) -
         wait_for_go()
     def interrupted(*arguments):
         raise RuntimeError("as Ctrl-C")
-    send_recv.Network._send_header = interrupted
+    send_recv._Link.send_header = interrupted
     built.close()
     """
     _check_rank_0(_ends(tmp_path, body), "RuntimeError: as Ctrl-C")

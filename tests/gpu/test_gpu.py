@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from device_fixtures import with_flux_kernels
+from device_fixtures import ARCHS, with_flux_kernels
 from emulated import EmulatedDevice
 from flux import _C, Knobs, PeerTimeoutError, Topology
 from flux.transport.device import Device
@@ -27,10 +27,9 @@ from gpu_cases import (
     inputs_on,
     of,
     random_problem,
-    skip_pull_of_partials,
 )
 from harness import BUSY, more, stress_only
-from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weight_order
+from matrix import OPS, ROUTES, every_combination_of_knobs, every_dtype_layout_and_weight_order
 from op_cases import Call, Case, random_cases
 from reference import Problem
 from virtual_cases import (
@@ -69,7 +68,9 @@ def run_case(device: Device, rng: random.Random, op: str, world: int, most: int)
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
-    ("gpu", "world"), gpu_and_world([2, 3, 4, 8], [2, 3, *more(4, 8)]), indirect=["gpu"]
+    ("gpu", "world"),
+    gpu_and_world([2, 3, 4, 8], [2, 3, *more(4, 8)], ARCHS),
+    indirect=["gpu"],
 )
 def test_random_cases(gpu: Device, op: str, world: int) -> None:
     rng = random.Random(f"gpu {op} {world}")
@@ -128,10 +129,8 @@ def test_small_problem_matches_float64(device: Device, op: str) -> None:
     run_case(device, random.Random(op), op, 2, 200)
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize(("op", "direction"), ROUTES)
 def test_back_to_back_calls_repeat_bitwise(device: Device, op: str, direction: str) -> None:
-    skip_pull_of_partials(device, op, direction)
     m, n, k = of(device, (1100, 512, 256), (550, 256, 128))
     world = of(device, 4, 2)
     p = Problem(op, m, (n,), k, torch.bfloat16)

@@ -12,13 +12,15 @@ import torch
 from flux import Knobs
 from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
-from gpu_cases import RankGpus, captured, inputs_on, of, skip_pull_of_partials
+from gpu_cases import RankGpus, captured, gpu_of_one_arch, inputs_on, of
 from harness import fresh_ranks
-from matrix import OPS
+from matrix import OPS, ROUTES
 from reference import Inputs, Problem
 from virtual_cases import built, finish, run_ready
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("poisoned")]
+
+gpu = gpu_of_one_arch()
 
 
 @pytest.fixture
@@ -52,12 +54,10 @@ def call(op: Any, tensors: tuple[Any, ...], m: int) -> torch.Tensor:
     return op(x, weight, bias, m=m) if op.kind.name == "ag_gemm" else op(x, weight, bias)
 
 
-@pytest.mark.parametrize("direction", ["push", "pull"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "direction"), ROUTES)
 def test_graphs_of_virtual_ranks_replay_with_new_inputs(
     device: Device, op: str, direction: str
 ) -> None:
-    skip_pull_of_partials(device, op, direction)
     p, world, make = problem(device, op), 2, inputs_on(device)
     sizes = rows(device)
     knobs = Knobs(direction=direction)

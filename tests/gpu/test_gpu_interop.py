@@ -13,12 +13,14 @@ import torch
 
 from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
-from gpu_cases import OnDevice, cuda_device, inputs_on, of, streams_on
+from gpu_cases import OnDevice, cuda_device, gpu_of_one_arch, inputs_on, of, streams_on
 from matrix import OPS
 from reference import Problem, lay_out
 from virtual_cases import Transferred, call_all, drop_at_once, finish, run_ready
 
 pytestmark = pytest.mark.timeout(300)
+
+gpu = gpu_of_one_arch()
 
 
 @pytest.fixture

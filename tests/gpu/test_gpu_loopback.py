@@ -15,19 +15,20 @@ from flux.transport.loopback import LoopbackPeers, LoopbackWorld
 from gpu_cases import (
     cases_on,
     gpu_and_world,
+    gpu_of_one_arch,
     inputs_on,
     of,
     random_problem,
-    skip_pull_of_partials,
 )
 from harness import BUSY, more
 from loopback_cases import call, check_peers
+from matrix import OPS, ROUTES
 from reference import Problem
 from virtual_cases import check_same_bits, finish, knobs_of, topology_of
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("poisoned")]
 
-OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
+gpu = gpu_of_one_arch()
 
 
 def run_case(gpu: Device, rng: random.Random, op: str, world: int, most: int) -> None:
@@ -59,14 +60,12 @@ def test_random_cases(gpu: Device, op: str, world: int) -> None:
         run_case(gpu, rng, op, world, of(gpu, 700, 300))
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize(("op", "direction"), ROUTES)
 def test_large_kernels_do_not_block_the_copies_they_await(
     gpu: Device, op: str, direction: str
 ) -> None:
     """Kernels that fill the GPU and wait for copies: nothing that they wait for may need a
     multiprocessor."""
-    skip_pull_of_partials(gpu, op, direction)
     # On the PTX machine, too, there is a tile for each of its eight multiprocessors.
     small = (1024, 1024, 64) if op == "ag_gemm" else (1024, 256, 256)
     m, n, k = of(gpu, (4096, 4096, 2048), small)
@@ -83,10 +82,8 @@ def test_large_kernels_do_not_block_the_copies_they_await(
                 check_peers(built, inputs, out)
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize(("op", "direction"), ROUTES)
 def test_back_to_back_calls_repeat_bitwise(gpu: Device, op: str, direction: str) -> None:
-    skip_pull_of_partials(gpu, op, direction)
     m, n, k = of(gpu, (1100, 512, 256), (300, 128, 64))
     world, p = 4, Problem(op, m, (n,), k, torch.bfloat16)
     rng = random.Random(3)

@@ -15,13 +15,15 @@ import torch
 from flux import Knobs
 from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
-from gpu_cases import RankGpus, gpu_and_world, inputs_on, of
+from gpu_cases import RankGpus, gpu_and_world, gpu_of_one_arch, inputs_on, of
 from harness import fresh_ranks, more
-from matrix import OPS
+from matrix import ROUTES
 from reference import Problem
 from virtual_cases import Transferred, checked_calls
 
 pytestmark = pytest.mark.timeout(600)
+
+gpu = gpu_of_one_arch()
 
 CALLS = int(os.environ.get("FLUX_TEST_CALLS", "60"))
 EMULATED_CALLS = 4
@@ -53,16 +55,13 @@ def _calls(rank: int, world: int, gpus: RankGpus, op: str, direction: str) -> li
     return [got[0].cpu() for got in outs]
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize(("op", "direction"), ROUTES)
 @pytest.mark.parametrize(
     ("gpu", "world"), gpu_and_world([2, 4, 8], [2, *more(4, 8)]), indirect=["gpu"]
 )
 def test_processes_give_the_bits_of_virtual_ranks(
     gpu: Device, rank_gpus: RankGpus, world: int, op: str, direction: str
 ) -> None:
-    if op != "ag_gemm" and direction == "pull":
-        pytest.skip("partials are always pushed")
     with fresh_ranks(world) as ranks:
         processes = ranks.run(_calls, rank_gpus, op, direction, timeout=400.0)
     p = problem(gpu, op)

@@ -33,6 +33,7 @@ from flux.plan.schedule import StepSchedule, read_schedule
 from flux.plan.simulate import Timeline, simulate
 from flux.runtime.profile import Profile, ProfiledCost, key_of, read_profile
 from flux.select.cost import library_ms
+from harness import STRESS
 
 DENSE = Layer(64, 256, 8, 4, 8, True)
 EXPERTS = Layer(64, 0, 8, 8, 8, True, Moe(8, 2, 32))
@@ -372,21 +373,22 @@ def test_peak_memory_of_a_pipeline_grows_towards_its_first_stage() -> None:
 def test_small_plans_take_milliseconds_and_large_ones_seconds() -> None:
     """Of this process's time: tests run beside each other, which makes it up to twice as long.
 
-    Alone, the large one takes 8 seconds (docs/use/scale.md).
+    Alone, the large one takes 8 seconds (docs/use/scale.md); a quarter of it 2, in make test.
     """
     step = step_of("gpt3-13b", Parallel(tp=4), layers=3, micro_batch=2)
     schedule, cost = plan(step, "domino")
     begin = time.process_time()
     simulate(schedule, cost)
     assert time.process_time() - begin < 0.1
-    large = step_of("llama3-405b", Parallel(tp=8, dp=128, pp=16), layers=128, micro_batch=2)
+    layers, limit_s = (128, 20) if STRESS > 1 else (32, 6)
+    large = step_of("llama3-405b", Parallel(tp=8, dp=128, pp=16), layers=layers, micro_batch=2)
     cluster = replace(load_cluster("dhelix-h100"), hosts=16384 // 8)
     begin = time.process_time()
     fabric = Fabric(cluster, large.parallel)
     cost = AnalyticCost(fabric, large.dtype, large.itemsize)
     graph = build_step(large, fabric)
     timeline = simulate(planned(policy_of("domino"), graph, fabric, cost), cost)
-    assert time.process_time() - begin < 20 and timeline.iteration_ms > 0
+    assert time.process_time() - begin < limit_s and timeline.iteration_ms > 0
 
 
 # -- bad input, files, commands --------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from emulated_cases import OnEmulated
 from emulated_processes import emulate
 from flux.kernels.legality import GemmProblem
 from flux.transport.device import CudaDevice, Device
+from harness import more
 from ptx_machine.gpu import LIBRARY
 from reference import Problem
 from virtual_cases import Transferred
@@ -32,14 +33,23 @@ ON_CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 T = TypeVar("T")
 
 
-@pytest.fixture(scope="module", params=[ON_CUDA, *ARCHS])
-def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """The current CUDA device, and the PTX machine as one of each architecture."""
+def open_gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """The current CUDA device, or the PTX machine as one of the architecture in the parameter."""
     if request.param == "cuda":
         yield cuda_device()
         return
     with with_flux_kernels(request, request.param) as device:
         yield device
+
+
+gpu = pytest.fixture(scope="module", params=[ON_CUDA, *ARCHS], name="gpu")(open_gpu)
+ONE_ARCH = ["90a", *more("80")]
+"""For tests of the host code, which is the same for all architectures; see ``gpu_of_one_arch``."""
+
+
+def gpu_of_one_arch() -> Any:
+    """The fixture ``gpu`` for a module: the PTX machine as one architecture in ``make test``."""
+    return pytest.fixture(scope="module", params=[ON_CUDA, *ONE_ARCH], name="gpu")(open_gpu)
 
 
 def inputs_on(device: Device) -> Callable[..., Transferred]:
@@ -63,16 +73,12 @@ def of(device: Device, on_gpu: T, on_machine: T) -> T:
     return on_machine if isinstance(device, EmulatedDevice) else on_gpu
 
 
-def skip_pull_of_partials(device: Device, op: str, direction: str) -> None:
-    """Skip a test on the PTX machine where the direction changes no more than an order of tiles."""
-    if op != "ag_gemm" and direction == "pull" and of(device, False, True):
-        pytest.skip("partials are always pushed")
-
-
-def gpu_and_world(on_gpu: list[int], on_machine: list[int]) -> list[Any]:
+def gpu_and_world(
+    on_gpu: list[int], on_machine: list[int], archs: Sequence[str] = ONE_ARCH
+) -> list[Any]:
     """Parameters of the fixture ``gpu`` and of a world."""
     cuda = [pytest.param("cuda", world, marks=pytest.mark.gpu) for world in on_gpu]
-    return [*cuda, *((arch, world) for arch in ARCHS for world in on_machine)]
+    return [*cuda, *((arch, world) for arch in archs for world in on_machine)]
 
 
 @contextmanager

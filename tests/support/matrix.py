@@ -9,6 +9,8 @@ from op_cases import Call, Case, every_dtype, meshes
 from reference import LAYOUTS, Problem
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
+ROUTES = [*((op, "push") for op in OPS), ("ag_gemm", "pull")]
+"""Ops with directions: partials are always pushed, so pulling changes no more than their order."""
 ORDERS = ("direct", "ring1d", "ring2d", "hierarchical", "numa")
 SWIZZLES = ("none", "rank_shift", "xor")
 

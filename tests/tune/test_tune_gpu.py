@@ -40,7 +40,7 @@ backend = "cuda"
 arch = "90a"
 prune_above = 1000
 [ag_gemm]
-comm_tile_rows = ["chunk", "chunk/2"]
+comm_tile_rows = ["chunk"]
 direction = ["push"]
 [gemm_rs]
 comm_tile_rows = ["chunk"]
