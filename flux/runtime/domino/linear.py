@@ -207,7 +207,7 @@ def column_linear(
     weight: torch.Tensor,
     group: dist.ProcessGroup,
     sequence_parallel: bool,
-    fused: LinearConfig | None = None,
+    config: LinearConfig | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x W^T + b of this rank's columns.
@@ -218,7 +218,7 @@ def column_linear(
         weight: [N/W, K].
         group: the ranks; W of them.
         sequence_parallel: gather x, and reduce-scatter its gradient.
-        fused: the configuration of Flux's fused ops; None: collectives of the library.
+        config: the configuration of Flux's fused ops; None: collectives of the library.
         bias: [N/W], of x's dtype, or None.
 
     Returns:
@@ -227,14 +227,14 @@ def column_linear(
     check_no_transforms("a layer under Domino")
     check_memory("column layer", x=x, weight=weight, bias=bias)
     channel = Channel(group, sequence_parallel, "column")
-    if fused is None:  # fused ops cast what autocast would; the nodes here want one dtype
+    if config is None:  # fused ops cast what autocast would; the nodes here want one dtype
         x, weight = x.to(compute_dtype(x)), cast_once(weight, compute_dtype(x))
-    entered = x if fused else cast(Any, _ColumnInput).apply(x, channel)
+    entered = x if config is not None else cast(Any, _ColumnInput).apply(x, channel)
     if (slices := running()) is not None:
-        slices.switch("entered", gathers=sequence_parallel and fused is None)
-    if fused is not None:
+        slices.switch("entered", gathers=sequence_parallel and config is None)
+    if config is not None:
         channel.note("forward", "fused column")
-        return autograd.column_linear(entered, weight, bias, fused)
+        return autograd.column_linear(entered, weight, bias, config)
     own_bias = bias if bias is not None and bias.dtype == weight.dtype else None
     with autocast_off(x):
         y: torch.Tensor = cast(Any, _ColumnLinear).apply(entered, weight, own_bias, channel)
@@ -246,7 +246,7 @@ def row_linear(
     weight: torch.Tensor,
     group: dist.ProcessGroup,
     sequence_parallel: bool,
-    fused: LinearConfig | None = None,
+    config: LinearConfig | None = None,
 ) -> torch.Tensor:
     """Return the sum over ranks of x W^T.
 
@@ -255,7 +255,7 @@ def row_linear(
         weight: [N, K/W].
         group: the ranks; W of them.
         sequence_parallel: keep this rank's part of the first dimension of the sum.
-        fused: the configuration of Flux's fused ops; None: collectives of the library.
+        config: the configuration of Flux's fused ops; None: collectives of the library.
 
     Returns:
         [..., N], or with sequence parallelism [first/W, ..., N].
@@ -268,13 +268,13 @@ def row_linear(
     channel = Channel(group, sequence_parallel, "row")
     slices = running()
     columns = 1 if slices is None else slices.columns
-    if fused is not None and columns > 1:
+    if config is not None and columns > 1:
         raise ValueError("a column split cuts what a fused op would compute: take one of them")
     if slices is not None:
         slices.switch("row")
-    if fused is not None:
+    if config is not None:
         channel.note("forward", "fused row")
-        pieces = [autograd.row_linear(x, weight, fused)]
+        pieces = [autograd.row_linear(x, weight, config)]
     else:
         x, weight = x.to(compute_dtype(x)), cast_once(weight, compute_dtype(x))
         with autocast_off(x):
@@ -282,5 +282,7 @@ def row_linear(
     if slices is not None:
         slices.rows[channel.slice] += 1
         slices.switch("launched")
-    y: torch.Tensor = pieces[0] if fused else cast(Any, _RowOutput).apply(channel, *pieces)
+    if config is not None:
+        return pieces[0]
+    y: torch.Tensor = cast(Any, _RowOutput).apply(channel, *pieces)
     return y

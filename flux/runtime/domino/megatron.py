@@ -37,8 +37,8 @@ class ColumnParallelLinear(megatron_layers.ColumnParallelLinear):  # type: ignor
                 "Domino computes weight gradients between dgrad and the wait for its AllReduce: "
                 "switch gradient_accumulation_fusion and defer_embedding_wgrad_compute off"
             )
-        fused = _fused(self, sequence_parallel, how["allreduce_dgrad"])
-        return column_linear(input, weight, group, sequence_parallel, fused, how["bias"])
+        config = _config(self, sequence_parallel, how["allreduce_dgrad"])
+        return column_linear(input, weight, group, sequence_parallel, config, how["bias"])
 
 
 class RowParallelLinear(megatron_layers.RowParallelLinear):  # type: ignore[misc, unused-ignore]
@@ -61,14 +61,14 @@ class RowParallelLinear(megatron_layers.RowParallelLinear):  # type: ignore[misc
             return result
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=group)
-        fused = _fused(self, self.sequence_parallel, True)
-        output = row_linear(input_, self.weight, group, self.sequence_parallel, fused)
+        config = _config(self, self.sequence_parallel, True)
+        output = row_linear(input_, self.weight, group, self.sequence_parallel, config)
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
 
 
-def _fused(layer: Any, sequence_parallel: bool, reduce_dx: bool) -> LinearConfig | None:
+def _config(layer: Any, sequence_parallel: bool, reduce_dx: bool) -> LinearConfig | None:
     """Return how a layer's fused ops communicate; None if it has none."""
     if not layer.fused_in_slices:
         return None
