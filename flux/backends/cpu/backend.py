@@ -30,20 +30,15 @@ import torch
 
 from flux import _C
 from flux.backends.cached_call import CachedCall
+from flux.backends.cpu.diagnosis import Diagnosis, mismatch_text
 from flux.backends.cpu.layout import SegmentLayout
 from flux.backends.cpu.slabs import Slab, SlabPlan, make_plan
-from flux.backends.epilogue import (
-    Multiplier,
-    pack,
-    scale_of_rows,
-    spoil,
-    unpack,
-)
+from flux.backends.epilogue import Multiplier, pack, scale_of_rows, spoil, unpack
 from flux.core.at_exit import end_at_exit
 from flux.core.backend import NO_HOOKS, OverlapHooks
 from flux.core.call import Call
 from flux.core.env import POISON, SPIN_US, WINDOW_MB
-from flux.core.errors import PeerDiedError, PeerTimeoutError
+from flux.core.errors import PeerTimeoutError
 from flux.core.integers import ceil_div
 from flux.core.recorder import COPY_LANE, GEMM_LANE, Recorder, Work
 from flux.core.schedule import ClusterTile, TileSchedule
@@ -59,8 +54,6 @@ if TYPE_CHECKING:
     from flux.select.choose import Choice
     from flux.transport.network import Network
 
-REFUSED = 0xFFFFFFFF
-NOBODY = 0xFFFFFFFF  # as a culprit in a pad
 MAX_CALLS = 256  # kept per op: as many weights as a model has layers
 MAX_PLANS = 1024  # kept per op
 _CPU = torch.device("cpu")  # named everywhere: torch.device(...) as a context changes the default
@@ -127,7 +120,6 @@ class CpuBackend:
             processes=memory.processes,
             memory=memory.segments,
         )
-        self._pids = memory.processes.pids
         self._pid = os.getpid()
         self.network: Network | None = None
         end_at_exit(self)
@@ -156,6 +148,9 @@ class CpuBackend:
 
             self.network = Network(exchange, remote, self.engine, timeout_s, window, memory)
             self.network.open()
+        self._diagnosis = Diagnosis(
+            spec, self.rank, self.engine, memory.processes.pids, self.network
+        )
 
     def _view(self, data: torch.Tensor, elements: int) -> torch.Tensor:
         return data[: elements * self._wire.itemsize].view(self._wire)
@@ -219,7 +214,7 @@ class CpuBackend:
         self, schedule: TileSchedule, call: Call, gather: bool, hooks: OverlapHooks
     ) -> list[torch.Tensor]:
         engine, spec = self.engine, self.spec
-        lane = self._lane(schedule)
+        lane = None if self.recorder is None else self.recorder.begin(schedule)
         x = pack(spec, call)
         if self.network is not None:
             x = x.contiguous()
@@ -261,12 +256,17 @@ class CpuBackend:
                 x_full[v.row_begin : v.row_end] = rows
             if len(outs) == 1 or v.col_begin == 0:
                 # Several weights are computed whole, at the first tile of their rows.
-                self._columns(rows, scale, slab, call, outs, multiply)
+                for weight, (bias, out) in enumerate(zip(call.biases, outs, strict=True)):
+                    target = out if slab.target is None else out[slab.target]
+                    multiply(
+                        rows, target, weight=weight, columns=slab.columns, scale_x=scale, bias=bias
+                    )
             if lane is not None:
                 lane.add(Work.gemm, began, slab.first, slab.last)
         if plan.threaded:
             self._await(engine.finish)
-        self._finish_network()
+        if self.network is not None:
+            self._finish_network(self.network)
         if self.poison:
             self._poison_gathered(schedule, call.m)
         return outs if x_full is None else [*outs, x_full]
@@ -275,7 +275,7 @@ class CpuBackend:
         self, schedule: TileSchedule, call: Call, meanwhile: Callable[[], None]
     ) -> torch.Tensor:
         engine, spec = self.engine, self.spec
-        lane = self._lane(schedule)
+        lane = None if self.recorder is None else self.recorder.begin(schedule)
         plan = self._plan(schedule)
         out = self.empty(call.m if spec.op.all_reduces else plan.own_rows, spec.n[0])
         partial = out[:0] if plan.direct else self.empty(call.m, spec.n[0])
@@ -315,7 +315,8 @@ class CpuBackend:
                 lane.add(Work.gemm, began, slab.first, slab.last)
         meanwhile()
         self._await(engine.finish)
-        self._finish_network()
+        if self.network is not None:
+            self._finish_network(self.network)
         if self.poison and self.slots and schedule.knobs.direction == "push":
             spoil(self.slots[self.rank])  # nobody writes here before we enter again
             spoil(self.gathered)
@@ -323,36 +324,20 @@ class CpuBackend:
 
     def meet(self, schedule: TileSchedule, digest: int) -> Callable[[], None]:
         """Begin to meet the peers: see ``Backend.meet``."""
-        self._lane(schedule)
+        if self.recorder is not None:
+            self.recorder.begin(schedule)
         self.engine.begin(None, digest, False, self.timeout_s)
         if self.network is not None:
             self.network.begin(self.engine.epoch, digest, lambda peer: (), lambda peer: ())
 
         def met() -> None:
             self._await(self.engine.wait_entries)
-            self._finish_network()
+            if self.network is not None:
+                self._finish_network(self.network)
 
         return met
 
     # -- pieces ------------------------------------------------------------------------------------
-
-    def _lane(self, schedule: TileSchedule) -> _C.Lane | None:
-        """Return the lane that the calling thread records this call in; None without a trace."""
-        return None if self.recorder is None else self.recorder.begin(schedule)
-
-    def _columns(
-        self,
-        rows: torch.Tensor,
-        scale: torch.Tensor | None,
-        slab: Slab,
-        call: Call,
-        outs: list[torch.Tensor],
-        multiply: Multiplier,
-    ) -> None:
-        """Multiply rows of x with the slab's columns of every weight."""
-        for number, (bias, out) in enumerate(zip(call.biases, outs, strict=True)):
-            target = out if slab.target is None else out[slab.target]
-            multiply(rows, target, weight=number, columns=slab.columns, scale_x=scale, bias=bias)
 
     def _plan(self, schedule: TileSchedule) -> SlabPlan:
         """Return what the calls with this schedule have in common."""
@@ -390,8 +375,8 @@ class CpuBackend:
         tiles = RemoteTiles(schedule, self.slots, self.gathered, **sources)
         network.begin(self.engine.epoch, digest, tiles.outgoing, tiles.incoming)
 
-    def _finish_network(self) -> None:
-        failure = None if self.network is None else self.network.finish()
+    def _finish_network(self, network: Network) -> None:
+        failure = network.finish()
         if failure is not None:
             peer, why = failure
             self.close(failed=True, culprit=peer)
@@ -414,8 +399,8 @@ class CpuBackend:
             self._raise_failure()
 
     def _raise_failure(self) -> None:
+        """Raise the error of a failed wait, and close the op unless all ranks refuse the call."""
         f = self.engine.failure()
-        label, peer = self.spec.label, f["peer"]
         if f["kind"] == "mismatch":
             self.engine.settle()
             if self.network is not None:
@@ -425,44 +410,13 @@ class CpuBackend:
             raise error
         if f["kind"] == "ended":
             self.close(failed=True, culprit=self.rank)
-            raise RuntimeError(f"{label}: closed during call {self.engine.epoch}")
-        tile = f"tile {f['tile']} of chunk {f['chunk']}" if f["tile"] >= 0 else "the call to begin"
-        where = f"{label}: rank {self.rank}, call {self.engine.epoch}, waiting for {tile}"
-        if f["kind"] == "timeout":
-            what = f"rank {peer} did not deliver within {self.timeout_s:g} s"
-            if f["tile"] >= 0:
-                what += f" (signal: expected {f['expected']}, observed {f['observed']})"
-            lost, culprit = PeerTimeoutError(f"{where}: {what}{self._detail(peer)}"), peer
-        else:
-            lost, culprit = self._lost(where, f["kind"], peer, f["culprit"])
+            raise RuntimeError(f"{self.spec.label}: closed during call {self.engine.epoch}")
+        lost, culprit = self._diagnosis.of_wait(f, self.timeout_s)
         self.close(failed=True, culprit=culprit)
         raise lost
 
-    def _lost(self, where: str, fate: str, peer: int, culprit: int) -> tuple[PeerTimeoutError, int]:
-        """Return the error about a peer that is gone, and the rank that began it.
-
-        Of a chain of ranks that gave up one after the other, that is the first.
-        """
-        what, dead = f"rank {peer} has closed the op", None
-        if fate == "peer_died":
-            what, dead = f"rank {peer} died", peer
-        elif fate == "peer_failed":
-            what = f"rank {peer} gave up"
-            if culprit in (-1, NOBODY, peer) and self.network is not None:
-                culprit = self.network.first_broken
-            if culprit not in (-1, NOBODY, peer):
-                what += f" on rank {culprit}"
-                peer = culprit
-                if self.engine.fate(culprit)[0] == "peer_died":
-                    what, dead = f"{what}, which died", culprit
-        if dead is not None:
-            text = f"{where}: {what} (process {self._pids[dead]} ended)"
-            return PeerDiedError(text), dead
-        return PeerTimeoutError(f"{where}: {what}{self._detail(peer)}"), peer
-
-    def _detail(self, peer: int) -> str:
-        problem = self.network.problem_with(peer) if self.network is not None else ""
-        return f" ({problem})" if problem else ""
+    def _mismatch_text(self, f: _C.FailureDict) -> str:
+        return mismatch_text(self.spec, self.rank, f)
 
     def look(self) -> None:
         """Look once, without waiting, whether a peer on this host has died or given up.
@@ -473,53 +427,14 @@ class CpuBackend:
             PeerTimeoutError: one has.
         """
         memory = self._memory  # stays mapped until this returns
-        if memory is None:
-            return
-        self.engine.look()
-        peers = [peer for peer in range(self.world) if peer != self.rank]
-        first = -1 if self.network is None else self.network.first_broken
-        peers.sort(key=lambda peer: peer != first)  # others give up because of the first one
-        fates = [(*self.engine.fate(peer), peer) for peer in peers]
-        for kind in ("peer_died", "peer_failed"):  # ranks may have given up on a dead one
-            for fate, culprit, peer in fates:
-                if fate == kind:
-                    where = f"{self.spec.label}: rank {self.rank}, in a collective of path=unfused"
-                    if culprit in (-1, NOBODY, peer, self.rank):
-                        culprit = self.silent_peer()
-                    raise self._lost(where, fate, peer, culprit)[0]
+        error = None if memory is None else self._diagnosis.of_collective()
+        if error is not None:
+            raise error
 
     def silent_peer(self) -> int:
-        """Return the one peer that has neither left nor looked at its peers lately; -1 if unknown.
-
-        In a collective of the library all other ranks wait for this one. Of ranks on other hosts
-        it is known only whether they have left.
-        """
-        if self._memory is None:
-            return -1
-        remote = self.remote_peers
-        silent = [
-            peer
-            for peer in range(self.world)
-            if peer != self.rank
-            and self.engine.fate(peer)[0] == "none"
-            and (peer in remote or not self.engine.looks(peer))
-        ]
-        local = [peer for peer in silent if peer not in remote]
-        found = local or silent
-        return found[0] if len(found) == 1 else -1
-
-    def _mismatch_text(self, f: _C.FailureDict) -> str:
-        label, peer = self.spec.label, f["peer"]
-        if f["ran_ahead"]:
-            return f"{label}: rank {peer} is ahead of rank {self.rank}: ranks made different calls"
-        if f["observed"] == REFUSED:
-            return f"{label}: rank {peer} refused its input: {f['refusal']}"
-        mine, theirs = f["expected"], f["observed"]
-        if self.spec.op.gathers:
-            texts = [f"M = {d}" for d in (theirs, mine)]
-        else:
-            texts = [f"M = {d // 2} {'with' if d % 2 else 'without'} bias" for d in (theirs, mine)]
-        return f"{label}: ranks disagree: rank {peer} has {texts[0]}, rank {self.rank} {texts[1]}"
+        """Return the rank that all others wait for: see ``Backend.silent_peer``."""
+        memory = self._memory
+        return -1 if memory is None else self._diagnosis.silent_peer()
 
     def refuse(self, why: str) -> None:
         """Tell the peers, which are about to make the same call, that this rank's input is bad."""
