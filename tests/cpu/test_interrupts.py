@@ -102,7 +102,7 @@ def interrupted_at_each(
 
 @pytest.mark.parametrize(
     ("op", "events", "step"),
-    [("ag_gemm", "line", 5), ("gemm_ar", "line", 7), *more(("ag_gemm", "opcode", 3))],
+    [("ag_gemm", "line", 11), ("gemm_ar", "line", 7), *more(("ag_gemm", "opcode", 3))],
 )
 def test_exception_at_any_line_leaves_the_op_usable_or_closed(
     op: str, events: str, step: int
