@@ -35,7 +35,7 @@ from flux.backends.cpu.layout import SegmentLayout
 from flux.backends.cpu.slabs import Slab, SlabPlan, make_plan
 from flux.backends.epilogue import Multiplier, pack, scale_of_rows, spoil, unpack
 from flux.core.at_exit import end_at_exit
-from flux.core.backend import NO_HOOKS, OverlapHooks
+from flux.core.backend import NO_HOOKS, OverlapHooks, nothing
 from flux.core.call import Call
 from flux.core.env import POISON, SPIN_US, WINDOW_MB
 from flux.core.errors import PeerTimeoutError
@@ -183,7 +183,10 @@ class CpuBackend:
         hooks: OverlapHooks = NO_HOOKS,
     ) -> list[torch.Tensor]:
         """Execute a call: see ``Backend.run``."""
-        outs = self._execute(schedule, call, gather, hooks)
+        if self.spec.op.gathers:
+            outs = self._ag_gemm(schedule, call, gather, hooks)
+        else:
+            outs = [self._gemm_rs(schedule, call, hooks.meanwhile)]
         if len(call.weights) == 1 and self.spec.scaling == "none":
             if len(self._calls) >= MAX_CALLS:
                 self._calls.clear()
@@ -201,14 +204,9 @@ class CpuBackend:
             return None
         weights, biases = (cast(torch.Tensor, weight),), (cast("torch.Tensor | None", bias),)
         call = Call(last.m, x, weights, (last.columns,), biases)
-        return lambda: self._execute(last.schedule, call, False, NO_HOOKS)[0]
-
-    def _execute(
-        self, schedule: TileSchedule, call: Call, gather: bool, hooks: OverlapHooks
-    ) -> list[torch.Tensor]:
         if self.spec.op.gathers:
-            return self._ag_gemm(schedule, call, gather, hooks)
-        return [self._gemm_rs(schedule, call, hooks.meanwhile)]
+            return lambda: self._ag_gemm(last.schedule, call, False, NO_HOOKS)[0]
+        return lambda: self._gemm_rs(last.schedule, call, nothing)
 
     def _ag_gemm(
         self, schedule: TileSchedule, call: Call, gather: bool, hooks: OverlapHooks
