@@ -414,6 +414,25 @@ def test_survivors_raise_in_time(hosts: str, how: str) -> None:
             assert told["threads"] == 1, told
 
 
+def gives_up_on_another(rank: int, world: int) -> None:
+    """Rank 2 waits for rank 0, which has given up on rank 1."""
+    with on_host("abc"[rank]), AGGemm(max_m=6, n=3, k=4, timeout_s=20.0) as op:
+        x, weight = torch.ones(2, 4), torch.ones(1, 4)
+        op(x, weight)
+        dist.barrier()
+        if rank == 0:
+            op._backend.close(failed=True, culprit=1)
+        elif rank == 2:
+            with pytest.raises(PeerTimeoutError, match="rank 0 gave up on rank 1"):
+                op(x, weight)
+        dist.barrier()
+
+
+def test_a_rank_that_gives_up_names_the_culprit() -> None:
+    with fresh_ranks(3) as ranks:
+        ranks.run(gives_up_on_another, timeout=60.0)
+
+
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist, flux
 rank = int(sys.argv[1])
