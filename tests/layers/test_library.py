@@ -60,7 +60,7 @@ def _opcheck(rank: int, world: int) -> None:
         check(torch.ops.flux.gemm_ar.default, (x, w.t().contiguous(), [], ar.handle, []))
     _opcheck_scaled(world)
     name = dist.group.WORLD.group_name
-    for dim in (0, 2):
+    for dim in range(3):
         last = dim == 2
         b_matrix = torch.randn(6 * world if last else 6, 3)
         args = (torch.randn(4, 5, 6), [b_matrix], dim, name)
