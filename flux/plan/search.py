@@ -18,6 +18,7 @@ A step has a given number of sequences, so steps of all candidates do the same w
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -243,7 +244,14 @@ def _pool(workers: int) -> Executor:
         return _Here()
     use_short_socket_paths()
     context = multiprocessing.get_context("forkserver")
-    return ProcessPoolExecutor(workers, mp_context=context)
+    # Ctrl-C reaches every process of the terminal. A worker that it ends while it reads the queue
+    # of jobs leaves the others, and the search, waiting for its lock.
+    return ProcessPoolExecutor(
+        workers,
+        mp_context=context,
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
+    )
 
 
 def _followed(
