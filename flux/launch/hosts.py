@@ -53,9 +53,9 @@ def parse_rate(text: str) -> float:
     Raises:
         ValueError: another format, or a rate of 0.
     """
-    found = _RATE.fullmatch(text.strip())
+    match = _RATE.fullmatch(text.strip())
     scale = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-    rate = float(found[1]) * scale[(found[2] or "").lower()] if found else 0.0
+    rate = float(match[1]) * scale[(match[2] or "").lower()] if match else 0.0
     if rate <= 0:
         raise ValueError(f"link rate must look like 500mbit or 1gbit, got {shown(text)}")
     if not _LEAST_RATE <= rate <= _MOST_RATE:
@@ -121,8 +121,8 @@ def remove_leftovers() -> list[str]:
     """Remove namespaces whose maker has ended, and their processes; return the names."""
     removed = []
     for path in sorted(_FOLDER.glob(f"{_PREFIX}*")):
-        found = _NAME.match(path.name)
-        if found and _start_time(int(found[1])) != int(found[2]):
+        match = _NAME.match(path.name)
+        if match and _start_time(int(match[1])) != int(match[2]):
             _remove(path.name)
             removed.append(path.name)
     return removed

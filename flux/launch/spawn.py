@@ -377,9 +377,9 @@ class _Supervisor:
     def _first_cause(self) -> RankFailedError:
         first, *others = sorted(self._failures, key=lambda failure: failure.at)
         message = f"rank {first.rank}: {first.summary}"
-        told = {first.summary}
+        summaries = {first.summary}
         for failure in others:
-            if failure.summary not in told:
-                told.add(failure.summary)
+            if failure.summary not in summaries:
+                summaries.add(failure.summary)
                 message += f"\n  then rank {failure.rank}: {_brief(failure.summary)}"
         return RankFailedError(message, "" if first.refused else first.details)

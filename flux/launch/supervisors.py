@@ -138,8 +138,8 @@ class Joined:
             )
             failures = self.gather((failure, time.time()))
         # A worker that died silently is the cause of the others' errors; then the earliest.
-        told = sorted(failures, key=lambda one: (_told(one[0]), one[1]))
-        return result, "\n".join(text for text, _ in told if text)
+        ordered = sorted(failures, key=lambda failure: (_told(failure[0]), failure[1]))
+        return result, "\n".join(text for text, _ in ordered if text)
 
     @contextmanager
     def _meeting(self) -> Iterator[tuple[str, int, str] | str]:

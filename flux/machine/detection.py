@@ -199,8 +199,8 @@ class System:
         text = self.text("proc/cpuinfo")
 
         def field(name: str) -> str:
-            found = re.search(rf"^{name}\s*:\s*(.+)$", text, re.MULTILINE)
-            return found[1].strip() if found else ""
+            match = re.search(rf"^{name}\s*:\s*(.+)$", text, re.MULTILINE)
+            return match[1].strip() if match else ""
 
         stated = [field(name) for name in ("vendor_id", "cpu family", "model")]
         clock = field("cpu MHz")
@@ -292,7 +292,7 @@ def cuda_cluster(
         link = Link("none")
     else:
         # A group is as fast as its slowest member, so the slowest link counts.
-        link = min((gpu.link for gpu in links), key=lambda one: one.gbs, default=Link("unknown"))
+        link = min((gpu.link for gpu in links), key=lambda link: link.gbs, default=Link("unknown"))
     trees = {system.tree(gpu.bus) for gpu in links} - {""}
     return Cluster(
         name="this host",

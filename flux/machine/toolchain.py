@@ -62,17 +62,17 @@ def nvcc() -> Tool | None:
 
 
 def _nvcc_candidates() -> list[tuple[str, str]]:
-    found = [
+    candidates = [
         (name, str(Path(os.environ[name], "bin", "nvcc")))
         for name in ("CUDA_HOME", "CUDA_PATH")
         if os.environ.get(name)
     ]
     on_path = shutil.which("nvcc")
     if on_path:
-        found.append(("PATH", on_path))
+        candidates.append(("PATH", on_path))
     for package in NVCC_PACKAGES:
-        found += [(f"package {package}", path) for path in _package_files(package, "nvcc")]
-    return found
+        candidates += [(f"package {package}", path) for path in _package_files(package, "nvcc")]
+    return candidates
 
 
 def cutlass_includes(cutlass: Tool) -> list[str]:
@@ -117,7 +117,7 @@ def _lacking(path: str, headers: bool) -> str:
 
 def nvtx_libraries() -> list[str]:
     """Return candidates for NVTX's library: in packages, in CUDA_HOME, on the loader's path."""
-    found = [
+    libraries = [
         path
         for package in NVTX_PACKAGES
         for name in NVTX_NAMES
@@ -126,8 +126,8 @@ def nvtx_libraries() -> list[str]:
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             places = (Path(os.environ[variable], "lib64", name) for name in NVTX_NAMES)
-            found += [str(path) for path in places if path.is_file()]
-    return [*found, *NVTX_NAMES]
+            libraries += [str(path) for path in places if path.is_file()]
+    return [*libraries, *NVTX_NAMES]
 
 
 def _package_files(package: str, name: str) -> list[str]:

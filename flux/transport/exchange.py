@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 Failure = tuple[str, str, bool]
 """(The rank that failed, as errors name it; the cause; whether the cause was a wait for others)."""
-_Told = tuple[Failure | None, object]
+_Value = tuple[Failure | None, object]
 
 
 def build_identity() -> dict[str, object]:
@@ -153,12 +153,12 @@ class Exchange(OfGroup):
             PeerTimeoutError: a peer died, or did not arrive within ``timeout_s``. The group cannot
                 be used again: this rank's part of a collective is left in it.
         """
-        told = self._gather((None, value), extra_s)
-        failures = [failure for failure, _ in told if failure is not None]
+        values = self._gather((None, value), extra_s)
+        failures = [failure for failure, _ in values if failure is not None]
         if failures:
             self._ended = True
             raise _peer_failed(self.label, failures)
-        return [cast(T, one) for _, one in told]
+        return [cast(T, value) for _, value in values]
 
     def tell_failure(self, error: Exception, timeout_s: float) -> None:
         """Take part in the peers' next exchange with the message that this rank has failed.
@@ -177,7 +177,7 @@ class Exchange(OfGroup):
                 sent.
             timeout_s: in seconds; LEAST_S at least.
         """
-        told = getattr(error, "failure", None) or (
+        failure = getattr(error, "failure", None) or (
             self._name,
             f"{type(error).__name__}: {error}",
             isinstance(error, PeerTimeoutError),
@@ -186,7 +186,7 @@ class Exchange(OfGroup):
         for exchange in self._linked:
             if not exchange._ended and exchange.group not in _lost and exchange.world > 1:
                 exchange._ended = True
-                calls.append((exchange.group, exchange._start((told, None))))
+                calls.append((exchange.group, exchange._start((failure, None))))
         patience = Patience(max(timeout_s, LEAST_S))
         for group, call in calls:
             with _losing(group, call):
@@ -222,19 +222,19 @@ class Exchange(OfGroup):
             f"at least) for its peers to {what}"
         )
 
-    def _start(self, value: _Told) -> Abandonable[list[_Told]]:
+    def _start(self, value: _Value) -> Abandonable[list[_Value]]:
         sent = (*value, (uuid.uuid4().hex, memory_identity(), os.getpid()))
 
-        def gather() -> list[_Told]:
+        def gather() -> list[_Value]:
             values = [sent] * self.world
             dist.all_gather_object(values, sent, group=self.group)
             if self.group not in _peers:
-                _peers[self.group] = _Peers(self.group, self.rank, [one[2] for one in values])
-            return [(failure, one) for failure, one, _ in values]
+                _peers[self.group] = _Peers(self.group, self.rank, [value[2] for value in values])
+            return [(failure, value) for failure, value, _ in values]
 
         return Abandonable(gather)
 
-    def _gather(self, value: _Told, extra_s: float) -> list[_Told]:
+    def _gather(self, value: _Value, extra_s: float) -> list[_Value]:
         if self.world == 1:
             return [value]
         if is_fake(self.group):
@@ -349,16 +349,16 @@ class _Peers:
     Args:
         group: a process group.
         rank: this rank.
-        told: by rank: (a unique id, its memory_identity(), its process id).
+        identities: by rank: (a unique id, its memory_identity(), its process id).
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, rank: int, told: Sequence[tuple[str, str, int]]
+        self, group: dist.ProcessGroup, rank: int, identities: Sequence[tuple[str, str, int]]
     ) -> None:
-        here = told[rank][1]
+        here = identities[rank][1]
         # The id of rank 0 makes the key unique: another group on the same store may have the same
         # name.
-        self._key = f"flux/lost/{told[0][0]}"
+        self._key = f"flux/lost/{identities[0][0]}"
         # A connection of its own: a request that waits, for example to connect, blocks all others
         # on its connection.
         store = cast(Any, distributed_c10d)._world.pg_map[group][1]
@@ -367,7 +367,7 @@ class _Peers:
         self._processes = _C.Processes(
             [
                 process if identity == here and peer != rank else 0
-                for peer, (_, identity, process) in enumerate(told)
+                for peer, (_, identity, process) in enumerate(identities)
             ]
         )
 
@@ -415,6 +415,6 @@ def _losing(group: dist.ProcessGroup, call: Abandonable[Any]) -> Iterator[None]:
 
 def _peer_failed(label: str, failures: list[Failure]) -> PeerFailedError:
     """Return the error for the received failures; a cause is preferred over a wait for others."""
-    failure = min(failures, key=lambda one: one[2])
+    failure = min(failures, key=lambda failure: failure[2])
     rank, why, _ = failure
     return PeerFailedError(f"{label}: {rank} failed: {why}", failure)

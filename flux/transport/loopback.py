@@ -259,8 +259,8 @@ class LoopbackPeers(Peers):
             raise ValueError(f"{label}: M must be in [1, {self.spec.max_m}], got {m}")
         gathers, reduces_all = self.spec.op.gathers, self.spec.op.all_reduces
         if (results is not None) != reduces_all:
-            given = "none" if results is None else "some"
-            raise ValueError(f"{label}: results are for GemmAR, and required there, got {given}")
+            kind = "none" if results is None else "some"
+            raise ValueError(f"{label}: results are for GemmAR, and required there, got {kind}")
         count = _C.core.row_count
         own = [count(m, self.world, peer) for peer in range(1, self.world)]
         parts = own if gathers else [count(m, self.world, REAL)] * len(own)
@@ -283,15 +283,15 @@ class LoopbackPeers(Peers):
         """Return the offset of a rank's first row in [M, ...], in bytes."""
         return _C.core.row_begin(m, self.world, rank) * self.layout.row_bytes
 
-    def _check(self, what: str, given: Sequence[torch.Tensor], rows: list[int]) -> None:
+    def _check(self, what: str, tensors: Sequence[torch.Tensor], rows: list[int]) -> None:
         spec = self.spec
         dtype = spec.dtype if spec.op.gathers else spec.out_dtype
-        if len(given) != len(rows):
+        if len(tensors) != len(rows):
             raise ValueError(
                 f"{spec.label}: {what} must be {len(rows)} tensors, one for each of the ranks 1 to "
-                f"{self.world - 1}, got {len(given)}"
+                f"{self.world - 1}, got {len(tensors)}"
             )
-        for index, (tensor, count) in enumerate(zip(given, rows, strict=True)):
+        for index, (tensor, count) in enumerate(zip(tensors, rows, strict=True)):
             shape, name = [count, spec.row_elements()], f"{spec.label}: {what} of rank {index + 1}"
             if list(tensor.shape) != shape:
                 raise ValueError(f"{name} must be {shape}, got {list(tensor.shape)}")
@@ -397,13 +397,13 @@ class LoopbackPeers(Peers):
         begin, end = (f(m, self.world, REAL) for f in (_C.core.row_begin, _C.core.row_end))
         first, last = tiling.tiles_of_owner(REAL)
         step = max(1, rows // tile_m)
-        found = []
+        slabs = []
         for tile in range(first, last, step):
             beyond = min(tile + step, last)
             low, high = max(tile * tile_m, begin), min(beyond * tile_m, end)
             flags = (beyond - tile) * tiling.flag_columns()
-            found.append(_Slab((low - begin) * row, (high - low) * row, tile, flags))
-        return found
+            slabs.append(_Slab((low - begin) * row, (high - low) * row, tile, flags))
+        return slabs
 
     def send_results(self, stream: int, m: int, epoch: int) -> None:
         """Store the peers' rows of the result.

@@ -306,15 +306,15 @@ def open_nvshmem(
             problem = _unfit(_job, _global_ranks(exchange), device.index)
     except RuntimeError as error:
         problem = str(error)
-    found = exchange.all_gather((problem, device.identity if device else "", _job is not None))
-    for rank, (text, _, _) in enumerate(found):
+    states = exchange.all_gather((problem, device.identity if device else "", _job is not None))
+    for rank, (text, _, _) in enumerate(states):
         if text:
             raise ValueError(f"{exchange.label}: rank {rank}: {text}")
     assert device is not None and library is not None
-    devices = [identity for _, identity, _ in found]
+    devices = [identity for _, identity, _ in states]
     if len(set(devices)) < len(devices):
         raise ValueError(f"{exchange.label}: NVSHMEM needs a device per rank, got {devices}")
-    joined = [already for _, _, already in found]
+    joined = [already for _, _, already in states]
     if not any(joined):
         return Nvshmem(exchange, device, _join(exchange, device, library), nodes)
     if not all(joined):

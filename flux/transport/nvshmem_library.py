@@ -69,17 +69,17 @@ class NvshmemLibrary:
             try:
                 self._library = ctypes.CDLL(name)
                 # The version is the first word of the table in every version of it.
-                found = ctypes.c_uint32.in_dll(self._library, runtime.SYMBOL)
+                abi = ctypes.c_uint32.in_dll(self._library, runtime.SYMBOL)
             except (OSError, ValueError) as error:
                 reason = str(error).replace(name, str(path))
                 raise RuntimeError(f"{path} cannot be loaded: {reason}") from error
-        self.address = ctypes.addressof(found)
+        self.address = ctypes.addressof(abi)
         expected = _C.NVSHMEM_ABI
         mismatch = f"{path} has ABI {{}}, expected {{}}: build it again with flux compile --runtime"
-        if found.value != expected[0]:
-            raise RuntimeError(mismatch.format(found.value, expected[0]))
+        if abi.value != expected[0]:
+            raise RuntimeError(mismatch.format(abi.value, expected[0]))
         self._table = _Table.from_address(self.address)
-        layout = (found.value, self._table.relay_bytes, self._table.node_sum_bytes)
+        layout = (abi.value, self._table.relay_bytes, self._table.node_sum_bytes)
         if layout != expected:
             raise RuntimeError(mismatch.format(layout, expected))
         self.version: str = self._table.version.decode()

@@ -105,8 +105,8 @@ def create(nbytes: int) -> int:
 
 def segment_of(descriptor: int) -> Segment:
     """Return what peers need to find a segment of this process."""
-    found = os.fstat(descriptor)
-    return Segment(os.getpid(), descriptor, found.st_dev, found.st_ino)
+    status = os.fstat(descriptor)
+    return Segment(os.getpid(), descriptor, status.st_dev, status.st_ino)
 
 
 def attach(segment: Segment, nbytes: int) -> _C.SharedMapping:
@@ -124,14 +124,14 @@ def attach(segment: Segment, nbytes: int) -> _C.SharedMapping:
     except OSError as error:
         raise OSError(error.errno, f"{os.strerror(error.errno or 0)}: {path}") from error
     try:
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
         problem = None
-        if (found.st_dev, found.st_ino) != (segment.device, segment.inode):
+        if (status.st_dev, status.st_ino) != (segment.device, segment.inode):
             problem = errno.ESTALE, f"{path} is not the file that the rank announced"
-        elif found.st_uid != os.geteuid():
-            problem = errno.EPERM, f"{path} belongs to user {found.st_uid}"
-        elif not stat.S_ISREG(found.st_mode) or found.st_size < nbytes:
-            problem = errno.EINVAL, f"{path} has {found.st_size} bytes of {nbytes}"
+        elif status.st_uid != os.geteuid():
+            problem = errno.EPERM, f"{path} belongs to user {status.st_uid}"
+        elif not stat.S_ISREG(status.st_mode) or status.st_size < nbytes:
+            problem = errno.EINVAL, f"{path} has {status.st_size} bytes of {nbytes}"
         if problem is not None:
             raise OSError(*problem)
         return _C.SharedMapping(descriptor, nbytes)
@@ -170,9 +170,9 @@ def allocate(
             own = create(nbytes)
         except OSError as error:
             failure = _explain(error, nbytes)
-        told = exchange.all_gather(None if own is None else segment_of(own))
-        segments = [segment for segment in told if segment is not None]
-        if len(segments) == len(told):
+        segments_of_all = exchange.all_gather(None if own is None else segment_of(own))
+        segments = [segment for segment in segments_of_all if segment is not None]
+        if len(segments) == len(segments_of_all):
             peers = [
                 segment if here and rank != exchange.rank else None
                 for rank, (segment, here) in enumerate(zip(segments, local, strict=True))
@@ -212,9 +212,9 @@ def _check_room(exchange: Exchange, local_ranks: int, nbytes: int, label: str) -
         OSError: on every rank, if a host has too little.
         ValueError: on every rank, if ranks ask for different sizes.
     """
-    told = exchange.all_gather((nbytes, local_ranks, available_memory()))
-    check_sizes(label, [size for size, _, _ in told])
-    for rank, (size, ranks, available) in enumerate(told):
+    requests = exchange.all_gather((nbytes, local_ranks, available_memory()))
+    check_sizes(label, [size for size, _, _ in requests])
+    for rank, (size, ranks, available) in enumerate(requests):
         if available is not None and size * ranks > available:
             raise OSError(
                 errno.ENOMEM,

@@ -245,17 +245,17 @@ class CudaBackend:
             ValueError: a rank has none.
         """
         spec, problem, traced = self.spec, None, TRACE.get()
-        found = []
+        kernels = []
         try:
             for n in spec.local_n(self.world, self.rank):
                 kernel = op_kernel(
                     spec, self.world, n, self.device, knobs, self.sm_count, preferred, traced
                 )
-                found.append(kernel)
+                kernels.append(kernel)
         except ValueError as error:
             problem = str(error)
         self.transport.ready(problem)
-        return found
+        return kernels
 
     def _cluster_tile(self, knobs: Knobs, preferred: GemmConfig | None) -> ClusterTile:
         """Return what schedules know of the kernels: of rank 0's columns, so all ranks agree."""
@@ -286,7 +286,7 @@ class CudaBackend:
 
     def _ag_gemm(self, schedule: TileSchedule, call: Call, gather: bool) -> list[torch.Tensor]:
         stream = self._begin(schedule)
-        given, call = call, self._fit.call(call, gathers=True)
+        as_passed, call = call, self._fit.call(call, gathers=True)
         outs = [self._empty(call.m, columns) for columns in call.columns]
         x_full = self._empty(call.m, self.spec.k, self.spec.dtype) if gather else None
         scale = 0 if call.scale_x is None else self._address(call.scale_x)
@@ -304,12 +304,12 @@ class CudaBackend:
             for out in outs:
                 self.device.enqueue(partial(self._activate, out))
         self.peers.end(stream, self.native.epoch)
-        self._remember(schedule, given, self.world)
+        self._remember(schedule, as_passed, self.world)
         return outs if x_full is None else [*outs, x_full]
 
     def _gemm_rs(self, schedule: TileSchedule, call: Call) -> torch.Tensor:
         stream = self._begin(schedule)
-        given = call
+        as_passed = call
         if call.x.shape[1] == 0:
             call = self._of_zeros(call)
         call = self._fit.call(call, gathers=False)
@@ -323,7 +323,7 @@ class CudaBackend:
         self._make_room(schedule, stream, [operand], call.x.shape[1])
         if self.peers.idle:
             self.native.gemm_rs(schedule.native, stream, x, operand, address_of(out))
-            self._remember(schedule, given, 1)
+            self._remember(schedule, as_passed, 1)
             return out
         self.peers.scatter(schedule, self.next_epoch)
         if full:
@@ -369,11 +369,11 @@ class CudaBackend:
         at, ld, k = address_of(out), last.columns, last.x_shape[1]
         operand = (address_of(weight), last.weight_ld, ld, at, ld, last.bias_ptr, 0)
         self._make_room(last.schedule, stream, [operand], k)
-        given = (address_of(x), row_step(last.x_shape, last.x_stride), k, 0)
+        operand_a = (address_of(x), row_step(last.x_shape, last.x_stride), k, 0)
         if self.spec.op.gathers:
-            self.native.ag_gemm(last.schedule.native, stream, given, [operand], 0, [])
+            self.native.ag_gemm(last.schedule.native, stream, operand_a, [operand], 0, [])
         else:
-            self.native.gemm_rs(last.schedule.native, stream, given, operand, at)
+            self.native.gemm_rs(last.schedule.native, stream, operand_a, operand, at)
         return out
 
     # -- pieces ------------------------------------------------------------------------------------
