@@ -34,7 +34,7 @@ FAILURE_S = 0.1
 """Seconds to tell all peers of a failure before the connections are broken."""
 
 
-class Kind(IntEnum):
+class HeaderKind(IntEnum):
     """What a header says."""
 
     enter = 0
@@ -68,7 +68,7 @@ class Message:
             part.wait(limit)
 
 
-class Channel:
+class OpChannel:
     """A process group for one op, with connections of its own. Construction is collective.
 
     The user's group is not used, so its operations do not mix with ours, and breaking a connection
@@ -159,7 +159,7 @@ class Channel:
 class FailureNotice:
     """Receives the rank that a peer gave up on, which it sends before it breaks its connections."""
 
-    def __init__(self, channel: Channel, peer: int) -> None:
+    def __init__(self, channel: OpChannel, peer: int) -> None:
         self._peer = peer
         self._reading = threading.Lock()
         self._culprit: int | None = None if channel.is_gloo else peer

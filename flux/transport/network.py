@@ -51,7 +51,7 @@ from flux.core.exclusive import Admission, Exclusive
 from flux.core.forked import abandon_in_children
 from flux.core.patience import Patience
 from flux.core.recorder import Recorder, Work, incoming_lane, outgoing_lane, sender_lane
-from flux.transport.channel import Channel, FailureNotice, Header, Kind, Message
+from flux.transport.channel import FailureNotice, Header, HeaderKind, Message, OpChannel
 from flux.transport.exchange import Exchange
 
 LARGE_BYTES = 64 << 10
@@ -120,7 +120,7 @@ class Network:
         """The rank whose connection broke first; ranks that give up on it break theirs later."""
         self._engine = engine
         self._memory: object = memory
-        self._channel: Channel | None = Channel(exchange, timeout_s)
+        self._channel: OpChannel | None = OpChannel(exchange, timeout_s)
         self._closing = False
         self._inside = Exclusive()  # of close
         self._join_s = JOIN_S
@@ -145,14 +145,14 @@ class Network:
     ) -> None:
         """Tell the peers that this rank has entered a call, and move its tiles."""
         for link in self._links:
-            header = link.send_header(Header(Kind.enter, epoch, digest))
+            header = link.send_header(Header(HeaderKind.enter, epoch, digest))
             link.start(_Job(epoch, outgoing(link.peer), header), _Job(epoch, incoming(link.peer)))
 
     def refuse(self, epoch: int, why: str) -> None:
         """Tell the peers that this rank's input was rejected."""
         self.settle()
         for link in self._links:
-            header = link.send_header(Header(Kind.refuse, epoch, text=why))
+            header = link.send_header(Header(HeaderKind.refuse, epoch, text=why))
             link.start(_Job(epoch, (), header), _Job(epoch))
 
     def finish(self) -> tuple[int, str] | None:
@@ -215,7 +215,7 @@ class Network:
         that, and torch releases the GIL to drop a send.
         """
         deadline = time.monotonic() + LINGER_S
-        headers = [link.send_header(Header(Kind.close)) for link in self._links]
+        headers = [link.send_header(Header(HeaderKind.close)) for link in self._links]
         for link, header in zip(self._links, headers, strict=True):
             link.part(header, deadline)
 
@@ -258,13 +258,13 @@ class Network:
 class _Link:
     """The two threads of the connection to one peer."""
 
-    def __init__(self, network: Network, channel: Channel, peer: int, window_bytes: int) -> None:
+    def __init__(self, network: Network, channel: OpChannel, peer: int, window_bytes: int) -> None:
         self.peer = peer
         self.problem = ""
         self.recorder: Recorder | None = None
         self._network = network
         self._engine = network._engine
-        self._channel: Channel | None = channel
+        self._channel: OpChannel | None = channel
         self._notice: FailureNotice | None = FailureNotice(channel, peer)
         self._window = window_bytes
         self._progress = 0  # pieces sent and received
@@ -283,7 +283,7 @@ class _Link:
             thread.start()
 
     @property
-    def channel(self) -> Channel:
+    def channel(self) -> OpChannel:
         """The connections; this side has not dropped them."""
         assert self._channel is not None
         return self._channel
@@ -397,17 +397,17 @@ class _Link:
         Raises:
             _Gone: the peer has closed the op.
         """
-        if header.kind == Kind.enter:
+        if header.kind == HeaderKind.enter:
             self._engine.peer_entered(self.peer, header.epoch, header.digest)
-        elif header.kind == Kind.refuse:
+        elif header.kind == HeaderKind.refuse:
             self._engine.peer_refused(self.peer, header.epoch, header.text)
         else:
             # A rank that is closing too has sent its own close header. The peer takes that as the
             # answer and listens for one only.
-            if header.kind == Kind.close:
+            if header.kind == HeaderKind.close:
                 self._engine.peer_left(self.peer, failed=False)
                 if not self._network._closing:
-                    answer = self.send_header(Header(Kind.closed))
+                    answer = self.send_header(Header(HeaderKind.closed))
                     if answer is not None:
                         answer.wait()
             raise _Gone
