@@ -87,17 +87,19 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
 
 
 def line(name: str, report: Report) -> str:
-    found = report.violation.kind if report.violation else "holds"
+    result = report.violation.kind if report.violation else "holds"
     size = f"{report.states:>10,} {report.transitions:>11,}"
-    return f"{name:62} {size} {report.seconds:>7.1f} s  {found}"
+    return f"{name:62} {size} {report.seconds:>7.1f} s  {result}"
 
 
 def main() -> int:
     args = arguments()
     mode = Mode.literal if args.literal else Mode.reduced
-    with tempfile.TemporaryDirectory() as folder:
-        device = RecordingDevice(build(Path(folder)))
+    with tempfile.TemporaryDirectory() as folder:  # ops load the library again in run()
+        return check(args, mode, RecordingDevice(build(Path(folder))))
 
+
+def check(args: argparse.Namespace, mode: Mode, device: RecordingDevice) -> int:
     def run(scenario: Scenario, edit: object = None) -> Report:
         program = program_of(record(device, scenario), args.blocks)
         if callable(edit):

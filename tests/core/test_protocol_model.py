@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import random
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +45,19 @@ def test_stale_multicast_addresses_do_not_affect_a_scenario(device: RecordingDev
     members = (ctypes.c_size_t * 4)()
     device.library.multicast_add(ctypes.c_size_t(0), ctypes.c_size_t(1 << 62), members, 4)
     check(device, Scenario(("gemm_rs",), 3, (3, 5, 1), captured=(0, 1, 2), switch=True))
+
+
+def test_the_tool_checks_the_op_of_its_options(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    import model_check
+
+    built = built_once(pytestconfig, "recorder", build)
+    monkeypatch.setattr(model_check, "build", lambda folder: Path(shutil.copy(built, folder)))
+    monkeypatch.setattr(sys, "argv", ["model_check.py", "--op", "ag_gemm", "--rows", "4,3"])
+    assert model_check.main() == 0
+    assert "no violation" in capsys.readouterr().out
 
 
 SMALL = [
