@@ -71,6 +71,11 @@ _context = multiprocessing.get_context("forkserver")
 _counter = itertools.count()
 
 
+MOST_THREADS = 48
+"""Ranks with more threads are not used again. The process groups of a function stay: each has three
+threads, one of which wakes hundreds of times a second. A hundred of them keep a core busy."""
+
+
 class RanksFailed(AssertionError):
     """A rank raised, died or stalled; the text has the first cause and its traceback."""
 
@@ -85,6 +90,7 @@ class Outcome:
             a rank that a signal killed.
         signal: the signal that killed the rank, or 0.
         at: when it ended, by ``time.monotonic()``.
+        threads: how many threads the rank had then.
     """
 
     value: Any = None
@@ -92,6 +98,7 @@ class Outcome:
     trace: str = ""
     signal: int = 0
     at: float = 0.0
+    threads: int = 0
 
     @property
     def ok(self) -> bool:
@@ -143,6 +150,7 @@ def _rank_main(rank: int, world: int, port: int, name: str, folder: str, pipe: C
             outcome.error = "".join(traceback.format_exception_only(error)).strip()
             outcome.trace = traceback.format_exc()
         outcome.at = time.monotonic()
+        outcome.threads = len(os.listdir("/proc/self/task"))
         try:
             answer = pickle.dumps(outcome)
         except Exception as error:
@@ -193,6 +201,7 @@ class Ranks:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._outcomes: dict[int, Outcome] = {}
+        self.threads = 0  # of the rank that had most of them after the last call
         name = f"group{next(_counter)}"
         try:
             for rank in range(world):
@@ -272,6 +281,7 @@ class Ranks:
         running = [rank for rank, o in enumerate(outcomes) if o is None]
         if running:
             raise RanksFailed(f"ranks {running} hang after {timeout:g} s\n{self._stacks(running)}")
+        self.threads = max(o.threads for o in outcomes if o is not None)
         return [o.value for o in outcomes if o is not None]
 
     def _stacks(self, ranks: list[int]) -> str:
@@ -301,7 +311,7 @@ _pool: dict[int, Ranks] = {}
 
 
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """fn(rank, world, *args) on all ranks of a group, in processes that later tests use again.
+    """fn(rank, world, *args) on all ranks of a group, in processes that later tests may use again.
 
     Returns:
         Results by rank; they and ``args`` must be picklable, and ``fn`` importable.
@@ -316,7 +326,10 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
     except BaseException:  # a Ctrl-C too: whoever is in the middle of something must go
         ranks.close()
         raise
-    _pool[world] = ranks
+    if ranks.threads > MOST_THREADS:
+        ranks.close()
+    else:
+        _pool[world] = ranks
     return results
 
 
