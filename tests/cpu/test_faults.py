@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import flux
+import flux.transport.shm
 from flux import AGGemm, GemmRS, Knobs, PeerDiedError, PeerTimeoutError
 from flux.backends.unfused import UnfusedBackend
 from flux.core.knobs import Op
