@@ -197,14 +197,14 @@ def test_exit_waits_for_a_thread_that_closes_the_op(tmp_path: Path) -> None:
     send_recv._Link.part = slow
     network = built._backend.network
     close = network.close
-    def closes(failed):
-        close(failed)
+    def closes(*arguments, **options):
+        close(*arguments, **options)
         if threading.current_thread() is closing:
             torch.empty = None  # from now on the end may come, so it may not be called
     network.close = closes
     closing = threading.Thread(target=built.close, daemon=True)
     closing.start()
-    inside.wait(30)
+    assert inside.wait(30)
     end = threading.Thread(target=network.end, daemon=True)
     end.start()
     end.join(0.3)
