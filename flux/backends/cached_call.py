@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -18,9 +19,9 @@ from flux.core.tensors import address_of, bytes_needed, memory_of
 
 @dataclass(slots=True)
 class CachedCall:
-    """A call with one weight that has been checked and made.
+    """A call with one weight, or the caller's product, that has been checked and made.
 
-    Weight and bias are not kept alive.
+    Weight, product and bias are not kept alive.
     """
 
     m: int
@@ -32,7 +33,7 @@ class CachedCall:
     x_device: torch.device
     x_bytes: int  # from its first element to its end
     x_unit: int  # bytes that its address must be a multiple of
-    weight: weakref.ref[torch.Tensor]
+    weight: weakref.ref[torch.Tensor]  # or of the product
     weight_memory: tuple[object, ...]
     weight_ld: int
     bias: weakref.ref[torch.Tensor] | None
@@ -54,7 +55,8 @@ class CachedCall:
             out_rows: rows of the result.
             x_unit: bytes that the address of x must be a multiple of.
         """
-        x, weight, bias = call.x, call.weights[0], call.biases[0]
+        x, bias = call.x, call.biases[0]
+        weight = call.weights[0] if call.gemm is None else None
         return CachedCall(
             call.m,
             shard_of,
@@ -65,9 +67,9 @@ class CachedCall:
             x.device,
             bytes_needed(x),
             x_unit,
-            weakref.ref(weight),
-            memory_of(weight),
-            weight.stride(0),
+            weakref.ref(cast(torch.Tensor, call.gemm if weight is None else weight)),
+            () if weight is None else memory_of(weight),
+            0 if weight is None else weight.stride(0),
             None if bias is None else weakref.ref(bias),
             () if bias is None else memory_of(bias),
             out_rows,
@@ -80,7 +82,7 @@ class CachedCall:
 
         Args:
             x: a plain tensor, like ``weight`` and ``bias`` if those are the same objects as before.
-            weight: of the call.
+            weight: of the call, or the caller's product.
             bias: of the call.
             m: global rows, or None.
         """
@@ -102,6 +104,6 @@ class CachedCall:
             and (at != 0 or self.x_bytes == 0)
             and x.untyped_storage().nbytes() - x.storage_offset() * x.itemsize >= self.x_bytes
             and (m if m is not None else x.shape[0] * self.world) == self.m
-            and memory_of(weight) == self.weight_memory
+            and (not isinstance(weight, torch.Tensor) or memory_of(weight) == self.weight_memory)
             and (not isinstance(bias, torch.Tensor) or memory_of(bias) == self.bias_memory)
         )

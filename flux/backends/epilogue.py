@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch.nn import functional
 
-from flux.core.call import Call
+from flux.core.call import Call, Gemm, check_product
 from flux.core.spec import OpSpec
 
 ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -88,7 +88,7 @@ def _apart(x: torch.Tensor) -> torch.Tensor:
 class Multiplier:
     """The multiplications of one call. float8 weights are converted once."""
 
-    __slots__ = ("_call", "_spec", "_weights")
+    __slots__ = ("_call", "_spec", "_weights", "_wholes")
 
     def __init__(self, spec: OpSpec, call: Call) -> None:
         self._spec = spec
@@ -96,6 +96,7 @@ class Multiplier:
         self._weights = [w if spec.transpose_weight else w.t() for w in call.weights]  # [K, N]
         if spec.scaling != "none":
             self._weights = [w.float() for w in self._weights]
+        self._wholes: dict[tuple[int, int], torch.Tensor] = {}  # see _supplied
 
     def __call__(
         self,
@@ -117,6 +118,9 @@ class Multiplier:
             scale_x: [rows] or [1]; with scaling only.
             bias: [N] of all columns, or None.
         """
+        if self._call.gemm is not None:
+            out.copy_(self._supplied(self._call.gemm, x, columns))
+            return
         b = self._weights[weight]
         if columns is not None:
             b = b[:, columns]
@@ -140,3 +144,17 @@ class Multiplier:
         if self._spec.activation != "none":
             product = ACTIVATE[self._spec.activation](product)
         out.copy_(product)
+
+    def _supplied(self, gemm: Gemm, x: torch.Tensor, columns: slice | None) -> torch.Tensor:
+        """Return those columns of what the caller's product makes of the rows ``x``.
+
+        The product makes whole rows. Where a schedule cuts columns it is called once for its rows,
+        and what it returned is copied: it may use that memory again.
+        """
+        if columns is None:
+            return check_product(self._spec, gemm(x), x.shape[0])
+        key = (int(x.storage_offset()), x.shape[0])
+        whole = self._wholes.get(key)
+        if whole is None:
+            whole = self._wholes[key] = check_product(self._spec, gemm(x), x.shape[0]).clone()
+        return whole[:, columns]

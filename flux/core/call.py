@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,9 @@ import torch
 from flux import _C
 from flux.core.spec import OpSpec
 from flux.core.tensors import reason_without_memory, settled
+
+Gemm = Callable[[torch.Tensor], torch.Tensor]
+"""A product that the caller supplies: rows of x, [rows, K/W], to rows of the result, [rows, N]."""
 
 
 @dataclass(slots=True)
@@ -20,11 +24,12 @@ class Call:
         m: global rows.
         x: own rows [own, K] (AllGather) or [M, K/W]; unit stride in its last dimension.
         weights: each as the user keeps it, [columns, K] or (transpose_weight) [K, columns].
-            Neither these nor x, biases and scales are lazy.
+            Neither these nor x, biases and scales are lazy. Empty with ``gemm``.
         columns: columns of each weight.
         biases: one per weight, or None.
         scale_x: float32, [rows of x] or [1] (scaling = row | tensor); None without scaling.
         scale_weights: one per weight, [columns] or [1]; empty without scaling.
+        gemm: the caller's product, in place of a weight.
     """
 
     m: int
@@ -34,9 +39,36 @@ class Call:
     biases: tuple[torch.Tensor | None, ...]
     scale_x: torch.Tensor | None = None
     scale_weights: tuple[torch.Tensor, ...] = ()
+    gemm: Gemm | None = None
 
 
 _CPU = torch.device("cpu")
+MAX_TRIED = 1024  # products that an op remembers: as many as a model has layers
+
+
+def check_product(spec: OpSpec, product: object, rows: int) -> torch.Tensor:
+    """Return what a product of the caller's returned for some rows, if it is a result.
+
+    Raises:
+        TypeError: it is no tensor, or has the wrong dtype.
+        ValueError: its shape or device is wrong, it is not in memory, or autograd follows it.
+    """
+    label, n = f"{spec.label}: gemm= must return", sum(spec.n)
+    if type(product) not in (torch.Tensor, torch.nn.Parameter):
+        raise TypeError(f"{label} a plain tensor, got {type(product).__name__}")
+    assert isinstance(product, torch.Tensor)
+    if product.dtype != spec.out_dtype:
+        raise TypeError(f"{label} {spec.out_dtype}, got {product.dtype}")
+    if product.shape != (rows, n):
+        raise ValueError(f"{label} [{rows}, {n}] for {rows} rows, got {list(product.shape)}")
+    if product.device != _CPU:
+        raise ValueError(f"{label} a tensor on the CPU, got {product.device}")
+    if product.requires_grad:
+        raise ValueError(f"{label} a tensor without gradient: it has no backward; use no_grad")
+    reason = reason_without_memory(product)
+    if reason is not None:
+        raise ValueError(f"{label} a dense tensor in memory, but {reason}")
+    return product
 
 
 class CallChecker:
@@ -50,6 +82,7 @@ class CallChecker:
         self.k = spec.local_k(world, rank)
         self.columns = spec.local_n(world, rank)
         self.shapes = [(self.k, n) if spec.transpose_weight else (n, self.k) for n in self.columns]
+        self._tried: dict[int, weakref.ref[Gemm]] = {}  # products that passed their trial, by id
 
     @property
     def where(self) -> str:
@@ -59,7 +92,7 @@ class CallChecker:
     def check(
         self,
         x: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor] | Gemm,
         biases: Sequence[torch.Tensor | None],
         m: int | None,
         scales: Sequence[torch.Tensor] = (),
@@ -68,7 +101,7 @@ class CallChecker:
 
         Args:
             x: the input, as the user passed it.
-            weights: one or more weights.
+            weights: one or more weights, or the caller's product.
             biases: one per weight, or None.
             m: global rows; None: derived from x.
             scales: of x, then of each weight; empty without scaling.
@@ -83,6 +116,8 @@ class CallChecker:
         if x.dim() != 2 or x.shape[1] != self.k:
             raise ValueError(f"{spec.label}: x must be [rows, {self.k}], got {list(x.shape)}")
         m, rows = _rows(spec, self.world, self.rank, x.shape[0], m)
+        if callable(weights):
+            return self._with_gemm(weights, m, x, biases)
         if len(weights) != len(self.columns) or len(biases) != len(self.columns):
             raise ValueError(
                 f"{spec.label}: expected {len(self.columns)} weight(s) and bias(es), "
@@ -107,6 +142,30 @@ class CallChecker:
         if x.stride(1) != 1 and x.numel() > 0:
             call.x = x.contiguous()
         return call
+
+    def _with_gemm(
+        self, gemm: Gemm, m: int, x: torch.Tensor, biases: Sequence[torch.Tensor | None]
+    ) -> Call:
+        """Return the call of a product that the caller supplies, after a trial with one row.
+
+        A product that fails for every input is refused here, before any communication.
+        """
+        if self.device != _CPU:
+            raise ValueError(f"{self.spec.label}: gemm= needs the CPU backend, got {self.device}")
+        (bias,) = (self._bias(b, n) for b, n in zip(biases, self.columns, strict=True))
+        x = x if x.stride(1) == 1 or x.numel() == 0 else x.contiguous()
+        known = self._tried.get(id(gemm))
+        if known is None or known() is not gemm:
+            try:
+                product = gemm(x[:1])
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise ValueError(f"{self.spec.label}: gemm= failed with one row: {what}") from error
+            check_product(self.spec, product, 1)
+            if len(self._tried) >= MAX_TRIED:
+                self._tried.clear()
+            self._tried[id(gemm)] = weakref.ref(gemm)
+        return Call(m, x, (), self.columns, (bias,), gemm=gemm)
 
     def _scales(self, scales: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
         """Return the scales of x and of each weight, each contiguous and of shape [length]."""

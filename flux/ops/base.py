@@ -18,7 +18,7 @@ from flux import _C
 from flux.backends import make_cpu_backend, make_cuda_backend
 from flux.backends.unfused import UnfusedBackend
 from flux.core.backend import NO_HOOKS, Backend, OverlapHooks
-from flux.core.call import CallChecker
+from flux.core.call import CallChecker, Gemm
 from flux.core.env import CHECK, KERNEL_CHOICE
 from flux.core.exclusive import Admission, Exclusive
 from flux.core.knobs import Knobs, Op
@@ -50,7 +50,7 @@ from flux.transport.placement import Placement
 
 T = TypeVar("T")
 
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 MAX_SCHEDULES = 1024  # kept per op
 _REGISTRY: weakref.WeakValueDictionary[int, TensorParallelOp] = weakref.WeakValueDictionary()
@@ -261,7 +261,7 @@ class TensorParallelOp:
             return False
         grad = torch.is_grad_enabled()
         for t in tensors:  # noqa: SIM110  done in every call, where all() costs twice as much
-            if type(t) not in _PLAIN_TYPES or (grad and t.requires_grad):
+            if type(t) not in PLAIN_TYPES or (grad and t.requires_grad):
                 return False
         return True
 
@@ -303,7 +303,7 @@ class TensorParallelOp:
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 self._turn_away(TypeError, f"expected a tensor, got {type(tensor).__name__}")
-            elif type(tensor) not in _PLAIN_TYPES and torch_internals.is_dtensor(tensor):
+            elif type(tensor) not in PLAIN_TYPES and torch_internals.is_dtensor(tensor):
                 text = "a DTensor has no layout that an op knows: pass its to_local()"
                 self._turn_away(TypeError, text)
             elif tensor.is_meta:
@@ -330,7 +330,7 @@ class TensorParallelOp:
     def _run(
         self,
         x: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor] | Gemm,
         biases: Sequence[torch.Tensor | None],
         m: int | None = None,
         scales: Sequence[torch.Tensor] = (),
@@ -341,7 +341,7 @@ class TensorParallelOp:
 
         Args:
             x: as the caller passed it, like all arguments up to ``scales``.
-            weights: one or more.
+            weights: one or more, or the caller's product.
             biases: a bias or None for each weight.
             m: global rows, or None.
             scales: as ``CallChecker.check`` takes them.
@@ -357,7 +357,7 @@ class TensorParallelOp:
     def _call(
         self,
         x: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor] | Gemm,
         biases: Sequence[torch.Tensor | None],
         m: int | None,
         scales: Sequence[torch.Tensor],

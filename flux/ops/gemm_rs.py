@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from flux.core.backend import OverlapHooks
+from flux.core.call import Gemm
 from flux.core.knobs import Knobs, Op
 from flux.core.topology import Topology
-from flux.ops.base import TensorParallelOp
+from flux.ops.base import PLAIN_TYPES, TensorParallelOp
 
 
 class GemmRS(TensorParallelOp):
@@ -75,26 +77,40 @@ class GemmRS(TensorParallelOp):
     def __call__(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         bias: torch.Tensor | None = None,
         scale_x: torch.Tensor | None = None,
         scale_weight: torch.Tensor | None = None,
+        *,
+        gemm: Gemm | None = None,
     ) -> torch.Tensor:
         """Run the op. Collective.
 
         Args:
             x: [M, K/W].
-            weight: [N, K/W].
+            weight: [N, K/W]; None with ``gemm``.
             bias: [N] or None; added once, after the reduction.
             scale_x: float32; [M] with scaling = row, one value with tensor.
             scale_weight: float32, [N] or one value.
+            gemm: the caller's product in place of ``weight``, for weights that are packed or
+                quantised: maps rows of x, [rows, K/W], to their partial result, [rows, N], in the
+                op's dtype. It is called for slabs of rows, in any order and number. A row of the
+                result may depend on nothing but that row of x. The memory that it returns is read
+                before its next call. A product that the op does not know yet is tried with one row
+                first, so keep it for as long as its weight. CPU only, without backward; inside
+                torch.compile call the op from a custom op.
 
         Returns:
             This rank's rows of the result, [own rows, N]; GemmAR: all of it, [M, N].
 
         Raises:
-            As for AGGemm.
+            As for AGGemm. What ``gemm`` raises in its trial becomes a ValueError on all ranks; what
+            it raises later closes the op, whose peers hear of it.
         """
+        if gemm is not None:
+            unused = [t for t in (weight, scale_x, scale_weight) if t is not None]
+            return self._supplied(x, bias, gemm, unused)
+        weight = cast(torch.Tensor, weight)  # None is turned away below, as other objects are
         if scale_x is None and scale_weight is None:
             repeated = self._again(x, weight, bias, None)
             if repeated is not None:
@@ -106,6 +122,35 @@ class GemmRS(TensorParallelOp):
             return self._run(x, [weight], [bias], scales=scales)[0]
         out: torch.Tensor = self._dispatched(x, weight, biases, self.handle, scales)
         return out
+
+    def _supplied(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        gemm: Gemm,
+        unused: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Run the op with the caller's product: see ``__call__``."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{self.spec.label}: torch.compile cannot trace gemm=: call the op in a custom op"
+            )
+        tensors = [x] if bias is None else [x, bias]
+        self._check_tensors(*tensors)
+        if not callable(gemm):
+            self._turn_away(TypeError, f"gemm= must be callable, got {type(gemm).__name__}")
+        if unused or self.spec.scaling != "none":
+            self._turn_away(ValueError, "gemm= takes the place of the weight and of all scales")
+        grad = torch.is_grad_enabled()
+        for tensor in tensors:
+            if type(tensor) not in PLAIN_TYPES or (grad and tensor.requires_grad):
+                text = "gemm= has no backward: use plain tensors and torch.no_grad"
+                self._turn_away(ValueError, text)
+        if self._backend is not None and self._comparison is None:
+            again = self._backend.again(x, gemm, bias, None)
+            if again is not None:
+                return self._guarded(again, begun=True)
+        return self._run(x, gemm, [bias])[0]
 
     def overlapped(
         self, x: torch.Tensor, weight: torch.Tensor, meanwhile: Callable[[], None]

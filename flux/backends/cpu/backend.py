@@ -36,7 +36,7 @@ from flux.backends.cpu.slabs import Slab, SlabPlan, make_plan
 from flux.backends.epilogue import Multiplier, pack, scale_of_rows, spoil, unpack
 from flux.core.at_exit import end_at_exit
 from flux.core.backend import NO_HOOKS, OverlapHooks, nothing
-from flux.core.call import Call
+from flux.core.call import Call, Gemm
 from flux.core.env import POISON, SPIN_US, WINDOW_MB
 from flux.core.errors import PeerTimeoutError
 from flux.core.integers import ceil_div
@@ -187,12 +187,12 @@ class CpuBackend:
             outs = self._ag_gemm(schedule, call, gather, hooks)
         else:
             outs = [self._gemm_rs(schedule, call, hooks.meanwhile)]
-        if len(call.weights) == 1 and self.spec.scaling == "none":
+        if len(call.columns) == 1 and self.spec.scaling == "none":
             if len(self._calls) >= MAX_CALLS:
                 self._calls.clear()
             shard_of = self.world if self.spec.op.gathers else 1
             cached = CachedCall.of(schedule, call, shard_of, outs[0].shape[0], x_unit=1)
-            self._calls[id(call.weights[0])] = cached
+            self._calls[id(call.gemm or call.weights[0])] = cached
         return outs
 
     def again(
@@ -202,8 +202,10 @@ class CpuBackend:
         last = self._calls.get(id(weight))
         if last is None or not last.is_like(x, weight, bias, m):
             return None
-        weights, biases = (cast(torch.Tensor, weight),), (cast("torch.Tensor | None", bias),)
-        call = Call(last.m, x, weights, (last.columns,), biases)
+        weights = (weight,) if isinstance(weight, torch.Tensor) else ()
+        call = Call(last.m, x, weights, (last.columns,), (cast("torch.Tensor | None", bias),))
+        if not weights:
+            call.gemm = cast(Gemm, weight)
         if self.spec.op.gathers:
             return lambda: self._ag_gemm(last.schedule, call, False, NO_HOOKS)[0]
         return lambda: self._gemm_rs(last.schedule, call, nothing)
