@@ -349,32 +349,22 @@ class Table:
             self.fail(key, f"expected true or false, got {shown(value)}")
         return value
 
-    def integers(
-        self, key: str, default: Sequence[int] | None = None, least: int = 1, empty: bool = False
-    ) -> tuple[int, ...]:
-        """Return a list of integers in [``least``, 2^30], which may be empty if ``empty``."""
-        values = self._take(key, default)
-        return self.checked_integers(key, values, least, empty)
-
-    def checked_integers(
-        self, key: str, values: Any, least: int = 1, empty: bool = False
-    ) -> tuple[int, ...]:
-        """Return ``values`` as ``integers`` does; ``key`` says where they are."""
-        good = isinstance(values, (list, tuple)) and (empty or len(values) > 0)
-        if not good or not all(type(v) is int and least <= v <= MOST_SIZE for v in values):
-            wanted = f"a list of integers >= {least} and <= {MOST_SIZE}"
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Return a list of integers in [1, 2^30], which is not empty."""
+        values = self._take(key, None)
+        good = isinstance(values, list) and values
+        if not good or not all(type(v) is int and 1 <= v <= MOST_SIZE for v in values):
+            wanted = f"a list of integers >= 1 and <= {MOST_SIZE}"
             self.fail(key, f"expected {wanted}, got {shown(values)}")
         return tuple(values)
 
-    def values(
-        self, key: str, default: Sequence[Any] | None = None, empty: bool = False
-    ) -> list[Any]:
+    def values(self, key: str, empty: bool = False) -> list[Any]:
         """Return a list of any values, which may be empty if ``empty``."""
-        values = self._take(key, default)
-        if not isinstance(values, (list, tuple)) or not (values or empty):
+        values = self._take(key, None)
+        if not isinstance(values, list) or not (values or empty):
             wanted = "a list" if empty else "a list that is not empty"
             self.fail(key, f"expected {wanted}, got {shown(values)}")
-        return list(values)
+        return values
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Return a list of strings of any length and characters; it may be empty."""

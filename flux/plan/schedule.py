@@ -6,29 +6,15 @@ when everything that it depends on has ended. Streams run side by side.
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
-from flux.core.datafile import Table, one_line, shown
-from flux.core.wholefile import write_output
-from flux.plan.graph import RESOURCES, ROLES, Graph, GraphError, Operator, topological
-from flux.plan.records import read_group, read_kind, read_shape
+from flux.plan.graph import RESOURCES, Graph, GraphError, Operator, topological
 
 Lane = tuple[int, str]
 """(stage, stream)"""
-
-_FORMAT = 1
-_MOST_ITEMSIZE = 16
-_PASS = r"[0-9]{1,6}[A-Z]{1,2}[0-9]{1,6}"
-_ACTION = re.compile(rf"{_PASS}|\({_PASS};{_PASS}\)OVERLAP_F_B")
 
 
 @dataclass(frozen=True)
@@ -121,19 +107,6 @@ class StepSchedule:
                 ready += waiting.pop(number, ())
         return all(done)
 
-    def collectives(self, stage: int, group: str) -> list[str]:
-        """Return the names of a stage's collectives of a group, in the order of its lanes.
-
-        All ranks of a group are of one stage, whose lanes they share, so they agree on the order.
-        """
-        ops = self.graph.ops
-        return [
-            ops[number].name
-            for (of, _), numbers in self.lanes.items()
-            for number in numbers
-            if of == stage and ops[number].group == group
-        ]
-
     def rows(self) -> list[list[str]]:
         """Return the actions of each stage, as torch.distributed.pipelining writes them.
 
@@ -152,125 +125,6 @@ class StepSchedule:
                     actions[f"{stage}{'F' if op.role == 'fwd' else 'B'}{op.micro}"] = None
             table.append(list(actions))
         return table
-
-    def to_csv(self) -> str:
-        """Return ``rows`` as comma-separated values, a line for each stage."""
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(self.rows())
-        return text.getvalue()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the schedule and its graph as data for JSON."""
-        return {
-            "format": _FORMAT,
-            "policy": self.policy,
-            "actions": [list(row) for row in self.actions],
-            "itemsize": self.graph.itemsize,
-            "resident": list(self.graph.resident),
-            "ops": [op._asdict() for op in self.graph.ops],
-            "deps": [list(deps) for deps in self.graph.deps],
-            "lanes": [
-                {"stage": stage, "stream": stream, "ops": list(numbers)}
-                for (stage, stream), numbers in self.lanes.items()
-            ],
-        }
-
-    def write(self, path: Path) -> None:
-        """Write the schedule as JSON."""
-        write_output(path, json.dumps(self.to_json()) + "\n")
-
-
-def read_schedule(path: Path) -> StepSchedule:
-    """Return the schedule in a file that ``StepSchedule.write`` has written.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds something else, or a schedule that cannot be run; the message names the
-            file.
-    """
-    top = Table.load_json(path, "a schedule of flux", _FORMAT)
-    ops = tuple(map(_op_of, top.tables("ops")))
-    deps = tuple(
-        top.checked_integers(f"deps[{number}]", values, 0, empty=True)
-        for number, values in enumerate(top.values("deps", empty=True))
-    )
-    stages = _stages(top, ops)
-    lanes: dict[Lane, tuple[int, ...]] = {}
-    for table in top.tables("lanes"):
-        lane = table.integer("stage", least=0), table.text("stream")
-        if lane in lanes:
-            table.fail("stream", f"a second lane {lane[1]} of stage {lane[0]}")
-        lanes[lane] = table.integers("ops", least=0, empty=True)
-        table.done()
-    policy, itemsize = top.text("policy"), top.integer("itemsize", most=_MOST_ITEMSIZE)
-    resident, actions = _resident(top, stages), _actions(top, stages)
-    top.done()
-    try:
-        schedule = StepSchedule(Graph(ops, deps, itemsize, resident), lanes, policy, actions)
-        schedule.validate()
-    except GraphError as error:
-        raise ValueError(f"{path}: {one_line(str(error))}") from error
-    return schedule
-
-
-def _op_of(table: Table) -> Operator:
-    kind = read_kind(table)
-    pieces = table.integer("pieces")
-    op = Operator(
-        name=table.text("name"),
-        kind=kind,
-        resource=table.text("resource", choices=RESOURCES),
-        role=table.text("role", choices=ROLES),
-        stage=table.integer("stage", least=0),
-        part=table.text("part"),
-        layer=table.integer("layer", least=-1),
-        micro=table.integer("micro", least=-1),
-        piece=table.integer("piece", least=0, most=pieces - 1),
-        pieces=pieces,
-        strand=table.integer("strand", least=0),
-        shape=read_shape(table, kind),
-        group=read_group(table, kind),
-        allocates=table.number("allocates"),
-        frees=table.number("frees"),
-    )
-    table.done()
-    return op
-
-
-def _stages(top: Table, ops: Sequence[Operator]) -> int:
-    """Return the number of stages; fail if one of them has no operators.
-
-    Lists by stage are as long as the largest number, whatever it is.
-    """
-    present = {op.stage for op in ops}
-    missing = next((stage for stage in range(len(present)) if stage not in present), None)
-    if missing is not None:
-        top.fail("ops", f"none is of stage {missing}, and some are of stage {max(present)}")
-    return len(present)
-
-
-def _resident(top: Table, stages: int) -> tuple[float, ...]:
-    values = top.values("resident", empty=True)
-    if len(values) not in (0, stages):
-        top.fail("resident", f"expected {stages} numbers, one for each stage, got {shown(values)}")
-    for value in values:
-        if type(value) not in (int, float) or not 0 <= value <= 1e15:
-            top.fail("resident", f"expected numbers in [0, 1e15], got {shown(value)}")
-    return tuple(map(float, values))
-
-
-def _actions(top: Table, stages: int) -> tuple[tuple[str, ...], ...]:
-    """Return the rows of actions in torch's notation, of each pipeline rank, or none."""
-    rows = top.values("actions", (), empty=True)
-    if len(rows) not in (0, stages):
-        top.fail("actions", f"expected {stages} rows, one for each rank, got {len(rows)}")
-    for row in rows:
-        if not isinstance(row, list):
-            top.fail("actions", f"expected lists of texts, got {shown(row)}")
-        for text in row:
-            if not isinstance(text, str) or not _ACTION.fullmatch(text):
-                top.fail("actions", f"expected actions such as 0F3, got {shown(text)}")
-    return tuple(map(tuple, rows))
 
 
 def on_lanes(

@@ -21,13 +21,15 @@ import torch.distributed as dist
 from flux.core.datafile import Table, shown
 from flux.core.wholefile import write_output
 from flux.plan.cost import CostModel
-from flux.plan.graph import COMPUTE, FUSED, GROUPS, RESOURCES, ROLES, Graph, Operator
+from flux.plan.graph import COLLECTIVES, COMPUTE, FUSED, GROUPS, RESOURCES, ROLES, Graph, Operator
+from flux.plan.mesh import parse_group
 from flux.plan.model import Parallel
-from flux.plan.records import read_group, read_kind, read_shape
 from flux.runtime.execute import OperatorWork, members
 
 _FORMAT = 1
 _MOST_MS = 1e9
+_SIZES = {"gemm": 3, "attention": 5, **dict.fromkeys(FUSED, 3), **dict.fromkeys(COLLECTIVES, 2)}
+"""Numbers in the shape of an operator; others have 3 (``graph.Operator``)."""
 T = TypeVar("T")
 Key = tuple[str, tuple[int, ...], str, str]
 """(kind, shape, group, role): what the time of an operator depends on."""
@@ -116,9 +118,27 @@ def _described(key: Key) -> dict[str, Any]:
 
 
 def _key(table: Table) -> Key:
-    kind = read_kind(table)
+    kind = table.text("kind", choices=(*COMPUTE, *COLLECTIVES))
+    shape, count = table.integers("shape"), _SIZES.get(kind, 3)
+    if len(shape) != count:
+        table.fail("shape", f"expected {count} sizes of {kind}, got {list(shape)}")
     roles = ROLES if kind in ("attention", "norm") else ("",)
-    return kind, read_shape(table, kind), read_group(table, kind), table.text("role", choices=roles)
+    return kind, shape, _group(table, kind), table.text("role", choices=roles)
+
+
+def _group(table: Table, kind: str) -> str:
+    """Return the group of a collective or fused op, or a part of one; others have none: ``""``."""
+    group = table.text("group")
+    if kind in COLLECTIVES or kind in FUSED:
+        try:
+            base = parse_group(group).base
+        except ValueError as error:
+            table.fail("group", str(error))
+        if base not in GROUPS:
+            table.fail("group", f"expected one of {', '.join(GROUPS)}, got {group!r}")
+    elif group:
+        table.fail("group", f"{kind} has none, got {group!r}")
+    return group
 
 
 def _oef(table: Table) -> float:

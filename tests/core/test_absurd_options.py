@@ -90,7 +90,7 @@ def test_errors_of_large_values_say_what_is_allowed(words: list[str], said: str)
 
 
 def test_a_profile_of_another_step_is_refused_before_ranks_start() -> None:
-    fuzz_plans.sample_profile().write(Path("profile.json"))
+    Path("profile.json").write_bytes(fuzz_plans.profile_text())
     words = ["plan", "run", "--policy", "serial", "--profile", "profile.json"]
     with absurd.without_ranks():
         result = CliRunner().invoke(app, words)

@@ -50,7 +50,6 @@ from flux.kernels.trust import UntrustedError
 from flux.machine import host
 from flux.machine.cluster import Cluster, load_cluster
 from flux.machine.detection import System
-from flux.plan.schedule import read_schedule
 from flux.plan.search_output import winner_of
 from flux.runtime.profile import read_profile
 from flux.select.cache import Cache, read, read_export
@@ -472,12 +471,8 @@ def kinds() -> list[Kind]:
             *(model_of, bad, fuzz_plans.check_model),
         ),
         Kind(
-            *("plan profile", "p.json", fuzz_plans.written(fuzz_plans.sample_profile()), "json"),
+            *("plan profile", "p.json", fuzz_plans.profile_text(), "json"),
             *(read_profile, (*bad, OSError), fuzz_plans.check_profile),
-        ),
-        Kind(
-            *("step schedule", "s.json", fuzz_plans.written(fuzz_plans.SCHEDULE), "json"),
-            *(read_schedule, (*bad, OSError), fuzz_plans.check_schedule),
         ),
         Kind(
             *("found plans", "f.json", fuzz_plans.plans_text(), "json"),

@@ -19,10 +19,7 @@ from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.model import Parallel, step_of
-from flux.plan.picture import page as page_of_plan
 from flux.plan.policies import Policies, planned, policy_of
-from flux.plan.report import explain
-from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import simulate
 from flux.runtime.profile import Profile, ProfiledCost, key_of, layer_pairs
 
@@ -34,19 +31,15 @@ STEP = step_of(
 FABRIC = Fabric(replace(load_cluster("cpu"), devices=4), STEP.parallel)
 COST = AnalyticCost(FABRIC, STEP.dtype, STEP.itemsize)
 GRAPH = build_step(STEP, FABRIC)
-SCHEDULE = planned(policy_of("domino", {"slices": 2}), GRAPH, FABRIC, COST)
 
 
-def written(thing: Profile | StepSchedule) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        thing.write(Path(folder) / "file")
-        return (Path(folder) / "file").read_bytes()
-
-
-def sample_profile() -> Profile:
+def profile_text() -> bytes:
     solo = {key_of(op): 1.0 + number for number, op in enumerate(GRAPH.ops)}
     pairs = {(key_of(a), key_of(b)): 0.25 for a, b in layer_pairs(GRAPH)[:3]}
-    return Profile(solo, {("gemm", "intra"): 0.9}, {"hosts": "1", "link_rate": None}, pairs)
+    profile = Profile(solo, {("gemm", "intra"): 0.9}, {"hosts": "1", "link_rate": None}, pairs)
+    with tempfile.TemporaryDirectory() as folder:
+        profile.write(Path(folder) / "file")
+        return (Path(folder) / "file").read_bytes()
 
 
 def check_profile(profile: Profile) -> None:
@@ -56,20 +49,6 @@ def check_profile(profile: Profile) -> None:
     assert 0 <= simulate(schedule, cost).iteration_ms < 1e18
     for (a, b), factor in profile.pairs.items():
         assert -1e9 <= factor <= 1 and {a, b} <= set(profile.solo)
-
-
-def check_schedule(schedule: StepSchedule) -> None:
-    """The simulator, the pictures and the trace take it."""
-    timeline = simulate(schedule, COST)
-    assert 0 <= timeline.iteration_ms < 1e18
-    assert 0 <= timeline.peak_memory_bytes < 1e18 and timeline.exposed_comm_ms >= 0
-    timeline.events("plan: ")
-    explain(timeline)
-    page_of_plan("a plan", [("plan", timeline)]).encode()
-    schedule.to_csv().encode()
-    json.dumps(schedule.to_json(), allow_nan=False)
-    for stage in range(schedule.graph.stages):
-        schedule.collectives(stage, "tp")
 
 
 def plans_text() -> bytes:
