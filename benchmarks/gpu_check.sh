@@ -1,77 +1,39 @@
 #!/usr/bin/env bash
-# Everything that needs one GPU: benchmarks/gpu_check.sh WORK_DIR [PACK_DIR] [--again] [STEP...]
+# Everything that needs one GPU: benchmarks/gpu_check.sh WORK_DIR [--again] [STEP...]
 #
 # For a bare machine with a Hopper GPU, nvcc and torch, and no network. Kernels are taken from
 # flux/lib/kernels (make kernels, on any machine), or built if CUTLASS is there. Most important first.
 #
 # WORK_DIR gets logs, JSON, and state/STEP with the exit status of each step that ended by itself. Run the
 # same command again to go on: steps in state/ are skipped, unless --again is given, and one that was cut
-# short begins where its JSON ends. After every step PACK_DIR (WORK_DIR/pack) holds summary.txt and
-# results.tar.gz: few files, each below 16 MiB. Where WORK_DIR is new, FLUX_GPU_CHECK_FROM=results.tar.gz
-# brings back what an earlier machine did, but for what has to be built on each. Where a machine hands back
-# what is in one folder: benchmarks/gpu_check.sh build/gpu-check "$FOLDER".
+# short begins where its JSON ends. On another machine, copy WORK_DIR there, but for state/environment and
+# state/*native and *kernels, which each machine needs by itself.
 #
 #   FLUX_GPU_CHECK_S   seconds for this command (530): a step that would outlast them is cut short
 #   PYTHON, NVCC       python3, nvcc
 set -uo pipefail
-usage="usage: benchmarks/gpu_check.sh WORK_DIR [PACK_DIR] [--again] [STEP...]"
+usage="usage: benchmarks/gpu_check.sh WORK_DIR [--again] [STEP...]"
 again=0
-folders=()
+out=
 only=()
 for argument in "$@"; do
   case $argument in
     --again) again=1 ;;
     -*) echo "$usage" >&2 && exit 2 ;;
-    */* | .) folders+=("$(realpath -m "$argument")") ;;
-    *) if ((${#folders[@]})); then only+=("$argument"); else folders+=("$(realpath -m "$argument")"); fi ;;
+    *) if [[ $out ]]; then only+=("$argument"); else out=$(realpath -m "$argument"); fi ;;
   esac
 done
-out=${folders[0]:?$usage}
-pack=${folders[1]:-$out/pack}
+: "${out:?$usage}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-mkdir -p "$out/state" "$pack"
-if [[ -n ${FLUX_GPU_CHECK_FROM:-} && -z $(ls "$out/state") ]]; then
-  tar -xzf "$FLUX_GPU_CHECK_FROM" -C "$out" || exit
-  rm -f "$out"/state/{environment,native,kernels,trace_kernels} # what each machine needs by itself
-fi
+mkdir -p "$out/state"
 # What is loaded while a kernel spins would wait for that kernel.
 export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER
 python=${PYTHON:-python3}
 nvcc=${NVCC:-nvcc}
 total=${FLUX_GPU_CHECK_S:-530}
-largest=$((15 << 20)) # bytes of a file in PACK_DIR
 failed=()
 
 note() { echo "--- $*" | tee -a "$out/summary.txt"; }
-
-# Steps leave a log that may be long, traces that may be large: what does not fit is named and left out.
-pack_results() {
-  local listed part
-  listed=$(cd "$out" && find . -path ./pack -prune -o -type f \
-    \( -path './state/*' -o -name '*.json' -o -name '*.txt' -o -name '*.md' \) \
-    ! -name 'trace_*' -print)
-  mkdir -p "$out/tails"
-  for part in "$out"/*.log; do
-    [[ -e $part ]] && tail -c 200000 "$part" > "$out/tails/$(basename "$part")"
-  done
-  (cd "$out" && printf '%s\n' "$listed" tails | tar -czf "$pack/results.tar.gz.part" -T -) &&
-    keep_if_small results.tar.gz
-  if compgen -G "$out/trace_*.json" > /dev/null; then
-    (cd "$out" && tar -czf "$pack/traces.tar.gz.part" trace_*.json) && keep_if_small traces.tar.gz
-  fi
-  cp "$out/summary.txt" "$pack/summary.txt"
-}
-
-keep_if_small() {
-  local size
-  size=$(stat -c %s "$pack/$1.part")
-  if ((size < largest)); then
-    mv "$pack/$1.part" "$pack/$1"
-  else
-    rm "$pack/$1.part"
-    echo "--- $1: $size bytes, not packed" >> "$out/summary.txt"
-  fi
-}
 
 wanted() {
   ((${#only[@]})) || return 0
@@ -106,7 +68,6 @@ step() { # name, seconds, command...
     echo "$status" > "$out/state/$name"
   fi
   ((status == 0)) || failed+=("$name")
-  pack_results
 }
 
 # Tests want pytest, and some of them other packages, which a bare machine may lack. No plugin that
@@ -280,5 +241,4 @@ work trace 120 trace_ops
 FLUX_TEST_CASES=85 test_step many_cases 200 tests/gpu/test_gpu.py -k random
 
 note "failed: ${failed[*]:-none}"
-pack_results
 ((${#failed[@]} == 0))

@@ -1,13 +1,11 @@
-"""What tuning finds and what it costs: against exhaustive search, kill -9, many processes at once.
+"""What tuning finds and what it costs: against exhaustive search, and of a look-up.
 
-    python benchmarks/tuning.py                    # all four parts; about an hour for `search`
+    python benchmarks/tuning.py                    # both parts; about an hour for `search`
     python benchmarks/tuning.py --parts search --shapes 2
 
 `search`     for each of 12 shapes: the tuner, then every legal candidate with all rounds, and then
              the two winners and the unfused path once more, interleaved in one run: that run's
              ratios are the figures, so that neither search is judged by its own luckiest sample.
-`kills`      `flux tune` is killed with SIGKILL at random moments, then run to its end.
-`processes`  processes that store and read winners at once, and commands that tune at once.
 `look_up`    the cost of a schedule look-up per call, of a tuned and of an untuned op.
 `ship`       copies the winners of `search` to tuning/results. Runs only if it is named.
 
@@ -19,13 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
-import random
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -48,7 +42,6 @@ from flux.machine.cluster import world_shape
 from flux.machine.detection import detect
 from flux.select.cache import Cache
 from flux.select.choose import key_of
-from flux.select.keys import Key
 from flux.select.space import load_space
 from flux.select.winners import Winner
 from flux.tune.halving import Halving, median_ms
@@ -144,119 +137,6 @@ def search_part(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def kills_part(options: argparse.Namespace) -> dict[str, Any]:
-    """Kill the command again and again. What it wrote is read after each time."""
-    rng = random.Random(options.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        variables = {**os.environ, "FLUX_TUNE_CACHE": folder}
-        command = _command("--op", "gemm_rs", "--m", "8,64,512", "--n", "256", "--k", "256")
-        moments, written = [], []
-        for _ in range(options.kills):
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
-            moments.append(rng.uniform(0.5, options.longest_s))
-            try:
-                process.wait(moments[-1])
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-            cache = Cache(Path(folder))
-            winners = sum(len(entry.winners) for entry in cache.entries())
-            journals = sum(p.stat().st_size for p in Path(folder, "runs").glob("*.jsonl"))
-            written.append({"winners": winners, "journal_bytes": journals})
-            if cache.damaged():
-                raise SystemExit(f"damaged: {cache.damaged()}")
-        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, check=False)
-        if done.returncode:
-            raise SystemExit(done.stderr.decode())
-        settled = [document["settled"] for document in json.loads(done.stdout)]
-        damaged = len(Cache(Path(folder)).damaged())
-    return {"moments_s": moments, "after": written, "settled": settled, "damaged_files": damaged}
-
-
-_KEY = Key("ag_gemm", "float32", 64, 64, "1x2", "0" * 16, "cpu", "torch")
-_KNOBS = Knobs(path="medium")
-
-
-def _store_and_read(root: str, number: int, rounds: int, missing: Any) -> None:
-    cache = Cache(Path(root))
-    for step in range(rounds):
-        m = 1 + number * rounds + step
-        key = replace(_KEY, n=1 + step % 4)
-        cache.store(key, Winner(m, _KNOBS, 1.0), {})
-        entry = cache.load(key)
-        if entry is None or all(winner.m != m for winner in entry.winners):
-            with missing.get_lock():
-                missing.value += 1
-
-
-def processes_part(options: argparse.Namespace) -> dict[str, Any]:
-    count, rounds = 8, 100
-    with tempfile.TemporaryDirectory() as folder:
-        missing = multiprocessing.Value("i", 0)
-        processes = [
-            multiprocessing.Process(target=_store_and_read, args=(folder, n, rounds, missing))
-            for n in range(count)
-        ]
-        begin = time.monotonic()
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        seconds = time.monotonic() - begin
-        cache = Cache(Path(folder))
-        kept = sum(len(entry.winners) for entry in cache.entries())
-        damaged = len(cache.damaged())
-    return {
-        "processes": count,
-        "stored": count * rounds,
-        "kept": kept,
-        "missing_at_once": missing.value,
-        "damaged_files": damaged,
-        "seconds": seconds,
-        "tuners": _tuners(count),
-    }
-
-
-def _tuners(count: int) -> dict[str, Any]:
-    """As many commands tune at once, each another M of one problem, whose winners share a file."""
-    rows = [8 * (1 + number) for number in range(count)]
-    with tempfile.TemporaryDirectory() as folder:
-        cache, reads, fewer = Cache(Path(folder)), 0, 0
-        begin = time.monotonic()
-        commands = [
-            subprocess.Popen(
-                _command("--op", "gemm_rs", "--m", str(m), "--n", "64", "--k", "64"),
-                cwd=ROOT,
-                env={**os.environ, "FLUX_TUNE_CACHE": folder},
-                stdout=subprocess.DEVNULL,
-            )
-            for m in rows
-        ]
-        seen: set[int] = set()
-        while any(command.poll() is None for command in commands):
-            now = {winner.m for entry in cache.entries() for winner in entry.winners}
-            reads, fewer, seen = reads + 1, fewer + len(seen - now), seen | now
-            time.sleep(0.01)
-        kept = sorted(winner.m for entry in cache.entries() for winner in entry.winners)
-        return {
-            "commands": count,
-            "failed": sum(command.returncode != 0 for command in commands),
-            "wanted": rows,
-            "kept": kept,
-            "reads_meanwhile": reads,
-            "winners_lost_between_reads": fewer,
-            "damaged_files": len(cache.damaged()),
-            "seconds": time.monotonic() - begin,
-        }
-
-
-def _command(*arguments: str) -> list[str]:
-    options = ["--nproc", str(WORLD), "--json"]
-    return [sys.executable, "-m", "flux", "tune", *arguments, *options]
-
-
 def _look_up(argument: Any, rank: int, progress: Any) -> dict[str, float]:
     import torch.distributed as dist
 
@@ -336,8 +216,6 @@ def _fastest(problem: Problem, document: dict[str, Any]) -> Winner:
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "search": search_part,
-    "kills": kills_part,
-    "processes": processes_part,
     "look_up": look_up_part,
     "ship": ship_part,
 }
@@ -370,11 +248,6 @@ def main() -> None:
     )
     parser.add_argument("--file", default="cpu-small", help="file of shapes for `search`")
     parser.add_argument("--shapes", type=int, default=12, help="number of its shapes")
-    parser.add_argument("--kills", type=int, default=20, help="number of kill -9")
-    parser.add_argument(
-        "--longest-s", type=float, default=12.0, help="seconds before a kill, at most"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of times and inputs")
     parser.add_argument("--out", default=(ROOT / RESULTS / "tuning.json").as_posix())
     options = parser.parse_args()
     target = Path(options.out)
@@ -385,7 +258,7 @@ def main() -> None:
         keep(content, target)
     if "search" in options.parts:
         print(table(content["search"]))
-    for part in ("kills", "processes", "look_up", "ship"):
+    for part in ("look_up", "ship"):
         if part in options.parts:
             print(f"{part}: {json.dumps(content[part])}")
 

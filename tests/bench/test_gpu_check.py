@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,10 +49,6 @@ class Outcome:
     def called(self, text: str) -> int:
         return sum(text in call for call in self.calls)
 
-    def packed(self) -> set[str]:
-        with tarfile.open(self.work / "pack" / "results.tar.gz") as archive:
-            return {name.removeprefix("./") for name in archive.getnames()}
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
@@ -82,11 +77,11 @@ def run(tmp_path: Path) -> Run:
         (commands / name).write_text(FAKE)
         (commands / name).chmod(0o755)
 
-    def call(*arguments: str, work: str = "work", **variables: str) -> Outcome:
+    def call(*arguments: str, **variables: str) -> Outcome:
         calls = tmp_path / "calls"
         calls.unlink(missing_ok=True)
         done = subprocess.run(
-            [str(root / "benchmarks/gpu_check.sh"), str(tmp_path / work), *arguments],
+            [str(root / "benchmarks/gpu_check.sh"), str(tmp_path / "work"), *arguments],
             env={
                 "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
                 "HOME": str(tmp_path),
@@ -98,7 +93,7 @@ def run(tmp_path: Path) -> Run:
             timeout=120,
             check=False,
         )
-        return Outcome(done, tmp_path / work, calls)
+        return Outcome(done, tmp_path / "work", calls)
 
     return call
 
@@ -110,34 +105,6 @@ def test_all_steps_run_and_leave_their_status(run: Run) -> None:
     assert states == dict.fromkeys(outcome.steps, "0\n")
     plain = "-o addopts= -p no:cacheprovider"
     assert outcome.called(f"{plain} tests/gpu/test_gpu.py -x -k small or plain")
-
-
-def test_results_are_packed_after_every_step(run: Run) -> None:
-    outcome = run("environment")
-    pack = outcome.work / "pack"
-    assert {path.name for path in pack.iterdir()} == {"results.tar.gz", "summary.txt"}
-    assert {"summary.txt", "state/environment", "tails/environment.log"} <= outcome.packed()
-    assert "environment: status 0" in (pack / "summary.txt").read_text()
-    (outcome.work / "kernels.json").write_text("{}")
-    (outcome.work / "trace_a.json").write_text("{}")
-    outcome = run("plain")
-    assert {path.name for path in pack.iterdir()} <= {
-        "results.tar.gz",
-        "summary.txt",
-        "traces.tar.gz",
-    }
-    assert "kernels.json" in outcome.packed() and "trace_a.json" not in outcome.packed()
-
-
-def test_too_large_files_are_named_and_left_out(run: Run) -> None:
-    run("environment")
-    work = run("environment").work
-    (work / "trace_huge.json").write_bytes(os.urandom(16 << 20))
-    outcome = run("plain")
-    pack = work / "pack"
-    assert not (pack / "traces.tar.gz").exists() and not (pack / "traces.tar.gz.part").exists()
-    assert "traces.tar.gz: " in (pack / "summary.txt").read_text()
-    assert outcome.status == 0 and (pack / "results.tar.gz").stat().st_size < 1 << 20
 
 
 def test_failed_step_does_not_stop_later_steps(run: Run) -> None:
@@ -162,20 +129,8 @@ def test_interrupted_step_restarts(run: Run) -> None:
     assert outcome.status == 1
     assert "plain: cut short" in outcome.output and "fp8: no time left" in outcome.output
     assert not (outcome.work / "state" / "plain").exists()
-    assert "summary.txt" in outcome.packed(), "packed although it was cut short"
     again = run("plain", "fp8")
     assert again.status == 0 and again.called("gpu_kernels.py") == 2
-
-
-def test_another_machine_resumes_from_the_packed_results(run: Run) -> None:
-    first = run("plain", "fp8", "native")
-    (first.work / "kernels.json").write_text('{"shapes": []}')
-    first = run("virtual")
-    packed = str(first.work / "pack" / "results.tar.gz")
-    second = run("plain", "native", work="elsewhere", FLUX_GPU_CHECK_FROM=packed)
-    assert second.called("gpu_kernels.py") == 0
-    assert second.called("g++ -shared") == 1, "each machine builds its own"
-    assert (second.work / "kernels.json").read_text() == '{"shapes": []}'
 
 
 def test_absent_plugins_skip_their_steps(run: Run, tmp_path: Path) -> None:
