@@ -37,6 +37,7 @@ _TOP = {
     "versions": dict,
     "settings": dict,
     "peers": dict,
+    "about": dict,
 }
 _ENTRY = {"kind": str, "op": str, "m": int, "n": int, "k": int, "status": str, "peers": dict}
 _RESULT = {
@@ -186,7 +187,6 @@ def from_json(document: Any) -> SuiteDocument:
             SuiteEntry(**{name: value for name, value in entry.items() if name in names})
             for entry in document["entries"]
         ],
-        about=document.get("about", {}),
         timeline=_timeline(document.get("timeline")),
     )
 
@@ -229,9 +229,7 @@ def check(document: Any) -> None:
     _fields(document, _TOP, "")
     _fields(document["settings"], {"world": int, "dtype": str}, "settings.")
     _texts_or_null(document["peers"], "peers.")
-    about = document.get("about", {})  # which documents of before do not have
-    _expect(isinstance(about, dict), "about", "an object", about)
-    _texts_or_null(about, "about.")
+    _texts_or_null(document["about"], "about.")
     _expect(type(document.get("entries")) is list, "entries", "a list", document.get("entries"))
     for index, entry in enumerate(document["entries"]):
         _check_entry(entry, f"entries[{index}]")

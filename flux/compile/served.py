@@ -12,13 +12,13 @@ from flux.ops import executor, torch_internals
 from flux.transport.exchange import resolve_group
 from flux.transport.placement import Placement
 
-_hosts: list[str] = []  # of all ranks, by global rank; known if there are GPUs
+_hosts: list[str] = []  # of all ranks, by global rank, at the last enable(); with GPUs only
 
 
 def learn_hosts() -> None:
     """Exchange the host of each rank, if there are GPUs. Then it is collective."""
-    if not _hosts and torch.cuda.is_available() and dist.is_initialized():
-        _hosts.extend(hosts_of_ranks())
+    if torch.cuda.is_available() and dist.is_initialized():
+        _hosts[:] = hosts_of_ranks()
 
 
 def reason_unsupported(group_name: str, tensors: Sequence[torch.Tensor]) -> str | None:

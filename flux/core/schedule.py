@@ -151,7 +151,7 @@ class TileSchedule:
             order=Order[knobs.order or "direct"],
             swizzle=Swizzle[knobs.swizzle or "rank_shift"],
             store=Store[knobs.store or "staged"],
-            hosts=self.topology.placement,
+            hosts=self.topology.uneven,
             spread=self.spread,
         )
 

@@ -14,15 +14,15 @@ class Topology:
     rank = (node * domains + domain) * lanes + lane
 
     Hosts with different numbers of ranks, or with ranks that are not numbered host by host, form no
-    such mesh. For them ``placement`` holds the host of each rank, ``nodes`` is the number of hosts,
+    such mesh. For them ``uneven`` holds the host of each rank, ``nodes`` is the number of hosts,
     and ``lanes`` is the number of ranks of the largest host. Only the hierarchical order uses
-    ``placement``.
+    ``uneven``.
     """
 
     nodes: int = 1
     domains: int = 1
     lanes: int = 1
-    placement: tuple[int, ...] = ()
+    uneven: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -32,10 +32,10 @@ class Topology:
         ):
             if value < 1:
                 raise ValueError(f"Topology.{name} must be at least 1, got {value}")
-        if self.placement and set(self.placement) != set(range(self.nodes)):
+        if self.uneven and set(self.uneven) != set(range(self.nodes)):
             raise ValueError(
-                f"Topology.placement must number its hosts from 0 to {self.nodes - 1}, "
-                f"got {self.placement}"
+                f"Topology.uneven must number its hosts from 0 to {self.nodes - 1}, "
+                f"got {self.uneven}"
             )
 
     @staticmethod
@@ -47,29 +47,29 @@ class Topology:
     def of_hosts(hosts: Sequence[Hashable]) -> Topology:
         """Return the topology of ranks on these hosts (one entry per rank; any hashable value)."""
         numbers: dict[Hashable, int] = {}
-        placement = tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
-        nodes, lanes = len(numbers), max(Counter(placement).values())
-        if placement == tuple(rank // lanes for rank in range(nodes * lanes)):
+        of_ranks = tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
+        nodes, lanes = len(numbers), max(Counter(of_ranks).values())
+        if of_ranks == tuple(rank // lanes for rank in range(nodes * lanes)):
             return Topology(nodes, 1, lanes)
-        return Topology(nodes, 1, lanes, placement)
+        return Topology(nodes, 1, lanes, of_ranks)
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return len(self.placement) or self.nodes * self.domains * self.lanes
+        return len(self.uneven) or self.nodes * self.domains * self.lanes
 
     @property
     def mesh(self) -> tuple[int, int, int]:
         """(nodes, domains, lanes), as the native maps take it; flat if there is no mesh."""
-        return (1, 1, self.world) if self.placement else (self.nodes, self.domains, self.lanes)
+        return (1, 1, self.world) if self.uneven else (self.nodes, self.domains, self.lanes)
 
     @property
     def hosts(self) -> tuple[int, ...]:
         """The host (node) of each rank."""
         per_node = self.domains * self.lanes
-        return self.placement or tuple(rank // per_node for rank in range(self.world))
+        return self.uneven or tuple(rank // per_node for rank in range(self.world))
 
     def __str__(self) -> str:
-        if self.placement:
-            return f"{self.nodes} hosts, by rank {'-'.join(map(str, self.placement))}"
+        if self.uneven:
+            return f"{self.nodes} hosts, by rank {'-'.join(map(str, self.uneven))}"
         return f"{self.nodes} node(s) x {self.domains} domain(s) x {self.lanes} rank(s)"

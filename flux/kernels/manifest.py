@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 
 from flux.core import wholefile
 from flux.core.datafile import Table, one_line, parse_json
-from flux.kernels import generator, trust
+from flux.kernels import generator, ptxas, trust
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import reason_illegal
 from flux.kernels.ptxas import Usage
@@ -183,10 +183,10 @@ def _parse(name: str, content: Table, directory: Path) -> Library:
             symbol: GemmConfig.from_dict(config)
             for symbol, config in content.objects("kernels").items()
         },
-        usage={symbol: Usage(**counts) for symbol, counts in content.objects("ptxas").items()},
+        usage=ptxas.read(content),
         warnings=content.texts("warnings"),
         seconds=content.number("seconds", most=1e9),
-        traced=content.flag("traced", False),  # manifests of earlier versions lack this field
+        traced=content.flag("traced"),
         directory=directory,
     )
     file = content.text("library")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from flux.core.datafile import Table
 from flux.kernels.config import GemmConfig
 from flux.kernels.generator import mangled_part
 
@@ -53,6 +54,11 @@ class Usage:
     def as_dict(self) -> dict[str, int]:
         """Return the fields, for JSON."""
         return asdict(self)
+
+
+def read(manifest: Table) -> dict[str, Usage]:
+    """Return the usage by name that a manifest has as ``ptxas``."""
+    return {name: Usage(**counts) for name, counts in manifest.objects("ptxas").items()}
 
 
 def usage(report: str, configs: Sequence[GemmConfig]) -> dict[str, Usage]:

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ SOURCE = "cuda/runtime/nvshmem.cu"
 KERNELS = ("relay_kernel", "node_sum_kernel")
 
 _FORMAT = 1
+_TEXTS = ("sha256", "package", "nvshmem", "nvcc", "cutlass", "sources", "key")
 _OBJECT = "nvshmem.o"
 _EXPORTS = "exports.map"
 # Device code is linked, so NVSHMEM's library must contain, or be able to produce, each
@@ -115,7 +116,7 @@ class RuntimeLibrary:
         cutlass: version.
         sources: hash of our sources.
         key: hash of all inputs of the build.
-        usage: of registers and local memory, by kernel: the largest of its instances.
+        ptxas: usage of registers and local memory, by kernel: the largest of its instances.
         seconds: duration of compiling and linking.
     """
 
@@ -128,7 +129,7 @@ class RuntimeLibrary:
     cutlass: str
     sources: str
     key: str
-    usage: dict[str, Usage]
+    ptxas: dict[str, Usage]
     seconds: float
 
     @property
@@ -138,20 +139,9 @@ class RuntimeLibrary:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the manifest, for JSON."""
-        return {
-            "format": _FORMAT,
-            "library": f"{NAME}.so",
-            "sha256": self.sha256,
-            "package": self.package,
-            "nvshmem": self.nvshmem,
-            "archs": list(self.archs),
-            "nvcc": self.nvcc,
-            "cutlass": self.cutlass,
-            "sources": self.sources,
-            "key": self.key,
-            "ptxas": {kernel: usage.as_dict() for kernel, usage in self.usage.items()},
-            "seconds": round(self.seconds, 1),
-        }
+        fields = asdict(self) | {"archs": list(self.archs), "seconds": round(self.seconds, 1)}
+        del fields["directory"]
+        return {"format": _FORMAT, "library": f"{NAME}.so", **fields}
 
 
 def read(directory: Path) -> RuntimeLibrary:
@@ -166,15 +156,9 @@ def read(directory: Path) -> RuntimeLibrary:
         content = manifest.load(directory / f"{NAME}.json", _FORMAT)
         library = RuntimeLibrary(
             directory=directory,
-            sha256=content.text("sha256"),
-            package=content.text("package"),
-            nvshmem=content.text("nvshmem"),
+            **{name: content.text(name) for name in _TEXTS},
             archs=content.texts("archs"),
-            nvcc=content.text("nvcc"),
-            cutlass=content.text("cutlass"),
-            sources=content.text("sources"),
-            key=content.text("key"),
-            usage={k: Usage(**counts) for k, counts in content.objects("ptxas").items()},
+            ptxas=ptxas.read(content),
             seconds=content.number("seconds", most=1e9),
         )
         with trust.opened(library.path) as file:
@@ -335,7 +319,7 @@ def _make_in(
         cutlass=tools.tools.cutlass.version or "unknown",
         sources=hashed,
         key=key,
-        usage=ptxas.usage_by(report, {kernel: kernel for kernel in KERNELS}),
+        ptxas=ptxas.usage_by(report, {kernel: kernel for kernel in KERNELS}),
         seconds=time.monotonic() - begin,
     )
     text = json.dumps(library.as_dict(), indent=1)

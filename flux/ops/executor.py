@@ -226,7 +226,7 @@ def reason_gpus_unsupported(placement: Placement) -> str | None:
     world, apart = len(placement.nodes), placement.topology
     if world > MAX_WORLD:
         return f"backend cuda serves up to {MAX_WORLD} ranks, the group has {world}"
-    if apart.placement:
+    if apart.uneven:
         return (
             "backend cuda needs the same number of ranks on each host, numbered one host after the "
             f"other, got {apart}"
@@ -237,7 +237,7 @@ def reason_gpus_unsupported(placement: Placement) -> str | None:
 def _check_nodes(label: str, placement: Placement, topology: Topology, knobs: Knobs) -> None:
     """Raise unless the nodes of the topology are the sets of GPUs that share memory."""
     apart = placement.topology
-    if topology.placement or topology.nodes != apart.nodes:
+    if topology.uneven or topology.nodes != apart.nodes:
         raise ValueError(
             f"{label}: ranks share memory in {apart.nodes} nodes of {apart.lanes}, and the "
             f"topology has {topology}"

@@ -118,6 +118,11 @@ class Graph:
         return max((op.stage for op in self.ops), default=-1) + 1
 
     @cached_property
+    def micro_batches(self) -> int:
+        """Number of micro-batches."""
+        return max((op.micro for op in self.ops), default=-1) + 1
+
+    @cached_property
     def order(self) -> tuple[int, ...]:
         """A topological order of the operators' numbers, of equals the lower number first."""
         return topological(self.ops, self.deps)

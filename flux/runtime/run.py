@@ -102,7 +102,10 @@ def schedules_of(config: PlanRun, profile: Profile | None = None) -> dict[str, S
     for name, options in config.policies:
         policy = policy_of(name, options)
         schedule = planned(policy, graph, fabric, cost)
-        schedules[label_of(name, options, policy)] = schedule
+        label = label_of(name, options, policy)
+        while label in schedules:  # such as serial, beside a plan that is serial
+            label += ", again"
+        schedules[label] = schedule
     return schedules
 
 

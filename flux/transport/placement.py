@@ -86,7 +86,7 @@ class Placement:
         if transport not in ("send_recv", "nvshmem"):
             return together
         if backend == "cuda" and isinstance(topology, Topology) and topology.world == len(hosts):
-            if topology.nodes > 1 and not topology.placement:
+            if topology.nodes > 1 and not topology.uneven:
                 pairs = zip(hosts, topology.hosts, strict=True)
                 return cls(tuple(f"{host}/{node}" for host, node in pairs))
         elif backend == "cuda" and (transport == "nvshmem" or together.count > 1):

@@ -299,16 +299,6 @@ def test_what_is_built_ahead_replaces_no_other_build(sandbox: Sandbox) -> None:
     assert len(registry.kernels) == len(SM90) and not registry.traced and len(registry.stale) == 2
 
 
-def test_manifests_of_older_versions_are_not_trace_builds(sandbox: Sandbox) -> None:
-    sandbox.compile("--set", "minimal", "--arch", "90a")
-    for path in sandbox.built():
-        content = json.loads(path.with_suffix(".json").read_text())
-        del content["traced"]
-        path.with_suffix(".json").write_text(json.dumps(content))
-    registry = Registry.load([sandbox.cache])
-    assert len(registry.kernels) == len(SM90) and not registry.traced and not registry.damaged
-
-
 def test_doctor_tells_trace_builds_apart(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "package_root", lambda: sandbox.root / "package")
     sandbox.compile("--set", "minimal", "--arch", "90a", "--trace")

@@ -259,8 +259,8 @@ def test_library_loads_from_any_directory(built: RuntimeLibrary, tmp_path: Path)
 
 def test_kernels_do_not_spill_registers(built: RuntimeLibrary) -> None:
     """The relay's stack frame holds an argument of a function that is NVSHMEM's."""
-    assert set(built.usage) == set(runtime.KERNELS)
-    for kernel, usage in built.usage.items():
+    assert set(built.ptxas) == set(runtime.KERNELS)
+    for kernel, usage in built.ptxas.items():
         assert usage.functions == 4 * len(built.archs) and 0 < usage.registers <= 128, kernel
         assert (usage.spill_store_bytes, usage.spill_load_bytes) == (0, 0), kernel
         assert usage.stack_bytes <= (8 if kernel == "relay_kernel" else 0), kernel

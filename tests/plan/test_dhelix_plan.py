@@ -293,7 +293,7 @@ def test_dhelix_gains_where_the_paper_says() -> None:
         ("dhelix", {}, {"micro_batches": 1}, "more than 1 micro-batches"),
         ("dhelix", {}, {"pp": 8}, "16 stages must divide 8 layers"),
         ("dhelix", {"events": 3}, {}, "events must be true or false, got 3"),
-        ("dhelix", {"longest": -1}, {}, "longest must be at least 0, got -1"),
+        ("dhelix", {"longest": -1}, {}, "longest must be an integer of at least 0, got -1"),
         ("wavelet", {"longest": 2}, {}, "no option 'longest'"),
         ("intra_batch", {}, {}, "tp is 1"),
         ("intra_batch", {"chunks": 1}, {}, "chunks must be an integer of at least 2"),

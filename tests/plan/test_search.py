@@ -321,7 +321,7 @@ def test_shrink_is_refused_without_a_plan(words: list[str], message: str) -> Non
     [
         (["--memory", "0"], "memory must be above 0 GB, got 0"),
         (["--policy", "serial", "--policy", "nobody"], "got 'nobody'"),
-        (["--policy", "dhelix:longest=-1"], "longest must be at least 0, got -1"),
+        (["--policy", "dhelix:longest=-1"], "longest must be an integer of at least 0, got -1"),
     ],
     ids=str,
 )

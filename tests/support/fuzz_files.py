@@ -310,7 +310,7 @@ def _read_runtime(path: Path) -> RuntimeLibrary:
 def _check_runtime(library: RuntimeLibrary) -> None:
     texts = (library.package, library.nvshmem, library.sources, library.key, *library.archs)
     assert all(isinstance(text, str) for text in texts) and math.isfinite(library.seconds)
-    assert all(type(used.registers) is int for used in library.usage.values())
+    assert all(type(used.registers) is int for used in library.ptxas.values())
 
 
 # -- what users write ------------------------------------------------------------------------------

@@ -124,6 +124,7 @@ def document() -> dict[str, Any]:
         "versions": {"flux": "0", "torch": "0", "python": "0"},
         "settings": {"world": 8, "dtype": "bfloat16", "backend": "cuda", "sweeps": []},
         "peers": dict(ABSENT),
+        "about": {"async_tp": "PyTorch, torch.ops.symm_mem.fused_*"},
         "entries": entries,
         "timeline": None,
     }

@@ -74,7 +74,7 @@ class SegmentLayout:
             order=Order[knobs.order or "direct"],
             direction=Direction[knobs.direction or "push"],
             mesh=topology.mesh,
-            hosts=topology.placement,
+            hosts=topology.uneven,
         )
         partials = blocks * chunk * row
         if spec.op.scatters:

@@ -91,9 +91,6 @@ class Centauri:
         memory_gb: float = 0.0,
         chunks: int | str = 1,
     ) -> None:
-        for name, on in (("operation", operation), ("model", model), ("substitute", substitute)):
-            if type(on) is not bool:
-                raise ValueError(f"centauri: {name} must be true or false, got {on!r}")
         self.max_chunks = checked_integer("centauri: max_chunks", max_chunks, 1)
         self.prefetch = checked_integer("centauri: prefetch", prefetch, 0)
         if chunks != "auto":
@@ -266,7 +263,7 @@ class Centauri:
         """
         if any(op.micro >= 0 and moves_weights(op) for op in graph.ops):
             return []
-        micros = _micro_batches(graph)
+        micros = graph.micro_batches
         sums = {"gather": 0.0, "scatter": 0.0, "fwd": 0.0, "bwd": 0.0}
         held = 0.0
         for op in graph.ops:
@@ -298,12 +295,8 @@ class Centauri:
 
 def _blocks(graph: Graph, forward: int, backward: int) -> list[list[Block]]:
     """Return the blocks of each pipeline rank (see ``blocks``)."""
-    ranks, micros, chunks = graph.stages, _micro_batches(graph), chunks_of(graph)
+    ranks, micros, chunks = graph.stages, graph.micro_batches, chunks_of(graph)
     return [blocks(rank, ranks, micros, forward, backward, chunks) for rank in range(ranks)]
-
-
-def _micro_batches(graph: Graph) -> int:
-    return max((op.micro for op in graph.ops), default=-1) + 1
 
 
 def _chain(graph: Graph, number: int, cost: CostModel) -> tuple[int, float]:

@@ -162,7 +162,7 @@ def limited(graph: Graph, passes: Sequence[Sequence[Action]], stages: int, prefe
 
 def window(graph: Graph, layers: int = 4) -> Graph:
     """Return what the first layers of the first stage do in the first and the last micro-batch."""
-    micros = {0, max((op.micro for op in graph.ops), default=0)}
+    micros = {0, graph.micro_batches - 1}
     chosen = sorted({op.layer for op in graph.ops if op.stage == 0 and op.layer >= 0})[:layers]
     kept = [
         number

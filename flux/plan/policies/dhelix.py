@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import networkx as nx
 
+from flux.core.integers import checked_integer
 from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
 from flux.plan.cost import CostModel
@@ -94,11 +95,8 @@ class DHelix:
     name = "dhelix"
 
     def __init__(self, events: bool = True, longest: int = 0) -> None:
-        if type(events) is not bool:
-            raise ValueError(f"{self.name}: events must be true or false, got {events!r}")
-        if type(longest) is not int or longest < 0:
-            raise ValueError(f"{self.name}: longest must be at least 0, got {longest!r}")
-        self.events, self.longest = events, longest
+        self.events = events
+        self.longest = checked_integer(f"{self.name}: longest", longest, 0)
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
         """Return the graph; with pipeline parallelism the model is folded.
@@ -108,11 +106,10 @@ class DHelix:
                 interleaved; or layers that the stages of a folded model do not divide.
         """
         ranks = fabric.parallel.pp
-        micro_batches = 1 + max((op.micro for op in graph.ops), default=-1)
-        if micro_batches <= ranks:
+        if graph.micro_batches <= ranks:
             raise ValueError(
                 f"{self.name} interleaves what is more than {ranks} micro-batches (one for each "
-                f"pipeline rank), and the step has {micro_batches}"
+                f"pipeline rank), and the step has {graph.micro_batches}"
             )
         if ranks == 1:
             return graph
@@ -121,11 +118,10 @@ class DHelix:
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return the schedule, with streams for compute, links inside a host, and ports."""
         ranks = graph.stages
-        micro_batches = 1 + max((op.micro for op in graph.ops), default=-1)
         plan = self.pairing(graph, cost)
         return scheduled(
             graph,
-            strand_blocks(ranks, micro_batches),
+            strand_blocks(ranks, graph.micro_batches),
             2 * ranks if ranks > 1 else 1,
             self.name,
             merge=by_layer(graph, plan, cost),

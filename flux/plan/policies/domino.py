@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flux.core.integers import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import FUSED, Graph, Operator, replaced
@@ -54,9 +55,8 @@ class DominoPolicy:
         order: str = "staggered",
         fused: str = "none",
     ) -> None:
-        for name, value in (("slices", slices), ("columns", columns)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"domino: {name} must be an integer of at least 1, got {value!r}")
+        slices = checked_integer("domino: slices", slices, 1)
+        columns = checked_integer("domino: columns", columns, 1)
         if slices == columns == 1:
             raise ValueError("domino: slices or columns must be at least 2, or nothing is cut")
         if order not in ORDERS:

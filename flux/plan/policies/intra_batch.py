@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flux.core.integers import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, Operator, replaced
@@ -34,11 +35,7 @@ class IntraBatch:
     name = "intra_batch"
 
     def __init__(self, chunks: int = 4) -> None:
-        if type(chunks) is not int or chunks < 2:
-            raise ValueError(
-                f"intra_batch: chunks must be an integer of at least 2, got {chunks!r}"
-            )
-        self.chunks = chunks
+        self.chunks = checked_integer("intra_batch: chunks", chunks, 2)
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
         """Return the graph with GEMMs and collectives cut.

@@ -49,11 +49,10 @@ def sequences(
         within: returns the order of a pass's operators; it gets "F", "B" or "S", and their numbers.
     """
     passes = by_pass(graph)
-    micro_batches = max((op.micro for op in graph.ops), default=-1) + 1
     out = []
     for stage in range(graph.stages):
         order: list[int] = []
-        for kind, micro in one_f_one_b(stage, graph.stages, micro_batches):
+        for kind, micro in one_f_one_b(stage, graph.stages, graph.micro_batches):
             order += within(kind, passes.get((stage, kind, micro), []))
         out.append(order + list(within("S", passes.get((stage, "S", -1), []))))
     return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from flux.core.integers import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, Operator
@@ -23,10 +24,6 @@ from flux.plan.policies.interleave import (
 from flux.plan.policies.pairing import Pairing, pair
 from flux.plan.policies.torch_rows import blocks_of
 from flux.plan.schedule import StepSchedule
-
-
-def _micro_batches(graph: Graph) -> int:
-    return 1 + max((op.micro for op in graph.ops), default=-1)
 
 
 def _beside_sends(op: Operator) -> str:
@@ -55,7 +52,7 @@ class _TorchPipeline:
         if ranks == 1:
             raise ValueError(f"{self.name} is a pipeline, and pp is 1")
         stages = self._stages(graph, ranks)
-        blocks_of(self.schedule, ranks, stages, _micro_batches(graph))  # raises, if there are none
+        blocks_of(self.schedule, ranks, stages, graph.micro_batches)  # raises, if there are none
         return placed(graph, stages, self._rank_of(ranks))
 
     def _stages(self, graph: Graph, ranks: int) -> int:
@@ -73,7 +70,7 @@ class _TorchPipeline:
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return the schedule."""
         stages = self._stages(graph, graph.stages)
-        blocks = blocks_of(self.schedule, graph.stages, stages, _micro_batches(graph))
+        blocks = blocks_of(self.schedule, graph.stages, stages, graph.micro_batches)
         merge = self._merge(graph, cost)
         return scheduled(graph, blocks, stages, self.name, merge=merge, stream=self._stream)
 
@@ -89,11 +86,7 @@ class Interleaved1F1B(_TorchPipeline):
     schedule = "Interleaved1F1B"
 
     def __init__(self, chunks: int = 2) -> None:
-        if type(chunks) is not int or chunks < 2:
-            raise ValueError(
-                f"interleaved: chunks must be an integer of at least 2, got {chunks!r}"
-            )
-        self.chunks = chunks
+        self.chunks = checked_integer("interleaved: chunks", chunks, 2)
 
     def _stages(self, graph: Graph, ranks: int) -> int:
         return self.chunks * ranks
@@ -121,8 +114,6 @@ class DualPipeV(_TorchPipeline):
     schedule = "DualPipeV"
 
     def __init__(self, paired: bool = True) -> None:
-        if type(paired) is not bool:
-            raise ValueError(f"dualpipev: paired must be true or false, got {paired!r}")
         self.paired = paired
 
     def _merge(self, graph: Graph, cost: CostModel) -> Merge:
@@ -157,7 +148,7 @@ class Combined1F1B:
         """
         if not any(op.kind == "all_to_all" for op in graph.ops):
             raise ValueError("combined hides AllToAll of experts, and ep is 1")
-        if _micro_batches(graph) < 2:
+        if graph.micro_batches < 2:
             raise ValueError("combined needs at least 2 micro-batches, and the step has 1")
         return placed(graph, fabric.parallel.pp, lambda stage: stage)
 
@@ -168,7 +159,7 @@ class Combined1F1B:
             return op.resource if op.kind in ("all_to_all", "send") else "comp"
 
         ranks = graph.stages
-        blocks = [combined_blocks(rank, ranks, _micro_batches(graph)) for rank in range(ranks)]
+        blocks = [combined_blocks(rank, ranks, graph.micro_batches) for rank in range(ranks)]
         merge = by_layer(graph, self._pairing(graph), cost)
         return scheduled(graph, blocks, ranks, self.name, merge=merge, stream=stream)
 

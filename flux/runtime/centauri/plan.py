@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
+from flux.core.integers import checked_integer
+
 UnitOf = tuple[str, nn.Module, list[tuple[str, nn.Parameter]]]
 """(name, module, parameters by name) of what is gathered together."""
 
@@ -62,10 +64,8 @@ class RuntimePlan:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        for name, least in (("chunk_bytes", 0), ("prefetch", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        for name in ("chunk_bytes", "prefetch"):
+            checked_integer(name, getattr(self, name), 0)
         for name in ("by_group", "reshard_after_forward", "replicate", "overlap"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
 from flux.core.dtypes import DTYPES
-from flux.core.integers import ceil_div, round_up
+from flux.core.integers import ceil_div, checked_integer, round_up
 from flux.machine.cluster import Cluster, load_cluster
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
@@ -116,8 +116,7 @@ def plan_run(
         ValueError: arguments that cannot be, or links whose speed is not known.
     """
     fixed = RuntimePlan() if fixed is None else fixed
-    if type(tokens) is not int or tokens < 1:
-        raise ValueError(f"tokens must be an integer of at least 1, got {tokens!r}")
+    checked_integer("tokens", tokens, 1)
     replicas, hosts, ranks = _sizes(mesh, fixed)
     described = load_cluster(cluster) if isinstance(cluster, str) else cluster
     described = replace(described, hosts=replicas * hosts, devices=ranks)

@@ -48,6 +48,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from flux.core.integers import checked_integer
 from flux.plan.policies.domino import ORDERS
 from flux.runtime.domino.trees import HOWS, Joiner, leaves, mapped
 from flux.runtime.slices import Slices, running
@@ -185,8 +186,7 @@ class Domino(nn.Module):
     ) -> None:
         super().__init__()
         for name, value in (("slices", slices), ("columns", columns)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            checked_integer(name, value, 1)
         if order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
         if scalars not in (None, "mean", "sum"):
