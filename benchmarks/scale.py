@@ -22,16 +22,12 @@ from typing import Any, NamedTuple
 
 from common import ROOT, keep, markdown, percent, unbroken
 
-from flux.core.collector import paused_collector
 from flux.core.integers import ceil_div
 from flux.core.version import __version__
 from flux.machine.cluster import load_cluster
-from flux.plan.build import build_step
-from flux.plan.cost import AnalyticCost
-from flux.plan.fabric import Fabric
+from flux.plan.compare import compared
 from flux.plan.model import Parallel, TrainingStep, step_of
-from flux.plan.policies import planned, policy_of
-from flux.plan.simulate import Timeline, simulate
+from flux.plan.simulate import Timeline
 
 RESULT = ROOT / "benchmarks" / "results" / "plan" / "scale.json"
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -131,20 +127,14 @@ def timelines(case: Case, policies: Sequence[str] = tuple(POLICIES)) -> dict[str
     Raises:
         ValueError: the step does not fit into the memory of a device.
     """
-    step, cluster = case.step(), load_cluster(case.cluster)
-    hosts = max(cluster.hosts, ceil_div(case.gpus, cluster.devices))
-    fabric = Fabric(replace(cluster, hosts=hosts), step.parallel)
-    cost = AnalyticCost(fabric, step.dtype, step.itemsize)
+    cluster = load_cluster(case.cluster)
+    cluster = replace(cluster, hosts=max(cluster.hosts, ceil_div(case.gpus, cluster.devices)))
     timeline_of = {}
-    with paused_collector():
-        graph = build_step(step, fabric)
-        for label in policies:
-            schedule = planned(policy_of(*POLICIES[label]), graph, fabric, cost)
-            timeline_of[label] = simulate(schedule, cost)
-    for label, timeline in timeline_of.items():
-        needed = timeline.peak_memory_bytes / 1e9
-        if needed > cluster.device.memory_gb:
-            raise ValueError(f"{case}: {label} needs {needed:.0f} GB")
+    outcomes = compared([POLICIES[label] for label in policies], case.step(), cluster)
+    for label, (_, timeline, reason) in zip(policies, outcomes, strict=True):
+        if timeline is None or reason:
+            raise ValueError(f"{case}: {label}: {reason}")
+        timeline_of[label] = timeline
     return timeline_of
 
 

@@ -56,21 +56,14 @@ def members(parallel: Parallel, group: str) -> list[list[int]]:
             for first in range(len(ranks))
             if (places := group_partition(part.mesh, first)[part.dim])[0] == first
         ]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(parallel.world):
-        at = coordinates(parallel, rank)
-        within, beyond = at["dp"] % parallel.ep, at["dp"] // parallel.ep
-        others = [at[name] for name in _STRIDES if name not in (group, "dp")]
-        if group == "ep":
-            key = (*others, beyond)
-        elif group == "edp":
-            key = (*others, within)
-        elif group == "dp":
-            key = tuple(others)
-        else:
-            key = (*others, at["dp"])
-        groups.setdefault(key, []).append(rank)
-    return list(groups.values())
+    p = parallel
+    ranks = torch.arange(p.world).view(p.pp, p.dp // p.ep, p.ep, p.cp, p.tp)
+    inside = {"pp": (0,), "edp": (1,), "ep": (2,), "dp": (1, 2), "cp": (3,), "tp": (4,)}[group]
+    beside = [dim for dim in range(ranks.ndim) if dim not in inside]
+    groups: list[list[int]] = (
+        ranks.permute(*beside, *inside).flatten(len(beside)).flatten(0, -2).tolist()
+    )
+    return groups
 
 
 class OperatorWork:
