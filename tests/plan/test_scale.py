@@ -48,5 +48,5 @@ def test_no_overlap_beats_the_closed_forms(case: scale.Case) -> None:
 
 def test_a_step_that_does_not_fit_is_refused() -> None:
     case = scale.Case("test", "llama3-70b", "dhelix-a40", 8, 1, 1, 2, 1)
-    with pytest.raises(ValueError, match="serial needs"):
+    with pytest.raises(ValueError, match="serial: a device needs"):
         scale.timelines(case)
