@@ -1,0 +1,99 @@
+"""Whole models that answer prompts, in Transformers and vLLM: stock beside flux.
+
+    python benchmarks/serving.py [--programs transformers] [--links none 1gbit] [--repeats 9]
+
+Links other than `none` need root and iproute2: hosts are network namespaces. Needs the program that
+is measured. A Llama-3 8B divided by 8, eight layers, random weights, float32, one thread per rank.
+One raw JSON per run goes to benchmarks/results/serving/; the table goes to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import LINK_NAMES, conditions, markdown, measured, milliseconds, unbroken
+
+RESULTS = Path("benchmarks", "results", "serving")
+PROGRAMS = ("transformers", "vllm")
+LINKS = ("none", "1gbit", "10gbit")
+LAYOUTS = ("1", "2")
+"""Ranks of a host."""
+PHASES = (("prefill", 512), ("prefill", 2048), ("decode", 1), ("decode", 8))
+NAMES = {"prefill": "TTFT, prompt {}", "decode": "TPOT, batch {}"}
+
+
+def runs(
+    programs: Sequence[str] = PROGRAMS, links: Sequence[str] = LINKS
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (program, link, ranks of a host)."""
+    for program in programs:
+        for link in links:
+            for layout in LAYOUTS[1:] if link == "none" else LAYOUTS:
+                yield program, link, layout
+
+
+def path_of(program: str, link: str, layout: str) -> Path:
+    """Return where the raw JSON of a run is."""
+    return RESULTS / f"{program}_{link}_{layout}.json"
+
+
+def run(program: str, link: str, layout: str, repeats: int) -> dict[str, Any]:
+    ranks = int(layout) * (1 if link == "none" else 2)
+    arguments = ["bench", "serve", "--program", program, "--nproc", str(ranks)]
+    arguments += ["--repeats", str(repeats), *([] if link == "none" else ["--no-alone"])]
+    arguments += ["--hosts", "2", "--link-rate", link] if link != "none" else []
+    return measured(arguments, path_of(program, link, layout))
+
+
+def interval_text(ends: Sequence[float] | None) -> str:
+    """Return nothing for fewer repeats than an interval needs."""
+    return "" if ends is None else f" ({ends[0]:.2f} to {ends[1]:.2f})"
+
+
+def place_of(document: dict[str, Any]) -> str:
+    """Return hosts, ranks and link of a run."""
+    if document["hosts"] == 1:
+        return f"one host, {document['world']} ranks"
+    ranks = document["world"] // document["hosts"]
+    link = document["link_rate"]
+    return f"2 x {ranks}, {LINK_NAMES.get(link, link)}"
+
+
+def rows(document: dict[str, Any]) -> Iterable[list[str]]:
+    for phase in document["phases"]:
+        median = phase["median_ms"]
+        alone = phase.get("ratio_to_alone")
+        yield [
+            document["program"],
+            unbroken(place_of(document)),
+            unbroken(NAMES[phase["kind"]].format(phase["size"])),
+            f"**{phase['ratio_to_stock']:.2f}**" + interval_text(phase["ratio_to_stock_interval"]),
+            *(milliseconds(median[form]) for form in ("stock", "flux")),
+            "" if alone is None else f"{alone:.2f}",
+        ]
+
+
+HEADER = ["program", "hosts x ranks", "time", "ratio to stock", "stock ms", "flux ms"]
+HEADER += ["ratio to one rank alone"]
+
+
+def table(documents: list[dict[str, Any]]) -> str:
+    """Return every phase of every run, a line each."""
+    lines = [line for document in documents for line in rows(document)]
+    return f"{markdown(HEADER, lines)}\n\n{conditions(documents[0])}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--programs", nargs="*", default=PROGRAMS, help="programs to measure")
+    parser.add_argument("--links", nargs="*", default=LINKS, help="rates of links between hosts")
+    parser.add_argument("--repeats", type=int, default=9, help="timed repeats")
+    options = parser.parse_args()
+    print(table([run(*case, options.repeats) for case in runs(options.programs, options.links)]))
+
+
+if __name__ == "__main__":
+    main()
