@@ -70,7 +70,7 @@ endif
 # Else ninja would look for a share of these jobs.
 unexport MAKEFLAGS
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-core stress mutants emulator docs lint format tsan asan check-device kernels emulated-kernels clean distclean FORCE
+.PHONY: help bench test test-core stress mutants emulator docs lint format clients tsan asan check-device kernels emulated-kernels clean distclean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -91,6 +91,10 @@ test-core: $(PYTEST_NEEDS) ## run the core tests, which CI does with the oldest 
 
 stress: $(PYTEST_NEEDS) ## run the longest tests with more calls and cases; make test runs a part
 	@FLUX_TEST_STRESS=$(STRESS) $(BIN)/pytest -n $(WORKERS) --timeout 3000 $(STRESS_TESTS) $(ARGS)
+
+# One worker for a file: its ranks import the program once.
+clients: $(PYTEST_NEEDS) $(VENV)/clients-installed ## run the tests of real programs, such as Transformers
+	@$(BIN)/pytest -n $(WORKERS) --dist loadfile tests/clients $(ARGS)
 
 mutants: $(PYTEST_NEEDS) ## seed faults one by one, and say which test finds each
 	@$(BIN)/python tools/mutants.py $(ARGS)
@@ -172,6 +176,12 @@ $(VENV)/requirements-installed: $(VENV)/build-installed
 	$(BIN)/python tools/requirements.py > $(VENV)/requirements.txt
 	$(INSTALL) '$(TORCH)' -r $(VENV)/requirements.txt
 	@touch $(VENV)/run-installed $@
+
+# Programs that flux runs inside.
+$(VENV)/clients-installed: $(VENV)/requirements-installed
+	$(BIN)/python tools/requirements.py clients > $(VENV)/requirements-clients.txt
+	$(INSTALL) '$(TORCH)' -r $(VENV)/requirements-clients.txt
+	@touch $@
 
 # CUTLASS, NVSHMEM, and nvcc where the machine has none.
 $(VENV)/cuda-installed: $(VENV)/requirements-installed

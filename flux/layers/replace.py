@@ -32,7 +32,8 @@ def replace_linears(
     Other models, with a tensor-parallel plan as for ``parallelize_module``: the model is
     parallelized by that plan, with our form of ``ColwiseParallel`` and ``RowwiseParallel`` for
     linear layers (flux.layers.dtensor). Hugging Face's names of styles ("colwise", "rowwise", ...)
-    work too. A Hugging Face model may bring its plan, as ``tp_plan`` or ``_tp_plan``. Modules that
+    work too. A Hugging Face model may bring its plan, as ``tp_plan`` or ``_tp_plan``; then every
+    style of Transformers serves, which applies those that are not fused. Modules that
     share a parameter share it afterwards, also those that the plan does not name
     (flux/layers/planned.py). Make optimizers afterwards: parameters become new objects.
 
@@ -93,14 +94,19 @@ def _apply_plan(
 ) -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from flux.layers import dtensor
+    from flux.layers import dtensor, huggingface
     from flux.layers.planned import apply_plan
 
     if isinstance(mesh, dist.ProcessGroup):
         mesh = DeviceMesh.from_group(mesh, _device_type(model))
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, got {mesh}")
-    apply_plan(model, {name: dtensor.fused_style(s) for name, s in plan.items()}, mesh)
+    pretrained = huggingface.is_pretrained(model)
+    if pretrained:
+        styles = huggingface.styles_of(model, plan)
+    else:
+        styles = {name: dtensor.fused_style(style) for name, style in plan.items()}
+    apply_plan(model, styles, mesh)
 
 
 def _device_type(model: nn.Module) -> str:
