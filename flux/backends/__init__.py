@@ -15,33 +15,6 @@ if TYPE_CHECKING:
     from flux.transport.placement import Placement
 
 
-def make_cpu_backend(
-    spec: OpSpec,
-    exchange: Exchange,
-    choice: Choice,
-    topology: Topology,
-    placement: Placement,
-    timeout_s: float,
-) -> Backend:
-    """Build the CPU executor of an op; its modules load here. Collective.
-
-    Args:
-        spec: the op's problem.
-        exchange: its ranks.
-        choice: the knobs of its calls.
-        topology: the mesh of ranks.
-        placement: which ranks share memory.
-        timeout_s: of each wait, in seconds.
-
-    Raises:
-        OSError: on every rank, when there is not enough shared memory on one.
-        PeerTimeoutError: a peer did not connect in time.
-    """
-    from flux.backends.cpu.backend import CpuBackend
-
-    return CpuBackend(spec, exchange, choice, topology, placement, timeout_s)
-
-
 def make_cuda_backend(
     spec: OpSpec,
     exchange: Exchange | None,

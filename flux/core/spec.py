@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import torch
 
@@ -105,17 +103,11 @@ class OpSpec:
         return self.op.gathers and self.scaling == "row"
 
     @property
-    def travelling_row_bytes(self) -> int:
-        """Bytes of a communicated row: of x with its scale, if any, or of partial results."""
-        scale = SCALE_BYTES if self.scales_travel else 0
-        return self.row_elements() * self.itemsize + scale
-
-    @property
-    def travelling_dtype(self) -> torch.dtype:
-        """Dtype of the communicated rows as the transport sees them."""
+    def travelling_row(self) -> tuple[int, torch.dtype]:
+        """Elements and dtype of a communicated row as the transport sees it: bytes with a scale."""
         if self.scales_travel:
-            return torch.uint8
-        return self.dtype if self.op.gathers else self.out_dtype
+            return self.k * self.itemsize + SCALE_BYTES, torch.uint8
+        return (self.k, self.dtype) if self.op.gathers else (self.n[0], self.out_dtype)
 
     def row_elements(self) -> int:
         """Return the elements of a communicated row: of the input (AllGather) or of the result."""
@@ -124,12 +116,3 @@ class OpSpec:
     def digest(self, m: int, biased: bool) -> int:
         """Return a number that is equal on all ranks of a call that fits together."""
         return m if self.op.gathers else m * 2 + biased
-
-    def fields(self) -> dict[str, object]:
-        """Return name -> value of everything that ranks must agree on."""
-        return asdict(self)
-
-
-def as_sizes(n: int | Sequence[int]) -> tuple[int, ...]:
-    """Return ``n``, one size or one per weight, as a tuple."""
-    return tuple(n) if isinstance(n, (list, tuple)) else (cast(int, n),)

@@ -7,15 +7,17 @@ import os
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
 from flux import _C
-from flux.backends import make_cpu_backend, make_cuda_backend
+from flux.backends import make_cuda_backend
+from flux.backends.cpu.backend import CpuBackend
 from flux.backends.unfused import UnfusedBackend
 from flux.core.backend import NO_HOOKS, Backend, OverlapHooks
 from flux.core.call import CallChecker, Gemm
@@ -23,21 +25,18 @@ from flux.core.env import CHECK, KERNEL_CHOICE
 from flux.core.exclusive import Admission, Exclusive
 from flux.core.knobs import Knobs, Op
 from flux.core.schedule import TileSchedule
-from flux.core.spec import OpSpec, as_sizes
+from flux.core.spec import OpSpec
 from flux.core.topology import Topology
 from flux.ops import torch_internals
 from flux.ops.comparison import Comparison
 from flux.ops.executor import (
     built_together,
     check_executor,
-    check_hosts,
+    check_mesh,
     check_options,
     open_exchange,
     open_gpus,
     places_of,
-    refuse_capture,
-    resolve_knobs,
-    resolve_topology,
 )
 from flux.ops.transforms import NO_FORWARD_MODE, call
 from flux.select import choose as choice
@@ -105,33 +104,38 @@ class TensorParallelOp:
         self._begun = False  # the peers count the call that is inside, and it has not ended
         self._ending = False  # close() was called while a call was inside
         self._released = False  # True: nothing is left to give back
-        exchange = open_exchange(group, type(self).__name__)
-        # Nothing may be exchanged while a stream is captured, which it is on all ranks or on none.
-        refuse_capture(type(self).__name__, exchange)
+        label = type(self).__name__
+        exchange = open_exchange(group, label)
         # Memory of the op outlives modes: fake tensors, a default device, inference mode.
         give_up = partial(self._release, failed=True)
         with torch_internals.outside_modes(), built_together(exchange, timeout_s, give_up):
+            # 1. Check this rank's arguments, then compare them with those of the peers.
             spec: OpSpec | None = None
-            knobs = Knobs()
+            fixed = tuning if isinstance(tuning, Fixed) else None
+            knobs = fixed.given if fixed is not None else Knobs()
             problem: Exception | None = None
-            label = type(self).__name__
             places = places_of(exchange, backend)
             placement: Placement | None = None
             try:
-                sizes = (max_m, as_sizes(n), k, dtype, transpose_weight, reduce)
-                spec = OpSpec(self.kind, *sizes, activation, scaling)
-                knobs = resolve_knobs(label, tuning.given if isinstance(tuning, Fixed) else tuning)
+                columns = tuple(n) if isinstance(n, (list, tuple)) else (n,)
+                sizes = (max_m, cast("tuple[int, ...]", columns), k, dtype)
+                spec = OpSpec(self.kind, *sizes, transpose_weight, reduce, activation, scaling)
+                if isinstance(tuning, Knobs):
+                    knobs = tuning
+                elif fixed is None and tuning not in ("cache", "off"):
+                    text = f"tuning must be 'cache', 'off' or flux.Knobs, got {tuning!r}"
+                    raise ValueError(f"{label}: {text}")
                 backend = check_executor(label, spec, exchange, knobs, backend, transport)
                 placement = Placement.of_op(places, backend, transport, topology)
-                topology = resolve_topology(label, topology, placement)
-                check_options(label, spec, knobs, topology, timeout_s)
-                knobs = check_hosts(label, placement, topology, knobs, backend, transport)
+                mesh = (placement, topology, knobs, backend, transport)
+                topology, knobs = check_mesh(label, *mesh)
+                check_options(label, spec, topology.world, timeout_s)
             except (TypeError, ValueError) as error:
                 problem = error
             tuned = tuning == "cache"
-            kernel = tuning.kernel if isinstance(tuning, Fixed) else None
-            options = {
-                **(spec.fields() if spec else {}),
+            kernel = fixed.kernel if fixed is not None else None
+            agreed = {
+                **(asdict(spec) if spec else {}),
                 "backend": backend,
                 "tuning": "cache" if tuned else "off",
                 "knobs": str(knobs),
@@ -140,9 +144,10 @@ class TensorParallelOp:
                 "topology": str(topology),
                 KERNEL_CHOICE.name: os.environ.get(KERNEL_CHOICE.name, ""),
             }
-            exchange.agree(label, problem, options)
+            exchange.agree(label, problem, agreed)
             assert spec is not None and topology is not None
             assert placement is not None and backend is not None
+            # 2. Choose knobs, and allocate what calls need.
             self.spec = spec
             self.knobs = knobs
             self.world = exchange.world
@@ -171,7 +176,7 @@ class TensorParallelOp:
                     spec, of_group, gpus, self._choice, topology, processes, timeout_s
                 )
             elif self.world > 1 and isinstance(exchange, Exchange):
-                self._backend = make_cpu_backend(
+                self._backend = CpuBackend(
                     spec, exchange, self._choice, topology, placement, timeout_s
                 )
                 self._unfused.watch(self._backend.look, self._backend.silent_peer)

@@ -29,10 +29,26 @@ TRANSPORTS = {"cpu": ("shm", "send_recv"), "cuda": ("symm_mem", "send_recv", "nv
 def open_exchange(
     group: dist.ProcessGroup | OneGpuRank | str | None, label: str
 ) -> Exchange | OneGpuExchange:
-    """Return the exchange of the ranks that an op's ``group`` argument names."""
+    """Return the exchange of the ranks that an op's ``group`` argument names.
+
+    Raises:
+        ValueError: the stream is captured, on all ranks or on none, so nothing may be exchanged;
+            or there is no such group.
+    """
+    exchange: Exchange | OneGpuExchange
     if isinstance(group, OneGpuRank):
-        return OneGpuExchange(group, label)
-    return Exchange(resolve_group(group), label)
+        exchange = OneGpuExchange(group, label)
+        device = exchange.device
+        capturing = device.driver.capture(device.current_stream()) != 0
+    else:
+        exchange = Exchange(resolve_group(group), label)
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if capturing:
+        raise ValueError(
+            f"{label}: an op cannot be built while a CUDA graph is captured, as its ranks meet "
+            "then. Build it before; for functional ops, make the call once before"
+        )
+    return exchange
 
 
 @contextmanager
@@ -66,24 +82,6 @@ def built_together(
         if isinstance(exchange, Exchange) and isinstance(error, Exception):  # no Ctrl-C
             exchange.tell_failure(error, timeout_s if valid else TELL_S)
         raise
-
-
-def refuse_capture(label: str, exchange: Exchange | OneGpuExchange) -> None:
-    """Refuse to build an op while its stream is captured, before its ranks would meet.
-
-    Raises:
-        ValueError: it is.
-    """
-    if isinstance(exchange, OneGpuExchange):
-        device = exchange.device
-        capturing = device.driver.capture(device.current_stream()) != 0
-    else:
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if capturing:
-        raise ValueError(
-            f"{label}: an op cannot be built while a CUDA graph is captured, as its ranks meet "
-            "then. Build it before; for functional ops, make the call once before"
-        )
 
 
 def places_of(exchange: Exchange | OneGpuExchange, backend: str | None) -> list[RankPlace]:
@@ -130,35 +128,8 @@ def open_gpus(
     return open_nodes(exchange, nodes, timeout_s)
 
 
-def resolve_knobs(label: str, tuning: str | Knobs) -> Knobs:
-    """Return the knobs that ``tuning`` names."""
-    if isinstance(tuning, Knobs):
-        return tuning
-    if tuning not in ("cache", "off"):
-        raise ValueError(f"{label}: tuning must be 'cache', 'off' or flux.Knobs, got {tuning!r}")
-    return Knobs()  # what "cache" means is found out once all ranks agree: flux/select/choose.py
-
-
-def resolve_topology(label: str, topology: Topology | None, placement: Placement) -> Topology:
-    """Return the mesh of ranks: ``topology``, or one node per host."""
-    world = len(placement.nodes)
-    if topology is None:
-        return placement.topology
-    if not isinstance(topology, Topology):
-        raise TypeError(f"{label}: topology must be a flux.Topology or None, got {topology!r}")
-    if topology.world != world:
-        raise ValueError(
-            f"{label}: topology has {topology.world} ranks ({topology}), the group has {world}"
-        )
-    return topology
-
-
-def check_options(
-    label: str, spec: OpSpec, knobs: Knobs, topology: Topology, timeout_s: float
-) -> None:
+def check_options(label: str, spec: OpSpec, world: int, timeout_s: float) -> None:
     """Raise for options and environment variables that no backend supports."""
-    check_legal(knobs, topology)
-    world = topology.world
     if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MOST_SECONDS):
         raise ValueError(
             f"{label}: timeout_s must be a positive number up to {MOST_SECONDS:g}, "
@@ -253,21 +224,33 @@ def _or(names: Sequence[str]) -> str:
     return " or ".join(["None", *map(repr, names)])
 
 
-def check_hosts(
+def check_mesh(
     label: str,
     placement: Placement,
-    topology: Topology,
+    topology: Topology | None,
     knobs: Knobs,
     backend: str,
     transport: str | None,
-) -> Knobs:
-    """Return the knobs for ranks on these hosts: between hosts rows are pushed, never pulled."""
-    hosts = placement.count
+) -> tuple[Topology, Knobs]:
+    """Return the mesh of ranks, by default one node per host, and the knobs for it.
+
+    Between hosts rows are pushed, never pulled.
+    """
+    hosts, world = placement.count, len(placement.nodes)
+    if topology is None:
+        topology = placement.topology
+    elif not isinstance(topology, Topology):
+        raise TypeError(f"{label}: topology must be a flux.Topology or None, got {topology!r}")
+    elif topology.world != world:
+        raise ValueError(
+            f"{label}: topology has {topology.world} ranks ({topology}), the group has {world}"
+        )
+    check_legal(knobs, topology)
     reason = reason_gpus_unsupported(placement) if backend == "cuda" else None
     if reason is not None:
         raise ValueError(f"{label}: {reason}")
     if hosts == 1:
-        return knobs
+        return topology, knobs
     if transport in ("shm", "symm_mem"):
         raise ValueError(
             f"{label}: the ranks of the group are on {hosts} hosts, and transport={transport!r} "
@@ -275,10 +258,10 @@ def check_hosts(
         )
     if backend == "cuda":
         _check_nodes(label, placement, topology, knobs)
-        return knobs
+        return topology, knobs
     if knobs.direction == "pull":
         raise ValueError(
             f"{label}: direction = pull needs memory that peers can read, but the ranks are on "
             f"{hosts} hosts; use push"
         )
-    return replace(knobs, direction="push")
+    return topology, replace(knobs, direction="push")

@@ -56,7 +56,8 @@ class Abandonable(Generic[T]):
     def __init__(self, body: Callable[[], T], threads: Threads | None = None) -> None:
         self._body = body
         self._value: T | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """What the call has raised. No signal handler runs on its thread, so it is the call's."""
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self.done = False
         """Whether the call has returned or raised."""
@@ -75,7 +76,7 @@ class Abandonable(Generic[T]):
         this = threading.current_thread()
         with _membership:
             if _ended:  # this thread would not be stopped any more
-                self._error = RuntimeError("the program is exiting")
+                self.error = RuntimeError("the program is exiting")
                 return
             _inside.add(this)
         try:
@@ -83,7 +84,7 @@ class Abandonable(Generic[T]):
                 torch.cuda.set_device(self._device)  # the current device is per thread
             self._value = self._body()
         except BaseException as error:
-            self._error = error
+            self.error = error
         finally:
             del self._body
             with _membership:
@@ -104,18 +105,13 @@ class Abandonable(Generic[T]):
             self._running.release()
         return self.done
 
-    @property
-    def error(self) -> BaseException | None:
-        """What the call has raised. No signal handler runs on its thread, so it is the call's."""
-        return self._error
-
     def result(self) -> T:
         """Return the call's value, or raise its error."""
-        if self._error is not None:
+        if self.error is not None:
             try:
-                raise self._error
+                raise self.error
             finally:
-                self._error = None  # its traceback would keep the caller's objects alive
+                self.error = None  # its traceback would keep the caller's objects alive
         return cast(T, self._value)
 
 

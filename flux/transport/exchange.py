@@ -57,8 +57,8 @@ def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
 
 def is_fake(group: dist.ProcessGroup) -> bool:
     """Return whether the ranks of a group are pretended (torch.testing's backend "fake")."""
-    parts = dist.get_backend(group).split(",")  # "gloo", or "cpu:gloo,cuda:nccl"
-    return any(part.rpartition(":")[2] == "fake" for part in parts)
+    backends = dist.get_backend(group)  # "gloo", or "cpu:gloo,cuda:nccl"
+    return "fake" in backends.replace(":", ",").split(",")
 
 
 class OfGroup:
@@ -153,12 +153,38 @@ class Exchange(OfGroup):
             PeerTimeoutError: a peer died, or did not arrive within ``timeout_s``. The group cannot
                 be used again: this rank's part of a collective is left in it.
         """
-        values = self._gather((None, value), extra_s)
-        failures = [failure for failure, _ in values if failure is not None]
+        if self.world == 1:
+            return [value]
+        if is_fake(self.group):
+            self._ended = True
+            raise ValueError(
+                f"{self.label}: the process group has the backend 'fake', whose other ranks do not "
+                "exist: an op needs real ones. Layers take fake and meta tensors there"
+            )
+        if self.group in _lost:
+            self._ended = True
+            raise PeerTimeoutError(
+                f"{self.label}: {self._name} stopped waiting for its peers earlier and left a "
+                "collective unfinished in the process group: use a new group"
+            )
+        try:
+            # Unfinished from here on, whatever is raised between two lines: by a signal handler of
+            # the user, say. The next exchange would receive what this one was sent.
+            _lost.add(self.group)
+            call = self._start(None, value)
+            self._wait(call, "exchange what an op is built from", extra_s)
+            if call.error is not None:
+                raise self._lost_while_building(call.error)
+            entries = call.result()
+            _lost.discard(self.group)
+        except BaseException:
+            self._give_up()
+            raise
+        failures = [failure for failure, _ in entries if failure is not None]
         if failures:
             self._ended = True
             raise _peer_failed(self.label, failures)
-        return [cast(T, value) for _, value in values]
+        return [cast(T, value) for _, value in entries]
 
     def tell_failure(self, error: Exception, timeout_s: float) -> None:
         """Take part in the peers' next exchange with the message that this rank has failed.
@@ -186,7 +212,7 @@ class Exchange(OfGroup):
         for exchange in self._linked:
             if not exchange._ended and exchange.group not in _lost and exchange.world > 1:
                 exchange._ended = True
-                calls.append((exchange.group, exchange._start((failure, None))))
+                calls.append((exchange.group, exchange._start(failure, None)))
         patience = Patience(max(timeout_s, LEAST_S))
         for group, call in calls:
             with _losing(group, call):
@@ -205,25 +231,16 @@ class Exchange(OfGroup):
             PeerTimeoutError: the call took longer than ``timeout_s``, or another rank has given up.
         """
         call = Abandonable(body)
-        self._wait(call, self._limit_s, what)
+        self._wait(call, what)
         error = call.error
         if isinstance(error, RuntimeError) and not isinstance(error, PeerTimeoutError):
             text = f"{self.label}: {self._name} could not {what}: {error}"
             raise PeerTimeoutError(text) from error
         return call.result()
 
-    @property
-    def _limit_s(self) -> float | None:
-        return None if self.timeout_s is None else max(self.timeout_s, LEAST_S)
-
-    def _late(self, what: str, limit_s: float | None) -> PeerTimeoutError:
-        return PeerTimeoutError(
-            f"{self.label}: {self._name} waited more than {limit_s:g} s (timeout_s, {LEAST_S:g} s "
-            f"at least) for its peers to {what}"
-        )
-
-    def _start(self, value: _Value) -> Abandonable[list[_Value]]:
-        sent = (*value, (uuid.uuid4().hex, memory_identity(), os.getpid()))
+    def _start(self, failure: Failure | None, value: object) -> Abandonable[list[_Value]]:
+        """Begin the collective that gathers this rank's failure, or its value."""
+        sent = (failure, value, (uuid.uuid4().hex, memory_identity(), os.getpid()))
 
         def gather() -> list[_Value]:
             values = [sent] * self.world
@@ -234,37 +251,6 @@ class Exchange(OfGroup):
 
         return Abandonable(gather)
 
-    def _gather(self, value: _Value, extra_s: float) -> list[_Value]:
-        if self.world == 1:
-            return [value]
-        if is_fake(self.group):
-            self._ended = True
-            raise ValueError(
-                f"{self.label}: the process group has the backend 'fake', whose other ranks do not "
-                "exist: an op needs real ones. Layers take fake and meta tensors there"
-            )
-        if self.group in _lost:
-            self._ended = True
-            raise PeerTimeoutError(
-                f"{self.label}: {self._name} stopped waiting for its peers earlier and left a "
-                "collective unfinished in the process group: use a new group"
-            )
-        limit = None if self._limit_s is None else self._limit_s + extra_s
-        try:
-            # Unfinished from here on, whatever is raised between two lines: by a signal handler of
-            # the user, say. The next exchange would receive what this one was sent.
-            _lost.add(self.group)
-            call = self._start(value)
-            self._wait(call, limit, "exchange what an op is built from")
-            if call.error is not None:
-                raise self._lost_while_building(call.error)
-            values = call.result()
-            _lost.discard(self.group)
-            return values
-        except BaseException:
-            self._give_up()
-            raise
-
     def _lost_while_building(self, error: BaseException) -> BaseException:
         """Return the error of an exchange whose collective has raised ``error``."""
         if not isinstance(error, RuntimeError) or isinstance(error, PeerTimeoutError):
@@ -274,8 +260,10 @@ class Exchange(OfGroup):
         lost.__cause__ = error
         return lost
 
-    def _wait(self, call: Abandonable[Any], limit_s: float | None, what: str) -> None:
+    def _wait(self, call: Abandonable[Any], what: str, extra_s: float = 0.0) -> None:
         """Wait for a collective in which the peers are expected to do ``what``.
+
+        The limit is ``timeout_s``, LEAST_S at least, and ``extra_s`` more.
 
         A rank learns of another rank's death in one of three ways. gloo reports it to the ranks
         that exchange data with the dead one. Other ranks on its host see that its process has
@@ -284,12 +272,16 @@ class Exchange(OfGroup):
 
         Raises:
             PeerDiedError: the process of another rank on this host has ended.
-            PeerTimeoutError: the wait exceeds ``limit_s``, or another rank has given up.
+            PeerTimeoutError: the wait exceeds the limit, or another rank has given up.
         """
+        limit_s = None if self.timeout_s is None else max(self.timeout_s, LEAST_S) + extra_s
         patience = Patience(limit_s)
         while not call.wait(max(0.0, min(LOOK_S, patience.left_s))):
             if patience.left_s <= 0:
-                raise self._late(what, limit_s)
+                raise PeerTimeoutError(
+                    f"{self.label}: {self._name} waited more than {limit_s:g} s (timeout_s, "
+                    f"{LEAST_S:g} s at least) for its peers to {what}"
+                )
             peers = _peers.get(self.group)
             lost = None if peers is None else peers.lost()
             if lost is not None and not call.wait(LOOK_S):

@@ -53,28 +53,17 @@ class SymmetricMemory:
     Attributes:
         segments: each rank's segment, pad first, as a flat ``uint8`` tensor, by rank. The tensors
             keep the mapping alive; it is unmapped with the last of them.
-        pad_bytes: bytes of the signal pad at the start of a segment.
+        pads: address of each rank's signal pad.
+        data: each rank's data, behind the pad.
+        nbytes: bytes of one segment.
         processes: of the peers on this host.
     """
 
     segments: tuple[torch.Tensor, ...]
-    pad_bytes: int
+    pads: tuple[int, ...]
+    data: tuple[torch.Tensor, ...]
+    nbytes: int
     processes: _C.Processes
-
-    @property
-    def pads(self) -> list[int]:
-        """Address of each rank's signal pad."""
-        return [address_of(segment) for segment in self.segments]
-
-    @property
-    def data(self) -> list[torch.Tensor]:
-        """Each rank's data, behind the pad."""
-        return [segment[self.pad_bytes :] for segment in self.segments]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one segment."""
-        return self.segments[0].numel()
 
 
 def create(nbytes: int) -> int:
@@ -160,7 +149,12 @@ def allocate(
     pad_bytes = _C.pad_bytes(signals)
     nbytes = pad_bytes + max(data_bytes, 1)
     local = placement.shared_with(exchange.rank)
-    _check_room(exchange, sum(local), nbytes, label)
+    # 1. Check that each host has memory for the segments of its ranks. Beyond the limit of a
+    # container /dev/shm takes pages all the same, and the kernel kills a rank. So all ranks look
+    # before any of them allocates.
+    requests = exchange.all_gather((nbytes, sum(local), available_memory()))
+    _check_room(requests, label)
+    # 2. Create this rank's segment, and map those of the peers.
     own: int | None = None
     failure: tuple[int, str] | None = None
     mappings: list[_C.SharedMapping | None] = []
@@ -195,26 +189,35 @@ def allocate(
             code, why = failed
             raise OSError(code, f"{label}: rank {rank} {why}")
     assert processes is not None
+    memory = []
+    for mapping in mappings:
+        if mapping is not None:
+            memory.append(torch.frombuffer(mapping, dtype=torch.uint8))
+        else:  # on another host
+            memory.append(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+            memory[-1][:pad_bytes] = 0
     return SymmetricMemory(
-        tuple(_stand_in(nbytes, pad_bytes) if m is None else _tensor(m) for m in mappings),
-        pad_bytes,
+        tuple(memory),
+        tuple(address_of(segment) for segment in memory),
+        tuple(segment[pad_bytes:] for segment in memory),
+        nbytes,
         processes,
     )
 
 
-def _check_room(exchange: Exchange, local_ranks: int, nbytes: int, label: str) -> None:
-    """Check that each host has memory for the segments of its ranks. Collective.
-
-    Beyond the limit of a container /dev/shm takes pages all the same, and the kernel kills a rank.
-    All ranks look before any of them allocates.
+def _check_room(requests: Sequence[tuple[int, int, int | None]], label: str) -> None:
+    """Check what the ranks ask for: (bytes of a segment, ranks on its host, bytes available there).
 
     Raises:
-        OSError: on every rank, if a host has too little.
-        ValueError: on every rank, if ranks ask for different sizes.
+        OSError: a host has too little memory.
+        ValueError: ranks ask for different sizes, and would read beyond the end.
     """
-    requests = exchange.all_gather((nbytes, local_ranks, available_memory()))
-    check_sizes(label, [size for size, _, _ in requests])
     for rank, (size, ranks, available) in enumerate(requests):
+        if size != requests[0][0]:
+            raise ValueError(
+                f"{label}: ranks disagree; rank {rank} has segments of {size} bytes (rank 0: "
+                f"{requests[0][0]})"
+            )
         if available is not None and size * ranks > available:
             raise OSError(
                 errno.ENOMEM,
@@ -223,31 +226,6 @@ def _check_room(exchange: Exchange, local_ranks: int, nbytes: int, label: str) -
                 f"{in_words(available)} are available to it; raise the limit of the container, or "
                 "lower max_m",
             )
-
-
-def check_sizes(label: str, sizes: Sequence[int]) -> None:
-    """Raise ValueError if segments differ in size: ranks would read beyond the end.
-
-    Args:
-        label: purpose of the memory; part of the error message.
-        sizes: bytes, by rank.
-    """
-    for rank, size in enumerate(sizes):
-        if size != sizes[0]:
-            raise ValueError(
-                f"{label}: ranks disagree; rank {rank} has segments of {size} bytes (rank 0: "
-                f"{sizes[0]})"
-            )
-
-
-def _tensor(mapping: _C.SharedMapping) -> torch.Tensor:
-    return torch.frombuffer(mapping, dtype=torch.uint8)
-
-
-def _stand_in(nbytes: int, pad_bytes: int) -> torch.Tensor:
-    segment = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    segment[:pad_bytes] = 0
-    return segment
 
 
 def _explain(problem: OSError, nbytes: int) -> tuple[int, str]:

@@ -500,7 +500,7 @@ def _alone(rank: int, world: int, where: str) -> list[str]:
     """Let rank 1 fail between two exchanges, or after the last one."""
     target = {
         "choice": "flux.ops.base.choice.choose",
-        "backend": "flux.backends.cpu.backend.CpuBackend",
+        "backend": "flux.ops.base.CpuBackend",
         "memory": "flux.transport.shm.create",
         "late": "flux.ops.base.Comparison",
     }[where]

@@ -126,8 +126,7 @@ class CpuBackend:
         self.recorder: Recorder | None = None
         self._calls: dict[int, CachedCall] = {}  # the last one with each weight, by its id
         self._plans: dict[int, SlabPlan] = {}  # by M
-        self._wire = spec.travelling_dtype
-        row = layout.row_bytes // self._wire.itemsize
+        row, self._wire = spec.travelling_row
         # AllGather: the gathered input; pushed GemmAR: where peers leave the result.
         self.gathered = torch.empty(0, row, dtype=self._wire, device=_CPU)
         self.slots: list[torch.Tensor] = []

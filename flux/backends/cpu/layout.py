@@ -57,29 +57,28 @@ class SegmentLayout:
         ``most_tiles`` is what ``Choice.most_tiles`` has.
         """
         world = topology.world
-        knobs = across_hosts(spec.op, knobs, topology.nodes)
-        chunk = ceil_div(spec.max_m, world)
-        row = spec.travelling_row_bytes
+        elements, dtype = spec.travelling_row
+        row = elements * dtype.itemsize
         if knobs.path == "unfused":
             return SegmentLayout(0, row, 0, 0, 0, 0)
+        knobs = across_hosts(spec.op, knobs, topology.nodes)
+        chunk = ceil_div(spec.max_m, world)
         tiles = most_comm_tiles(spec.op, chunk, knobs, topology.nodes, most_tiles)
-
-        def signals(regions: int) -> int:
-            # There is no schedule with more than max_tiles signals.
-            return min(regions * world * tiles, _C.core.max_tiles)
-
-        if spec.op.gathers:
-            return SegmentLayout(signals(1), row, 0, 0, 0, spec.max_m * row)
-        blocks, regions = _C.room_for(
-            order=Order[knobs.order or "direct"],
-            direction=Direction[knobs.direction or "push"],
-            mesh=topology.mesh,
-            hosts=topology.uneven,
-        )
+        blocks, regions = 0, 1
+        if spec.op.reduces:
+            blocks, regions = _C.room_for(
+                order=Order[knobs.order or "direct"],
+                direction=Direction[knobs.direction or "push"],
+                mesh=topology.mesh,
+                hosts=topology.uneven,
+            )
         partials = blocks * chunk * row
-        if spec.op.scatters:
-            return SegmentLayout(signals(regions), row, blocks, chunk * row, partials, partials)
-        # GemmAR: a pulled result needs the own block only, a pushed one the whole [M, N].
-        result = (spec.max_m if knobs.direction == "push" else chunk) * row
-        bytes_ = partials + result
-        return SegmentLayout(signals(regions + 1), row, blocks, chunk * row, partials, bytes_)
+        rest = spec.max_m * row if spec.op.gathers else 0
+        if spec.op.all_reduces:
+            # A pulled result needs the own block only, a pushed one the whole [M, N].
+            rest = (spec.max_m if knobs.direction == "push" else chunk) * row
+            regions += 1
+        # There is no schedule with more than max_tiles signals.
+        signals = min(regions * world * tiles, _C.core.max_tiles)
+        slot = chunk * row if spec.op.reduces else 0
+        return SegmentLayout(signals, row, blocks, slot, partials, partials + rest)
