@@ -187,6 +187,7 @@ class Engine:
         scale: float = 1.0,
     ) -> None: ...
     def require_room(self, schedule: Schedule) -> None: ...
+    def skip(self) -> None: ...
     def refuse(self, why: str) -> None: ...
     def wait_entries(self, timeout_s: float, spin_s: float) -> bool: ...
     def wait_visit(self, visit: int, timeout_s: float, spin_s: float) -> bool: ...
@@ -207,6 +208,55 @@ class Engine:
     def close(self, failed: bool = False, culprit: int = -1) -> None: ...
     def set_delay(self, longest_s: float, seed: int) -> None: ...
     def trace(self, caller: Lane | None = None, worker: Lane | None = None) -> None: ...
+
+class CollectiveReportDict(TypedDict):
+    kind: str
+    peer: int
+    culprit: int
+    expected: int
+    observed: int
+    text: str
+
+class Collectives:
+    bytes_sent: int
+    def __init__(
+        self,
+        *,
+        rank: int,
+        hosts: Sequence[int],
+        pads: Sequence[int],
+        data: Sequence[int],
+        descriptors: Sequence[int],
+        processes: Processes | None,
+        memory: object,
+        slot_bytes: int,
+    ) -> None: ...
+    def run(
+        self,
+        *,
+        kind: int,
+        number: int,
+        digest: int,
+        input: int,
+        out: int,
+        offsets: Sequence[int],
+        dtype: int,
+        timeout_s: float,
+        spin_s: float,
+        bias: int = 0,
+        columns: int = 0,
+        scale: float = 1.0,
+        engine: Engine | None = None,
+    ) -> str: ...
+    def report(self) -> CollectiveReportDict: ...
+    def refuse(self, number: int, why: str) -> None: ...
+    def end_call(self) -> None: ...
+    def close(self, failed: bool = False, culprit: int = -1) -> None: ...
+    def set_delay(self, longest_s: float, seed: int) -> None: ...
+
+def collective_partners(hosts: Sequence[int], rank: int) -> list[int]: ...
+def collective_bytes(slot_bytes: int, shares: bool) -> int: ...
+def interface_address(name: str) -> str: ...
 
 class Lane:
     """Records of one thread: csrc/cpu/lane.h, and flux.core.recorder.Record for the fields."""

@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from flux.core.knobs import Knobs
     from flux.core.schedule import TileSchedule
     from flux.core.topology import Topology
-    from flux.ops import AGGemm, GemmAR, GemmRS
+    from flux.ops import AGGemm, Collectives, GemmAR, GemmRS
     from flux.select.schedule import make_schedule
 
 __all__ = [
     "AGGemm",
+    "Collectives",
     "GemmAR",
     "GemmRS",
     "Knobs",
@@ -34,6 +35,7 @@ __all__ = [
 _PACKAGES = ("compile", "layers", "ops")
 _HOMES = {
     "AGGemm": "flux.ops",
+    "Collectives": "flux.ops",
     "GemmAR": "flux.ops",
     "GemmRS": "flux.ops",
     "Knobs": "flux.core.knobs",

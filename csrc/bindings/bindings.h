@@ -4,6 +4,8 @@
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
+#include <memory>
+
 namespace flux::host {
 
 // Releases the GIL while it lives, as py::gil_scoped_release does. A daemon thread may be inside
@@ -27,6 +29,16 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
+// Keeps an object of Python alive for native code, which may let go of it without the GIL. Python's
+// garbage collector does not see this reference, so it frees the object behind its last native user.
+inline std::shared_ptr<void> keep(pybind11::object object) {
+  if (object.is_none()) return nullptr;
+  return {object.release().ptr(), [](void* held) {
+            const pybind11::gil_scoped_acquire gil;
+            Py_DECREF(static_cast<PyObject*>(held));
+          }};
+}
+
 void bind_core(pybind11::module_& m);      // the maps of csrc/core, as flux._C.core
 void bind_schedule(pybind11::module_& m);  // build_schedule and Schedule
 void bind_kernels(pybind11::module_& m);   // CUDA kernels: their arguments and launch
@@ -35,5 +47,6 @@ void bind_nvtx(pybind11::module_& m);      // ranges for profilers
 void bind_trace(pybind11::module_& m);     // lanes of a trace
 void bind_streams(pybind11::module_& m);   // what streams of a GPU tell a trace
 void bind_remote(pybind11::module_& m);    // peers of other nodes
+void bind_collectives(pybind11::module_& m);  // collectives of ranks on several hosts
 
 }  // namespace flux::host

@@ -41,16 +41,6 @@ bool wait_interruptibly(Engine& engine, double timeout_s, double spin_s, Wait&& 
   }
 }
 
-// Keeps an object of Python alive for native code, which may let go of it without the GIL. Python's
-// garbage collector does not see this reference, so it frees the object behind its last native user.
-std::shared_ptr<void> keep(py::object object) {
-  if (object.is_none()) return nullptr;
-  return {object.release().ptr(), [](void* held) {
-            const py::gil_scoped_acquire gil;
-            Py_DECREF(static_cast<PyObject*>(held));
-          }};
-}
-
 std::unique_ptr<Engine> make_engine(int rank, const std::vector<std::uintptr_t>& pads,
                                     const std::vector<std::uintptr_t>& data,
                                     std::vector<bool> remote, std::size_t row_bytes,
@@ -112,6 +102,7 @@ void bind_engine(py::module_& m) {
            py::arg("timeout_s"), py::arg("x") = 0, py::arg("x_stride") = 0, py::arg("partial") = 0,
            py::arg("out") = 0, py::arg("bias") = 0, py::arg("scale") = 1.0)
       .def("require_room", &Engine::require_room, py::arg("schedule"))
+      .def("skip", &Engine::skip)
       .def("refuse", &Engine::refuse, py::arg("why"))
       .def("wait_entries",
            [](Engine& e, double timeout_s, double spin_s) {
@@ -227,6 +218,7 @@ PYBIND11_MODULE(_C, m) {
   flux::host::bind_memory(m);
   flux::host::bind_engine(m);
   flux::host::bind_reduce(m);
+  flux::host::bind_collectives(m);
   flux::host::bind_kernels(m);
   flux::host::bind_streams(m);
   flux::host::bind_remote(m);

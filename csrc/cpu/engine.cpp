@@ -149,6 +149,21 @@ void Engine::begin(std::shared_ptr<const Schedule> schedule, const Buffers& buff
   }
 }
 
+void Engine::skip() {
+  next_epoch();
+  schedule_ = nullptr;
+  threaded_ = false;
+  forget_failure();
+}
+
+bool Engine::is_entered() {
+  for (int peer = 0; peer < world(); ++peer) {
+    std::uint64_t entry = 0;
+    if (peer != rank_ && epoch_reached(read_entry(pad(peer), epoch_, &entry), epoch_)) return true;
+  }
+  return false;
+}
+
 void Engine::refuse(const std::string& why) {
   next_epoch();
   publish_refusal(pad(rank_), epoch_, why);

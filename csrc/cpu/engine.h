@@ -105,6 +105,11 @@ class Engine {
   void begin(std::shared_ptr<const Schedule> schedule, const Buffers& buffers, std::uint32_t digest,
              bool threaded, std::chrono::nanoseconds timeout);
 
+  // Counts a call that this rank makes elsewhere (collectives.h); `is_entered` returns whether some
+  // peer makes it here, with a schedule or to refuse it.
+  void skip();
+  bool is_entered();
+
   // Enters the next call only to tell the peers that this rank's input was refused.
   void refuse(const std::string& why);
 

@@ -104,10 +104,28 @@ inline __attribute__((always_inline)) void reduce_as(const ReduceArgs& a) {
   }
 }
 
+// Unsigned arithmetic wraps around, and gives signed and unsigned sums the same bits.
+template <class T>
+inline __attribute__((always_inline)) void add_integers(const ReduceArgs& a) {
+  T sum[kBlock];
+  for (std::size_t at = 0; at < a.count; at += kBlock) {
+    const std::size_t n = std::min(kBlock, a.count - at);
+    std::memcpy(sum, static_cast<const T*>(a.sources[0]) + at, n * sizeof(T));
+    for (int s = 1; s < a.source_count; ++s) {
+      const T* next = static_cast<const T*>(a.sources[s]) + at;
+      for (std::size_t i = 0; i < n; ++i) sum[i] = static_cast<T>(sum[i] + next[i]);
+    }
+    std::memcpy(static_cast<T*>(a.out) + at, sum, n * sizeof(T));
+  }
+}
+
 FLUX_CLONES void reduce_f64(const ReduceArgs& a) { reduce_as<double, double>(a); }
 FLUX_CLONES void reduce_f32(const ReduceArgs& a) { reduce_as<float, float>(a); }
 FLUX_CLONES void reduce_bf16(const ReduceArgs& a) { reduce_as<BF16, float>(a); }
 FLUX_CLONES void reduce_f16(const ReduceArgs& a) { reduce_as<F16, float>(a); }
+FLUX_CLONES void reduce_i8(const ReduceArgs& a) { add_integers<std::uint8_t>(a); }
+FLUX_CLONES void reduce_i32(const ReduceArgs& a) { add_integers<std::uint32_t>(a); }
+FLUX_CLONES void reduce_i64(const ReduceArgs& a) { add_integers<std::uint64_t>(a); }
 
 }  // namespace
 
@@ -121,6 +139,12 @@ void reduce(const ReduceArgs& args) {
       return reduce_bf16(args);
     case DType::kF16:
       return reduce_f16(args);
+    case DType::kI8:
+      return reduce_i8(args);
+    case DType::kI32:
+      return reduce_i32(args);
+    case DType::kI64:
+      return reduce_i64(args);
   }
 }
 

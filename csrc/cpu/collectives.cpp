@@ -1,0 +1,625 @@
+#include "cpu/collectives.h"
+
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <stdexcept>
+
+namespace flux::host {
+namespace {
+
+constexpr std::size_t kAlign = 64;
+// Least bytes of a lane's part of a sum: less is one message, not one for each lane.
+constexpr std::size_t kLeastPart = 8 << 10;
+// Bytes from which an AllReduce over three hosts and more is a ReduceScatter and an AllGather: fewer
+// bytes, but twice the latency.
+constexpr std::size_t kTwoPhases = 64 << 10;
+// A rank that waits for one that waits itself is more patient, so that the first one reports.
+constexpr std::chrono::milliseconds kHop{300};
+// Time to tell peers why this rank leaves.
+constexpr std::chrono::milliseconds kTell{100};
+
+std::size_t round_up(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+}  // namespace
+
+// At the start of each rank's data. Written by its owner only.
+struct alignas(64) Collectives::Flags {
+  std::atomic<std::uint64_t> in;
+  alignas(64) std::atomic<std::uint64_t> out;
+  alignas(64) std::atomic<std::uint64_t> done;
+};
+
+// A range of the whole vector that is sent or summed as one.
+struct Collectives::Part {
+  std::size_t at;
+  std::size_t bytes;
+  std::size_t in_slot;  // where it lies in a slot
+  int index;            // lane (AllReduce) or owner
+};
+
+struct Collectives::Round {
+  std::vector<Part> parts;
+  std::vector<std::pair<Link*, std::uint32_t>> needs;  // how many frames must have arrived
+  std::vector<std::pair<Link*, std::uint32_t>> posts;  // how many must have been sent
+};
+
+struct Collectives::Left {
+  Outcome outcome;
+};
+
+std::size_t Collectives::data_bytes(std::size_t slot_bytes, bool shares) {
+  return sizeof(Flags) + (shares ? 4 * slot_bytes : 0);
+}
+
+int Collectives::handler(int host, int lane) const {
+  const auto& members = placement_.members(host);
+  return members[lane % static_cast<int>(members.size())];
+}
+
+std::vector<int> Collectives::partners(const Placement& placement, int rank) {
+  std::size_t lanes = 0;
+  for (int host = 0; host < placement.hosts(); ++host) {
+    lanes = std::max(lanes, placement.members(host).size());
+  }
+  std::set<int> list;
+  const auto& own = placement.members(placement.host(rank));
+  for (std::size_t lane = 0; lane < lanes; ++lane) {
+    if (own[lane % own.size()] != rank) continue;
+    for (int host = 0; host < placement.hosts(); ++host) {
+      const auto& members = placement.members(host);
+      if (host != placement.host(rank)) list.insert(members[lane % members.size()]);
+    }
+  }
+  return {list.begin(), list.end()};
+}
+
+Collectives::Collectives(int rank, std::vector<int> host_of, std::vector<SignalPad*> pads,
+                         std::vector<char*> data, const std::vector<int>& descriptors,
+                         std::shared_ptr<Processes> processes, std::shared_ptr<void> memory,
+                         std::size_t slot_bytes)
+    : rank_(rank),
+      pid_(getpid()),
+      placement_(std::move(host_of)),
+      members_(placement_.members(placement_.host(rank))),
+      shares_(members_.size() > 1),
+      pads_(std::move(pads)),
+      data_(std::move(data)),
+      processes_(std::move(processes)),
+      memory_(std::move(memory)),
+      slot_bytes_(slot_bytes),
+      rounds_(2) {
+  for (const int descriptor : descriptors) {
+    const int peer = static_cast<int>(links_.size());
+    links_.push_back(descriptor < 0 ? nullptr : std::make_unique<Link>(descriptor, peer));
+  }
+  for (int host = 0; host < placement_.hosts(); ++host) {
+    lanes_ = std::max(lanes_, static_cast<int>(placement_.members(host).size()));
+  }
+  if (slot_bytes_ < kAlign * static_cast<std::size_t>(world())) {
+    throw std::invalid_argument("slots of " + std::to_string(slot_bytes_) +
+                                " bytes are too small for " + std::to_string(world()) + " ranks");
+  }
+  if (placement_.hosts() > 1) {
+    sums_.resize(2 * slot_bytes_);
+    received_.resize(2 * slot_bytes_ * static_cast<std::size_t>(placement_.hosts()));
+  }
+}
+
+Collectives::~Collectives() { close(PadState::kClosed, -1); }
+
+void Collectives::close(PadState state, int culprit) {
+  if (getpid() != pid_) return;  // a forked child must not speak for its parent
+  end_call();
+  std::shared_ptr<void> memory;
+  const std::lock_guard<std::mutex> lock(busy_);
+  if (closed_) return;
+  closed_ = true;
+  pad(rank_).culprit.store(static_cast<std::uint32_t>(culprit), std::memory_order_relaxed);
+  pad(rank_).state.store(static_cast<std::uint32_t>(state), std::memory_order_seq_cst);
+  notify(pad(rank_));
+  const bool failed = state == PadState::kFailed;
+  const auto until = (std::chrono::steady_clock::now() + kTell).time_since_epoch();
+  for (const auto& link : links_) {
+    if (link == nullptr) continue;
+    link->tell(failed ? FrameKind::kFailed : FrameKind::kClosed,
+               static_cast<std::uint32_t>(culprit < 0 ? rank_ : culprit), "",
+               until / std::chrono::nanoseconds(1));
+  }
+  for (const auto& link : links_) {
+    if (link != nullptr) link->close();
+  }
+  if (processes_ != nullptr) processes_->close();
+  memory.swap(memory_);
+}
+
+std::uint64_t Collectives::bytes_sent() const {
+  std::uint64_t sum = 0;
+  for (const auto& link : links_) sum += link == nullptr ? 0 : link->bytes_sent();
+  return sum;
+}
+
+void Collectives::refuse(std::uint64_t number, const std::string& why) {
+  const std::lock_guard<std::mutex> lock(busy_);
+  if (closed_) return;
+  publish_refusal(pad(rank_), static_cast<std::uint32_t>(2 * number), why);
+  const auto until = (std::chrono::steady_clock::now() + kTell).time_since_epoch();
+  for (const auto& link : links_) {
+    if (link == nullptr) continue;
+    link->begin(2 * number, kRefused);
+    link->tell(FrameKind::kRefusal, 0, why, until / std::chrono::nanoseconds(1));
+  }
+}
+
+void Collectives::leave(Outcome outcome, CollectiveReport report) {
+  report_ = std::move(report);
+  throw Left{outcome};
+}
+
+Outcome Collectives::run(const CollectiveCall& call, const std::function<bool()>& interrupted,
+                         Engine* engine) {
+  const std::lock_guard<std::mutex> lock(busy_);
+  report_ = {};
+  if (ending_.load() || closed_) return Outcome::kEnded;
+  interrupted_ = &interrupted;
+  engine_ = engine;
+  const std::size_t bytes = call.offsets.back();
+  const bool twice = call.kind == Collective::kAllReduce && placement_.hosts() > 2 &&
+                     bytes >= kTwoPhases;
+  CollectiveCall phase = call;
+  call_ = &phase;
+  for (Round& plan : rounds_) plan = Round{};
+  phase.number = 2 * call.number;
+  if (twice) {
+    const std::size_t each = round_up((bytes + world() - 1) / world());
+    for (int rank = 0; rank <= world(); ++rank) {
+      phase.offsets[static_cast<std::size_t>(rank)] =
+          std::min(bytes, each * static_cast<std::size_t>(rank));
+    }
+    phase.kind = Collective::kReduceScatter;
+    phase.out = call.out + phase.offsets[static_cast<std::size_t>(rank_)];
+  }
+  try {
+    run_rounds();
+    if (twice) {
+      phase.kind = Collective::kAllGather;
+      phase.number = 2 * call.number + 1;
+      phase.in = phase.out;
+      phase.out = call.out;
+      for (Round& plan : rounds_) plan = Round{};
+      run_rounds();
+    }
+  } catch (const Left& left) {
+    for (const auto& link : links_) {
+      if (link != nullptr) link->abandon();
+    }
+    return left.outcome;
+  }
+  return Outcome::kDone;
+}
+
+// AllGather: a part of the own part.
+const char* Collectives::own_part(const Part& part) const {
+  return call_->in + (part.at - call_->offsets[rank_]);
+}
+
+char* Collectives::in_slot(int rank, std::size_t round) const {
+  return data_[rank] + sizeof(Flags) + (rotation_ + round) % 2 * slot_bytes_;
+}
+
+char* Collectives::out_slot(int rank, std::size_t round) const {
+  return data_[rank] + sizeof(Flags) + (2 + (rotation_ + round) % 2) * slot_bytes_;
+}
+
+void Collectives::run_rounds() {
+  publish_entry(pad(rank_), static_cast<std::uint32_t>(call_->number), call_->digest);
+  for (const auto& link : links_) {
+    if (link != nullptr) link->begin(call_->number, call_->digest);
+  }
+  std::size_t longest = call_->offsets.back(), each = slot_bytes_;
+  if (call_->kind != Collective::kAllReduce) {
+    longest = 0;
+    for (int rank = 0; rank < world(); ++rank) {
+      longest = std::max(longest, call_->offsets[rank + 1] - call_->offsets[rank]);
+    }
+    each = slot_bytes_ / static_cast<std::size_t>(world()) / kAlign * kAlign;
+  }
+  per_owner_ = each;
+  const std::size_t count = std::max<std::size_t>(1, (longest + each - 1) / each);
+  step_in(0);
+  for (std::size_t round = 0; round < count; ++round) {
+    if (round + 1 < count) step_in(round + 1);
+    step_sum(round);
+    step_out(round);
+  }
+  for (const Round& plan : rounds_) await_sent(plan);
+  rotation_ += count;
+}
+
+// The parts of a round: lanes of an AllReduce, owners of the others. Parts without bytes are left
+// out, except in the first round: every link has a frame in every call, by which ranks compare it.
+void Collectives::plan_round(std::size_t round, Round* plan) {
+  plan->parts.clear();
+  plan->needs.clear();
+  plan->posts.clear();
+  if (call_->kind == Collective::kAllReduce) {
+    const std::size_t begin = round * per_owner_;
+    const std::size_t bytes = std::min(per_owner_, call_->offsets.back() - begin);
+    const std::size_t lanes = static_cast<std::size_t>(lanes_);
+    const std::size_t each = std::max(kLeastPart, round_up((bytes + lanes - 1) / lanes));
+    for (std::size_t lane = 0; lane == 0 || lane * each < bytes; ++lane) {
+      plan->parts.push_back({begin + lane * each, std::min(each, bytes - lane * each), lane * each,
+                             static_cast<int>(lane)});
+    }
+    return;
+  }
+  for (int owner = 0; owner < world(); ++owner) {
+    const std::size_t end = call_->offsets[owner + 1];
+    const std::size_t at = std::min(end, call_->offsets[owner] + round * per_owner_);
+    const std::size_t bytes = std::min(per_owner_, end - at);
+    if (bytes > 0 || round == 0) {
+      plan->parts.push_back({at, bytes, static_cast<std::size_t>(owner) * per_owner_, owner});
+    }
+  }
+}
+
+void Collectives::step_in(std::size_t round) {
+  Round& plan = rounds_[round % 2];
+  if (round > 1) await_sent(plan);
+  plan_round(round, &plan);
+  const Collective kind = call_->kind;
+  const int host = placement_.host(rank_), hosts = placement_.hosts();
+  if (shares_) {
+    for (const int peer : members_) {
+      if (peer == rank_ || round == 0) continue;
+      await_flag(peer, round == 1 ? &Flags::in : &Flags::done,
+                 token(round == 1 ? 0 : round - 2), 0);
+    }
+    char* slot = in_slot(rank_, round);
+    for (const Part& part : plan.parts) {
+      if (kind != Collective::kAllGather) {
+        std::memcpy(slot + part.in_slot, call_->in + part.at, part.bytes);
+      } else if (part.index == rank_) {
+        std::memcpy(slot, own_part(part), part.bytes);
+      }
+    }
+    raise(flags(rank_).in, round);
+  }
+  if (hosts == 1) {
+    if (shares_) await_inputs(round);
+    return;
+  }
+  const std::size_t parity = (rotation_ + round) % 2;
+  char* own_sums = sums_.data() + parity * slot_bytes_;
+  const auto received = [&](int from) {
+    return received_.data() + (parity * static_cast<std::size_t>(hosts) +
+                               static_cast<std::size_t>(placement_.host(from))) *
+                                  slot_bytes_;
+  };
+  const auto send = [&](int to, const char* source, std::size_t bytes) {
+    Link& link = *links_[to];
+    link.post(source, bytes);
+    plan.posts.emplace_back(&link, link.posted());
+  };
+  const auto receive = [&](int from, char* target, std::size_t bytes) {
+    Link& link = *links_[from];
+    link.open(target, bytes);
+    plan.needs.emplace_back(&link, link.opened());
+  };
+  if (shares_) await_inputs(round);
+  const int lane = placement_.lane(rank_);
+  // The sum of this host's ranks.
+  const auto summed = [&](const Part& part) -> const char* {
+    if (!shares_) return call_->in + part.at;
+    sum_of_host(part, round, own_sums + part.in_slot);
+    return own_sums + part.in_slot;
+  };
+  for (const Part& part : plan.parts) {
+    if (kind == Collective::kAllReduce) {
+      if (handler(host, part.index) != rank_) continue;
+      const char* source = summed(part);
+      for (int other = 0; other < hosts; ++other) {
+        if (other == host) continue;
+        const int peer = handler(other, part.index);
+        send(peer, source, part.bytes);
+        receive(peer, received(peer) + part.in_slot, part.bytes);
+      }
+    } else if (kind == Collective::kReduceScatter) {
+      if (part.index == rank_) {
+        for (int other = 0; other < hosts; ++other) {
+          if (other != host) receive(handler(other, lane), received(handler(other, lane)), part.bytes);
+        }
+      } else if (is_remote(part.index) && handler(host, placement_.lane(part.index)) == rank_) {
+        send(part.index, summed(part), part.bytes);
+      }
+    } else if (part.index == rank_) {
+      for (int other = 0; other < hosts; ++other) {
+        if (other == host) continue;
+        send(handler(other, lane), own_part(part), part.bytes);
+      }
+    } else if (is_remote(part.index) && handler(host, placement_.lane(part.index)) == rank_) {
+      receive(part.index, shares_ ? out_slot(rank_, round) + part.in_slot : call_->out + part.at,
+              part.bytes);
+    }
+  }
+  pause();
+  progress();
+}
+
+// Sums the shares of this host's ranks, in rank order; the own one is read where the caller has it.
+void Collectives::sum_of_host(const Part& part, std::size_t round, char* to) {
+  std::vector<const void*> sources;
+  for (const int member : members_) {
+    sources.push_back(member == rank_ ? call_->in + part.at
+                                      : in_slot(member, round) + part.in_slot);
+  }
+  sum(sources, to, part.at, part.bytes, false);
+}
+
+void Collectives::step_sum(std::size_t round) {
+  const Round& plan = rounds_[round % 2];
+  for (const auto& [link, count] : plan.needs) await_arrived(*link, count);
+  const Collective kind = call_->kind;
+  const int host = placement_.host(rank_), hosts = placement_.hosts();
+  const std::size_t parity = (rotation_ + round) % 2;
+  // What is sent from the caller's memory is not overwritten before it is with the kernel.
+  if (!shares_ && call_->in == call_->out) await_sent(plan);
+  for (const Part& part : plan.parts) {
+    if (kind == Collective::kAllGather) break;
+    const bool own = kind == Collective::kAllReduce ? handler(host, part.index) == rank_
+                                                    : part.index == rank_;
+    if (!own) continue;
+    std::vector<const void*> sources;
+    for (int other = 0; other < hosts; ++other) {
+      const char* received = received_.data() + (parity * static_cast<std::size_t>(hosts) +
+                                                 static_cast<std::size_t>(other)) *
+                                                    slot_bytes_;
+      if (other != host) {
+        sources.push_back(received + (kind == Collective::kAllReduce ? part.in_slot : 0));
+      } else if (shares_ && kind == Collective::kAllReduce && hosts > 1) {
+        sources.push_back(sums_.data() + parity * slot_bytes_ + part.in_slot);
+      } else {
+        for (const int member : members_) {
+          sources.push_back(member == rank_ ? call_->in + part.at
+                                            : in_slot(member, round) + part.in_slot);
+        }
+      }
+    }
+    char* to = kind == Collective::kReduceScatter ? call_->out + (part.at - call_->offsets[rank_])
+               : shares_                          ? out_slot(rank_, round) + part.in_slot
+                                                  : call_->out + part.at;
+    sum(sources, to, part.at, part.bytes, true);
+  }
+  if (shares_) raise(flags(rank_).out, round);
+}
+
+void Collectives::step_out(std::size_t round) {
+  const Round& plan = rounds_[round % 2];
+  const Collective kind = call_->kind;
+  if (kind == Collective::kAllGather) {
+    for (const Part& part : plan.parts) {
+      if (part.index == rank_ && part.bytes > 0 && own_part(part) != call_->out + part.at) {
+        std::memcpy(call_->out + part.at, own_part(part), part.bytes);
+      }
+    }
+  }
+  if (!shares_) return;
+  const int host = placement_.host(rank_);
+  // Flags of all peers are awaited also where nothing is copied: slots are used again after that.
+  for (const int peer : members_) {
+    if (peer != rank_) await_flag(peer, &Flags::out, token(round), placement_.hosts() > 1 ? 2 : 1);
+  }
+  for (const Part& part : plan.parts) {
+    const char* from = nullptr;
+    if (kind == Collective::kAllReduce) {
+      from = out_slot(handler(host, part.index), round) + part.in_slot;
+    } else if (kind == Collective::kAllGather && part.index != rank_) {
+      from = is_remote(part.index)
+                 ? out_slot(handler(host, placement_.lane(part.index)), round) + part.in_slot
+                 : in_slot(part.index, round);
+    }
+    if (from != nullptr) std::memcpy(call_->out + part.at, from, part.bytes);
+  }
+  raise(flags(rank_).done, round);
+}
+
+void Collectives::sum(const std::vector<const void*>& sources, char* to, std::size_t at,
+                      std::size_t bytes, bool is_result) {
+  if (bytes == 0) return;
+  const std::size_t item = size_of(call_->dtype), count = bytes / item;
+  ReduceArgs args{call_->dtype, sources.data(), static_cast<int>(sources.size()), to,
+                  nullptr,      count,          count,                            1.0};
+  if (!is_result) return reduce(args);
+  args.scale = call_->scale;
+  if (call_->bias == nullptr) return reduce(args);
+  // Parts begin and end anywhere in a row of the bias.
+  for (std::size_t done = 0; done < count;) {
+    const std::size_t column = (at / item + done) % call_->columns;
+    const std::size_t n = std::min(count - done, call_->columns - column);
+    std::vector<const void*> shifted;
+    for (const void* source : sources) {
+      shifted.push_back(static_cast<const char*>(source) + done * item);
+    }
+    args.sources = shifted.data();
+    args.out = to + done * item;
+    args.bias = call_->bias + column * item;
+    args.count = args.columns = n;
+    reduce(args);
+    done += n;
+  }
+}
+
+void Collectives::raise(std::atomic<std::uint64_t>& flag, std::size_t round) {
+  pause();
+  store_fence();
+  flag.store(token(round), std::memory_order_seq_cst);
+  notify(pad(rank_));
+}
+
+void Collectives::await_inputs(std::size_t round) {
+  for (const int peer : members_) {
+    if (peer != rank_) await_flag(peer, &Flags::in, token(round), 0);
+  }
+}
+
+// Besides the flag, the peer's entry must be this call's: one with other arguments raises flags, too.
+void Collectives::await_flag(int peer, std::atomic<std::uint64_t> Flags::*flag, std::uint64_t least,
+                             int hops) {
+  std::atomic<std::uint64_t>& awaited = flags(peer).*flag;
+  await(
+      peer, true, hops, least, [&] { return awaited.load(std::memory_order_seq_cst) >= least; },
+      [&] { return awaited.load(std::memory_order_relaxed); });
+  const auto call = static_cast<std::uint32_t>(call_->number);
+  std::uint64_t entry = 0;
+  read_entry(pad(peer), call, &entry);
+  if (entry != entry_of(call, call_->digest)) check(peer, true, [] { return false; });
+}
+
+void Collectives::await_sent(const Round& plan) {
+  for (const auto& [posted, count] : plan.posts) {
+    const Link& link = *posted;
+    const std::uint32_t least = count;
+    await(
+        link.peer(), false, 0, least, [&] { return link.sent() >= least; },
+        [&] { return std::uint64_t{link.sent()}; });
+  }
+}
+
+void Collectives::await_arrived(Link& link, std::uint32_t count) {
+  const bool alone = placement_.members(placement_.host(link.peer())).size() == 1;
+  await(
+      link.peer(), false, alone ? 0 : 1, count, [&] { return link.arrived() >= count; },
+      [&] { return std::uint64_t{link.arrived()}; });
+}
+
+bool Collectives::progress() {
+  bool any = false;
+  for (const auto& link : links_) {
+    if (link != nullptr && link->progress()) any = true;
+  }
+  return any;
+}
+
+void Collectives::sleep_on_links(std::chrono::nanoseconds longest) {
+  std::vector<pollfd> waiting;
+  for (const auto& link : links_) {
+    const short events = link == nullptr ? short{0} : link->events();
+    if (events != 0) waiting.push_back({link->descriptor(), events, 0});
+  }
+  timespec limit{};
+  limit.tv_nsec = static_cast<long>(longest.count());
+  ppoll(waiting.data(), waiting.size(), &limit, nullptr);
+}
+
+// Waits until `ready()`, which the rank `peer` brings about: `here`, by a flag in shared memory, or
+// over its link. `hops`: how many other ranks that one may wait for.
+template <class Ready>
+void Collectives::await(int peer, bool here, int hops, std::uint64_t least, Ready&& ready,
+                        const std::function<std::uint64_t()>& observe) {
+  if (ready()) return;
+  const auto now = Clock::now();
+  const auto spin_end = now + call_->spin;
+  do {
+    for (int i = 0; i < 16; ++i) {
+      cpu_relax();
+      if (ready()) return;
+    }
+    if (progress() && ready()) return;
+    std::this_thread::yield();
+  } while (Clock::now() < spin_end);
+  const auto patience = call_->timeout + hops * std::chrono::nanoseconds(kHop);
+  auto deadline = Clock::now() + patience;
+  auto next_question = Clock::now() + std::chrono::milliseconds(50);
+  for (;;) {
+    check(peer, here, ready);
+    if (here) {
+      const bool moving = std::any_of(links_.begin(), links_.end(), [](const auto& link) {
+        return link != nullptr && link->sent() < link->posted();
+      });
+      const auto slice = moving ? std::chrono::milliseconds(1) : Engine::kSlice;
+      if (wait_until(pad(peer), Clock::now() + slice, std::chrono::nanoseconds(0), ready)) return;
+    } else {
+      sleep_on_links(Engine::kSlice);
+    }
+    if (progress()) deadline = Clock::now() + patience;
+    if (ready()) return;
+    const auto time = Clock::now();
+    if (time >= next_question) {
+      if ((*interrupted_)()) leave(Outcome::kInterrupted, {});
+      next_question = time + std::chrono::milliseconds(50);
+    }
+    if (time >= deadline) {
+      CollectiveReport report;
+      report.kind = Failure::kTimeout;
+      report.peer = report.culprit = peer;
+      report.expected = least;
+      report.observed = observe();
+      leave(Outcome::kFailed, report);
+    }
+  }
+}
+
+// Leaves the call if it cannot be completed. A peer that did its part and then left has done it.
+void Collectives::check(int peer, bool here, const std::function<bool()>& ready) {
+  if (ending_.load()) leave(Outcome::kEnded, {});
+  CollectiveReport report;
+  const auto call = static_cast<std::uint32_t>(call_->number);
+  for (const int member : members_) {
+    std::uint64_t entry = 0;
+    if (member == rank_ || !epoch_reached(read_entry(pad(member), call, &entry), call)) continue;
+    if (entry == entry_of(call, call_->digest)) continue;
+    report.kind = Failure::kMismatch;
+    report.peer = member;
+    const bool refused = static_cast<std::uint32_t>(entry) == kRefused;
+    report.text = refused ? read_refusal(pad(member)) : "";
+    leave(Outcome::kDisagrees, report);
+  }
+  if (engine_ != nullptr && (engine_->failed() || engine_->is_entered())) {
+    leave(engine_->failed() ? Outcome::kEnded : Outcome::kDisagrees, report);
+  }
+  for (const auto& link : links_) {
+    if (link == nullptr) continue;
+    report.peer = report.culprit = link->peer();
+    report.text = link->text();
+    if (link->state() == LinkState::kDisagrees || link->state() == LinkState::kRefused) {
+      report.kind = Failure::kMismatch;
+      leave(Outcome::kDisagrees, report);
+    }
+    const bool needed = link->arrived() < link->opened() || (!here && link->peer() == peer);
+    if (link->state() == LinkState::kOpen || !needed || ready()) continue;
+    report.kind = link->state() == LinkState::kClosed ? Failure::kPeerClosed : Failure::kPeerFailed;
+    if (link->culprit() >= 0) report.culprit = link->culprit();
+    leave(Outcome::kFailed, report);
+  }
+  if (!here) return;
+  const bool has_ended = processes_ != nullptr && processes_->ended(peer);
+  const auto state = static_cast<PadState>(pad(peer).state.load(std::memory_order_seq_cst));
+  if ((state == PadState::kOpen && !has_ended) || ready()) return;
+  report.peer = report.culprit = peer;
+  report.text.clear();
+  report.kind = state == PadState::kFailed   ? Failure::kPeerFailed
+                : state == PadState::kClosed ? Failure::kPeerClosed
+                                             : Failure::kPeerDied;
+  if (state == PadState::kFailed) {
+    report.culprit = static_cast<int>(pad(peer).culprit.load(std::memory_order_relaxed));
+  }
+  leave(Outcome::kFailed, report);
+}
+
+void Collectives::set_delay(std::chrono::nanoseconds longest, std::uint64_t seed) {
+  delay_ = longest;
+  delay_state_ = seed * 2 + 1;
+}
+
+// Random pauses, for tests of races.
+void Collectives::pause() {
+  if (delay_.count() == 0) return;
+  delay_state_ = delay_state_ * 6364136223846793005u + 1442695040888963407u;
+  const auto span = static_cast<std::uint64_t>(delay_.count());
+  std::this_thread::sleep_for(std::chrono::nanoseconds((delay_state_ >> 33) % span));
+}
+
+}  // namespace flux::host

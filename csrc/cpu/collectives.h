@@ -1,0 +1,187 @@
+// Collectives of ranks on several hosts, without a GEMM: all_reduce, reduce_scatter, all_gather.
+//
+//   host 0:  rank 0 \  shared                  rank 2 \  shared
+//            rank 1 /  memory  -- link 0-2, -- rank 3 /  memory      : host 1
+//                                 link 1-3
+//
+// Inside a host ranks meet in shared memory. Between hosts every byte travels once, on a link between
+// the two ranks of the same lane, and each rank that needs it sends or receives it by itself: there
+// is no thread beside the caller's, and no message in advance. The caller's thread polls for a short
+// time and then sleeps.
+//
+// A call is cut into rounds. In each a rank
+//   A  copies its input into its slot (IN), sums the slots of its host where it is the one to send
+//      them, and sends;
+//   B  awaits what other hosts send, sums it in the order of hosts, and publishes the sum (OUT);
+//   C  copies what others of its host have published.
+// The order is A0, A1 B0 C0, A2 B1 C1, ...: while one round is on the wire, the next one is summed.
+// With little data there is one round, and so one message per link and direction: all ranks send
+// once, and sum in the same order, so they return the same bits.
+//
+// Memory ordering and reuse. Slots alternate between two, over all rounds of all completed calls. A
+// rank raises a flag behind its IN, OUT and C (DONE) of each round: a release store of (call, round)
+// into its own memory, read with acquire. Flags only grow, so nothing is reset.
+//   IN    of round g overwrites that of g-2. Peers have read it: this rank waits for their DONE of
+//         g-2, or, in the second round of a call, for their first IN of this call, which follows their
+//         whole previous call. In the first round it knows already: it has seen their OUT of the last
+//         round, which follows their DONE of the one before.
+//   OUT   of round g is written, by the sum or by a link, after the IN flags of all ranks of the host
+//         for g. Each of those follows that rank's C of g-2.
+//   links see link.h. The private buffers of round g are used again once the frames of g-2 have been
+//         sent (for what is sent), or summed (for what is received: only then is g opened).
+// If one rank completes a call, all ranks have entered it with the same digest: its result depends
+// on data of every rank, which each hop passes on only after it has compared digests. So ranks that
+// disagree all leave the call without a result, and the next call's number tells its data from theirs.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cpu/engine.h"
+#include "cpu/link.h"
+#include "schedule/routes.h"
+
+namespace flux::host {
+
+enum class Collective : int { kAllReduce = 0, kReduceScatter = 1, kAllGather = 2 };
+
+// What a call works on. Sizes in bytes.
+struct CollectiveCall {
+  Collective kind = Collective::kAllReduce;
+  std::uint64_t number = 0;   // larger than that of the call before
+  std::uint32_t digest = 0;   // of what must be equal on all ranks
+  const char* in = nullptr;   // AllGather: the own part; else the whole vector
+  char* out = nullptr;        // ReduceScatter: the own part; else the whole vector
+  std::vector<std::size_t> offsets;  // W + 1: where each rank's part begins, and the end
+  DType dtype = DType::kF32;         // of a sum
+  const char* bias = nullptr;        // `columns` elements added to every row of the result
+  std::size_t columns = 0;           // elements of a row, where there is a bias
+  double scale = 1.0;
+  std::chrono::nanoseconds timeout{0};
+  std::chrono::nanoseconds spin{0};
+};
+
+enum class Outcome : int {
+  kDone = 0,
+  kDisagrees = 1,    // ranks called with other arguments, or refused: no rank has a result
+  kFailed = 2,       // see report()
+  kEnded = 3,        // end_call
+  kInterrupted = 4,  // the caller's `interrupted` returned true
+};
+
+struct CollectiveReport {
+  Failure kind = Failure::kNone;
+  int peer = -1;
+  int culprit = -1;
+  std::uint64_t expected = 0;  // rounds of the awaited data
+  std::uint64_t observed = 0;
+  std::string text;  // of the connection, or why a peer refused
+};
+
+class Collectives {
+ public:
+  // Bytes of each rank's memory behind its pad.
+  static std::size_t data_bytes(std::size_t slot_bytes, bool shares);
+
+  // `pads` and `data` as in Symmetric: only those of this host are used. `descriptors`: by rank, the
+  // connected socket to a rank on another host, or -1.
+  Collectives(int rank, std::vector<int> host_of, std::vector<SignalPad*> pads,
+              std::vector<char*> data, const std::vector<int>& descriptors,
+              std::shared_ptr<Processes> processes, std::shared_ptr<void> memory,
+              std::size_t slot_bytes);
+  ~Collectives();
+  Collectives(const Collectives&) = delete;
+  Collectives& operator=(const Collectives&) = delete;
+
+  // The ranks that this one needs a connection to.
+  static std::vector<int> partners(const Placement& placement, int rank);
+
+  // Makes a call. `interrupted` is asked about every 50 ms of a wait. `engine`: of the op that these
+  // collectives serve, or null; a rank that enters this call there does not make it here.
+  Outcome run(const CollectiveCall& call, const std::function<bool()>& interrupted, Engine* engine);
+  const CollectiveReport& report() const { return report_; }
+
+  // Makes the call of this number only to tell the peers that this rank does not.
+  void refuse(std::uint64_t number, const std::string& why);
+
+  // Makes a call that is inside another thread return, and all later ones.
+  void end_call() { ending_.store(true); }
+  // Tells the peers, on which rank this one has given up (if it failed), and lets go of connections
+  // and memory. Idempotent. Waits for a call that is inside another thread.
+  void close(PadState state, int culprit);
+
+  void set_delay(std::chrono::nanoseconds longest, std::uint64_t seed);
+  std::uint64_t bytes_sent() const;  // to other hosts
+
+ private:
+  struct Flags;
+  struct Part;
+  struct Round;
+  struct Left;  // thrown to leave a call
+
+  int world() const { return placement_.world(); }
+  int handler(int host, int lane) const;
+  bool is_remote(int rank) const { return placement_.host(rank) != placement_.host(rank_); }
+  SignalPad& pad(int rank) { return *pads_[rank]; }
+  Flags& flags(int rank) { return *reinterpret_cast<Flags*>(data_[rank]); }
+  const char* own_part(const Part& part) const;
+  char* in_slot(int rank, std::size_t round) const;
+  char* out_slot(int rank, std::size_t round) const;
+  std::uint64_t token(std::size_t round) const { return (call_->number << 24) | (round + 1); }
+
+  void run_rounds();
+  void plan_round(std::size_t round, Round* plan);
+  void step_in(std::size_t round);
+  void step_sum(std::size_t round);
+  void step_out(std::size_t round);
+  void raise(std::atomic<std::uint64_t>& flag, std::size_t round);
+  void await_inputs(std::size_t round);
+  void await_flag(int peer, std::atomic<std::uint64_t> Flags::*flag, std::uint64_t least, int hops);
+  void await_sent(const Round& plan);
+  void await_arrived(Link& link, std::uint32_t count);
+  template <class Ready>
+  void await(int peer, bool here, int hops, std::uint64_t least, Ready&& ready,
+             const std::function<std::uint64_t()>& observe);
+  bool progress();
+  void check(int peer, bool here, const std::function<bool()>& ready);
+  void sleep_on_links(std::chrono::nanoseconds longest);
+  void sum(const std::vector<const void*>& sources, char* to, std::size_t at, std::size_t bytes,
+           bool is_result);
+  void sum_of_host(const Part& part, std::size_t round, char* to);
+  void pause();
+  [[noreturn]] void leave(Outcome outcome, CollectiveReport report);
+
+  const int rank_;
+  const pid_t pid_;
+  const Placement placement_;
+  const std::vector<int> members_;  // of this host
+  const bool shares_;               // memory, with other ranks
+  int lanes_ = 0;
+  std::vector<SignalPad*> pads_;
+  std::vector<char*> data_;
+  std::vector<std::unique_ptr<Link>> links_;  // by rank; null where there is none
+  std::shared_ptr<Processes> processes_;
+  std::shared_ptr<void> memory_;
+  const std::size_t slot_bytes_;
+  std::vector<char> sums_;      // two slots: sums of this host, as they are sent
+  std::vector<char> received_;  // two slots for each host
+
+  std::mutex busy_;  // held during a call
+  std::atomic<bool> ending_{false};
+  bool closed_ = false;
+  const CollectiveCall* call_ = nullptr;
+  const std::function<bool()>* interrupted_ = nullptr;
+  Engine* engine_ = nullptr;
+  std::size_t rotation_ = 0;  // rounds of completed calls
+  std::vector<Round> rounds_;
+  std::size_t per_owner_ = 0;  // bytes of each rank's part in a round
+  CollectiveReport report_;
+  std::chrono::nanoseconds delay_{0};
+  std::uint64_t delay_state_ = 0;
+};
+
+}  // namespace flux::host
