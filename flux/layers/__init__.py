@@ -24,10 +24,15 @@ __all__ = [
     "RowParallelLinear",
     "close_pools",
     "replace_linears",
+    "sequence_parallel_plan",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "sequence_parallel_plan":  # imports DTensors, which takes a second
+        from flux.layers.sequence_plan import sequence_parallel_plan
+
+        return sequence_parallel_plan
     if name in _MEGATRON:
         from flux.layers import megatron
 

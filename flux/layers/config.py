@@ -84,7 +84,15 @@ class LayerOps:
         features = self.config.features
         return own * self.world if features is None else features
 
-    def op(self, kind: type[O], m: int, n: int, k: int, dtype: torch.dtype, **options: Any) -> O:
+    def op(
+        self,
+        kind: type[O],
+        m: int,
+        n: int | tuple[int, ...],
+        k: int,
+        dtype: torch.dtype,
+        **options: Any,
+    ) -> O:
         """Return an op for ``m`` rows, one at least. Collective if it has to be built."""
         pool, config = self.pool, self.config
         fused = config.fuse_ag if kind is AGGemm else config.fuse_rs

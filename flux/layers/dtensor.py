@@ -163,6 +163,10 @@ class ColwiseLinear(StyledLinear):
             y = self.column(x, False, reduce_dx)
         else:
             y = self.column(x.movedim(dim, 0), True).movedim(0, dim)
+        return self.finish(y)
+
+    def finish(self, y: torch.Tensor) -> torch.Tensor:
+        """Convert this rank's output features to the layout of the style."""
         if self.style.use_local_output and self.style.output_layouts[0] in (
             Shard(-1),
             Shard(y.dim() - 1),
@@ -187,12 +191,7 @@ class RowwiseLinear(StyledLinear):
             reason = "the style shards rows of the output unevenly"
         if reason is not None:
             return self.torchs_own(x, reason)
-        features = Shard(x.dim() - 1)
-        given = self.style.input_layouts[0]
-        if isinstance(x, DTensor) or _dim(given, x) != features.dim:
-            if not isinstance(x, DTensor):
-                x = self.whole(x, given, self.weight.shape[1])
-            x = x.redistribute(placements=[features]).to_local()
+        x = self.own_features(x)
         bias = self.local("bias", x)
         if dim is None:
             z = self.row(x, False)
@@ -203,6 +202,16 @@ class RowwiseLinear(StyledLinear):
         if self.style.use_local_output:
             return z
         return DTensor.from_local(z, self.mesh, [wanted], run_check=False)
+
+    def own_features(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's features of an input in the style's layout."""
+        features, given = Shard(x.dim() - 1), self.style.input_layouts[0]
+        if not isinstance(x, DTensor):
+            if _dim(given, x) == features.dim:
+                return x
+            x = self.whole(x, given, self.weight.shape[1])
+        part: torch.Tensor = x.redistribute(placements=[features]).to_local()
+        return part
 
 
 def _fuse(style: Any, module: nn.Module, mesh: DeviceMesh, new: type[StyledLinear]) -> nn.Module:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
@@ -44,9 +44,9 @@ def apply_plan(model: nn.Module, styles: Mapping[str, Any], mesh: DeviceMesh) ->
             model is as it was. So it is after what the styles themselves raise.
     """
     names = {module: name for name, module in model.named_modules()}
-    steps = _steps(model, styles)
+    steps = steps_of(model, styles)
     shared = _shared(model)
-    twins = _twins(model)
+    twins = twins_of(model, _on_meta)
     before = {holder: twins[holder[0]]._parameters[holder[1]] for holder in _holders(names)}
     for module, style in steps:
         parallelize_module(twins[module], mesh, style)
@@ -77,7 +77,7 @@ def apply_plan(model: nn.Module, styles: Mapping[str, Any], mesh: DeviceMesh) ->
                 module.register_parameter(name, parameter)
 
 
-def _steps(model: nn.Module, styles: Mapping[str, Any]) -> list[tuple[nn.Module, Any]]:
+def steps_of(model: nn.Module, styles: Mapping[str, Any]) -> list[tuple[nn.Module, Any]]:
     """Return what to apply to which module, in the order of the plan.
 
     A module that several names lead to is listed once for equal styles.
@@ -136,19 +136,26 @@ def _shared(model: nn.Module) -> list[list[Holder]]:
     return [holders for holders in by_parameter.values() if len(holders) > 1]
 
 
-def _twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return a twin of each module: the same tree and attributes, tensors on the meta device."""
+def twins_of(
+    model: nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[nn.Module, nn.Module]:
+    """Return a twin of each module: the same tree and attributes, with other tensors.
+
+    Args:
+        model: stays as it is.
+        stand_in: returns a tensor for one of the model's; called once for each.
+    """
     tensors: dict[int, torch.Tensor] = {}
     twins: dict[nn.Module, nn.Module] = {}
 
-    def on_meta(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None or tensor.is_meta:
-            return tensor
+    def other(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
         if id(tensor) not in tensors:
-            meta = torch.empty_like(tensor, device="meta")
-            if isinstance(tensor, nn.Parameter):
-                meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
-            tensors[id(tensor)] = meta
+            twin = stand_in(tensor)
+            if isinstance(tensor, nn.Parameter) and twin is not tensor:
+                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            tensors[id(tensor)] = twin
         return tensors[id(tensor)]
 
     def twin_of(module: nn.Module | None) -> nn.Module | None:
@@ -160,13 +167,17 @@ def _twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
         tables: list[Any] = [twin._parameters, twin._buffers]
         for table in tables:
             for name, tensor in table.items():
-                table[name] = on_meta(tensor)
+                table[name] = other(tensor)
         for name, child in twin._modules.items():
             twin._modules[name] = twin_of(child)
         return twin
 
     twin_of(model)
     return twins
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
 
 
 # -- shared parameters -----------------------------------------------------------------------------

@@ -22,6 +22,7 @@ def replace_linears(
     *,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     overlap: bool | None = None,
+    sequence_parallel: bool = False,
 ) -> M:
     """Make the linear layers of a model ours, in place, and return the model.
 
@@ -42,6 +43,8 @@ def replace_linears(
         plan: styles by module name, in which * stands for any part; None: see above.
         mesh: for a plan: a mesh of one dimension, or the process group to make one of.
         overlap: for Megatron: True or False instead of the configuration's tp_comm_overlap.
+        sequence_parallel: for a plan that keeps activations whole, as Hugging Face's do: between
+            the blocks of a decoder, each rank has its own tokens (flux/layers/sequence_plan.py).
 
     Raises:
         ValueError: there is nothing to replace, the arguments contradict one another, or the plan
@@ -52,10 +55,12 @@ def replace_linears(
     chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
     if not all(isinstance(chunk, nn.Module) for chunk in chunks):
         raise TypeError(f"model must be a module or a sequence of modules, got {model!r}")
-    own_plan = plan if plan is not None else _plan_of(chunks)
+    own_plan = plan if plan is not None else plan_of(chunks)
     if mesh is None:
         if plan is not None:
             raise ValueError("a plan needs a mesh: DeviceMesh of one dimension, or ProcessGroup")
+        if sequence_parallel:
+            raise ValueError("sequence_parallel is for models with a plan, and needs a mesh")
         _replace_megatrons(chunks, overlap)
         return model
     if overlap is not None:
@@ -64,11 +69,12 @@ def replace_linears(
         raise ValueError("the model has no tensor-parallel plan (tp_plan): pass plan")
     if len(chunks) != 1:
         raise ValueError(f"a plan is for one module, got {len(chunks)}")
-    _apply_plan(chunks[0], own_plan, mesh)
+    _apply_plan(chunks[0], own_plan, mesh, sequence_parallel)
     return model
 
 
-def _plan_of(chunks: Sequence[nn.Module]) -> Mapping[str, Any] | None:
+def plan_of(chunks: Sequence[nn.Module]) -> Mapping[str, Any] | None:
+    """Return the tensor-parallel plan that a model brings, or None."""
     for name in ("tp_plan", "_tp_plan"):
         plan = getattr(chunks[0], name, None) if len(chunks) == 1 else None
         if isinstance(plan, Mapping) and plan:
@@ -90,23 +96,37 @@ def _replace_megatrons(chunks: Sequence[nn.Module], overlap: bool | None) -> Non
 
 
 def _apply_plan(
-    model: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh | dist.ProcessGroup
+    model: nn.Module,
+    plan: Mapping[str, Any],
+    mesh: DeviceMesh | dist.ProcessGroup,
+    sequence_parallel: bool,
 ) -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from flux.layers import dtensor, huggingface
+    from flux.layers import sequence_parallel as sequences
     from flux.layers.planned import apply_plan
+    from flux.layers.sequence_plan import derive
 
     if isinstance(mesh, dist.ProcessGroup):
         mesh = DeviceMesh.from_group(mesh, _device_type(model))
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, got {mesh}")
-    pretrained = huggingface.is_pretrained(model)
-    if pretrained:
-        styles = huggingface.styles_of(model, plan)
-    else:
-        styles = {name: dtensor.fused_style(style) for name, style in plan.items()}
+    styles = styles_of(model, plan)
+    shards = derive(model, styles) if sequence_parallel else None
+    if shards is not None:
+        sequences.check_world(model, shards, mesh.size())
     apply_plan(model, styles, mesh)
+    if shards is not None and mesh.size() > 1:
+        sequences.insert(model, shards, least_tokens=0)
+
+
+def styles_of(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the styles that a plan gives to modules of a model, with our fused forms."""
+    from flux.layers import dtensor, huggingface
+
+    if huggingface.is_pretrained(model):
+        return huggingface.styles_of(model, plan)
+    return {name: dtensor.fused_style(style) for name, style in plan.items()}
 
 
 def _device_type(model: nn.Module) -> str:
