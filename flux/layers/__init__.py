@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from flux.layers.linear import ColumnParallelLinear, RowParallelLinear
-from flux.layers.replace import replace_linears
+from flux.layers.replace import replace_linears, sequence_parallel_plan
 from flux.ops.pool import close_pools
 
 _MEGATRON = {
@@ -29,10 +29,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "sequence_parallel_plan":  # imports DTensors, which takes a second
-        from flux.layers.sequence_plan import sequence_parallel_plan
-
-        return sequence_parallel_plan
     if name in _MEGATRON:
         from flux.layers import megatron
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # importing DTensors takes a second, and few models need them
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from flux.layers.sequence_plan import SequencePlan
+
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 
 
@@ -55,7 +57,7 @@ def replace_linears(
     chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
     if not all(isinstance(chunk, nn.Module) for chunk in chunks):
         raise TypeError(f"model must be a module or a sequence of modules, got {model!r}")
-    own_plan = plan if plan is not None else plan_of(chunks)
+    own_plan = plan if plan is not None else _plan_of(chunks)
     if mesh is None:
         if plan is not None:
             raise ValueError("a plan needs a mesh: DeviceMesh of one dimension, or ProcessGroup")
@@ -73,8 +75,28 @@ def replace_linears(
     return model
 
 
-def plan_of(chunks: Sequence[nn.Module]) -> Mapping[str, Any] | None:
-    """Return the tensor-parallel plan that a model brings, or None."""
+def sequence_parallel_plan(model: nn.Module, plan: Mapping[str, Any] | None = None) -> SequencePlan:
+    """Return which modules of a decoder can work on shards of the sequence. Local.
+
+    The model is not changed, and may be on the meta device.
+
+    Args:
+        model: with a tensor-parallel plan that keeps activations whole, such as Hugging Face's.
+        plan: as for ``replace_linears``, instead of the model's.
+
+    Raises:
+        ValueError: no module can, with the reason.
+        TypeError: the tensor-parallel plan holds something other than styles.
+    """
+    from flux.layers.sequence_plan import derive
+
+    own_plan = plan if plan is not None else _plan_of([model])
+    if own_plan is None:
+        raise ValueError("no sequence-parallel plan: the model has no tensor-parallel plan")
+    return derive(model, _styles_of(model, own_plan))
+
+
+def _plan_of(chunks: Sequence[nn.Module]) -> Mapping[str, Any] | None:
     for name in ("tp_plan", "_tp_plan"):
         plan = getattr(chunks[0], name, None) if len(chunks) == 1 else None
         if isinstance(plan, Mapping) and plan:
@@ -111,7 +133,7 @@ def _apply_plan(
         mesh = DeviceMesh.from_group(mesh, _device_type(model))
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, got {mesh}")
-    styles = styles_of(model, plan)
+    styles = _styles_of(model, plan)
     shards = derive(model, styles) if sequence_parallel else None
     if shards is not None:
         sequences.check_world(model, shards, mesh.size())
@@ -120,7 +142,7 @@ def _apply_plan(
         sequences.insert(model, shards, least_tokens=0)
 
 
-def styles_of(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
+def _styles_of(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return the styles that a plan gives to modules of a model, with our fused forms."""
     from flux.layers import dtensor, huggingface
 

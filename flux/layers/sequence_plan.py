@@ -72,33 +72,20 @@ class SequencePlan:
     features: int
 
 
-def sequence_parallel_plan(model: nn.Module, plan: Mapping[str, Any] | None = None) -> SequencePlan:
-    """Return the plan by which a decoder can work on shards of the sequence. Local.
-
-    The model is not changed, and may be on the meta device.
-
-    Args:
-        model: with a tensor-parallel plan, such as Hugging Face's.
-        plan: styles by module name instead of the model's, as for ``replace_linears``.
-
-    Raises:
-        ValueError: there is none, with the reason.
-        TypeError: the tensor-parallel plan holds something other than styles.
-    """
-    from flux.layers.replace import plan_of, styles_of
-
-    plan = plan_of([model]) if plan is None else plan
-    if plan is None:
-        _refuse("the model has no tensor-parallel plan (tp_plan)")
-    return derive(model, styles_of(model, plan))
-
-
 def _refuse(reason: str) -> NoReturn:
     raise ValueError(f"no sequence-parallel plan: {reason}")
 
 
 def derive(model: nn.Module, styles: Mapping[str, Any]) -> SequencePlan:
-    """Return the plan for a model with these styles, by module name; raise as above."""
+    """Return the plan for a model. The model is not changed, and may be on the meta device.
+
+    Args:
+        model: of which a module holds a list of layers.
+        styles: its tensor-parallel plan: styles by module name.
+
+    Raises:
+        ValueError: there is none, with the reason.
+    """
     names = {module: name for name, module in model.named_modules()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # applying the styles warns of names without a module
