@@ -11,6 +11,7 @@ import torch
 import torch._higher_order_ops.effects as _effects
 import torch.distributed as dist
 from torch._C import _functorch, _TorchDispatchModeKey
+from torch._library.autograd import Info, make_autograd_impl
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
@@ -26,6 +27,30 @@ except ImportError:  # torch < 2.10
 def register_ordered(op: Any) -> None:
     """Mark an operator overload as ordered: see ``flux.ops.library.define``."""
     _effects._register_effectful_op(op, EffectType.ORDERED)
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether an op, NAMESPACE::NAME.OVERLOAD, needs no kernel for a dispatch key.
+
+    It has one, also where there is no such op.
+    """
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+    except RuntimeError:
+        return True
+
+
+def autograd_kernel(op: Any, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel for an Autograd key of an op overload, registered ``with_keyset``.
+
+    It runs the kernel of the device, as torch.library.register_autograd does for all devices.
+    """
+    return make_autograd_impl(op, Info(backward, None))
+
+
+def unregister(library: torch.library.Library) -> None:
+    """Remove the registrations of a library."""
+    cast(Any, library)._destroy()
 
 
 _TRACED = (FakeTensor, FunctionalTensor)
