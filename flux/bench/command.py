@@ -46,7 +46,7 @@ def bench_op(
     """
     config = config_of(what, how, repeats=repeats, warmup=warmup)
     silent = quiet or json_target == "-" or not speaks()
-    if speaks() and json_target not in (None, "-"):
+    if speaks():
         check_writable(json_target)
     measurement = _measure(config, silent=silent)
     if speaks():

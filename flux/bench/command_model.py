@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flux.cli import options
+from flux.cli.options import with_options
 from flux.cli.ranks import (
     check_writable,
     say_wrong,
@@ -29,31 +31,40 @@ def _entry(job: Any, rank: int, progress: Progress) -> list[PhaseResult]:
     return measure_model(job, rank, progress)
 
 
-def bench_model(
+@dataclass(frozen=True)
+class ModelOptions:
+    """A layer of a model, and how it runs."""
+
     model: Annotated[
         str, typer.Option(help="Name of a model in tuning/shapes, or a file in that format.")
-    ] = "gpt3-175b",
-    scale: Annotated[int, typer.Option(help="Divisor of the model's sizes.")] = 16,
-    phases: Annotated[
-        str, typer.Option(help="Phases to measure, separated by commas.")
-    ] = "train,prefill,decode",
-    sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512,
-    batch: Annotated[int, typer.Option(help="Sequences per batch in training and prefill.")] = 1,
-    decode_batch: Annotated[int, typer.Option(help="Sequences per batch in decoding.")] = 8,
-    dtype: Annotated[str, typer.Option(help="Data type: float32 | bfloat16.")] = "float32",
+    ] = "gpt3-175b"
+    scale: Annotated[int, typer.Option(help="Divisor of the model's sizes.")] = 16
+    phases: Annotated[str, typer.Option(help="Phases to measure, separated by commas.")] = (
+        "train,prefill,decode"
+    )
+    sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512
+    batch: Annotated[int, typer.Option(help="Sequences per batch in training and prefill.")] = 1
+    decode_batch: Annotated[int, typer.Option(help="Sequences per batch in decoding.")] = 8
+    dtype: Annotated[str, typer.Option(help="Data type: float32 | bfloat16.")] = "float32"
     sequence_parallel: Annotated[
         bool, typer.Option(help="Use sequence parallelism in training and prefill.")
-    ] = True,
-    nproc: options.Nproc = None,
-    hosts: options.Hosts = "1",
-    link_rate: options.LinkRate = None,
-    repeats: Annotated[
-        int, typer.Option(help="Timed repeats; decoding takes 8 times as many.")
-    ] = 15,
-    warmup: options.Warmup = 3,
-    threads: options.Threads = 1,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights and inputs.")] = 0,
-    timeout: options.Timeout = 60.0,
+    ] = True
+    nproc: options.Nproc = None
+    hosts: options.Hosts = "1"
+    link_rate: options.LinkRate = None
+    repeats: Annotated[int, typer.Option(help="Timed repeats; decoding takes 8 times as many.")] = (
+        15
+    )
+    warmup: options.Warmup = 3
+    threads: options.Threads = 1
+    seed: Annotated[int, typer.Option(help="Seed of the random weights and inputs.")] = 0
+    timeout: options.Timeout = 60.0
+
+
+@with_options
+def bench_model(
+    what: ModelOptions,
+    *,
     json_target: options.JsonTarget = None,
     quiet: options.QuietTable = False,
 ) -> None:
@@ -67,30 +78,16 @@ def bench_model(
 
     if importlib.util.find_spec("megatron") is None:
         refuse('needs megatron-core: pip install "flux-overlap[megatron]"')
-    world = torchrun_or_own(nproc, hosts)
+    settings = asdict(what)
+    nproc = settings.pop("nproc")
+    world = torchrun_or_own(nproc, what.hosts) or nproc or 2
+    settings |= {"timeout_s": settings.pop("timeout"), "phases": tuple(what.phases.split(","))}
     try:
-        config = ModelConfig(
-            model=model,
-            world=world or nproc or 2,
-            scale=scale,
-            sequence=sequence,
-            batch=batch,
-            decode_batch=decode_batch,
-            phases=tuple(phases.split(",")),
-            dtype=dtype,
-            sequence_parallel=sequence_parallel,
-            repeats=repeats,
-            warmup=warmup,
-            threads=threads,
-            timeout_s=timeout,
-            seed=seed,
-            hosts=hosts,
-            link_rate=link_rate,
-        )
+        config = ModelConfig(world=world, **settings)
     except (ValueError, TypeError) as error:
         refuse(str(error))
     silent = quiet or json_target == "-" or not speaks()
-    if speaks() and json_target not in (None, "-"):
+    if speaks():
         check_writable(json_target)
     with watched_ranks(silent) as progress:
         results: list[PhaseResult] = on_ranks(_entry, config, None, progress)

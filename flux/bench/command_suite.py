@@ -130,9 +130,8 @@ def suite(
     --nproc-per-node 8 -m -- flux bench suite ...
     """
     targets = {"--json": json_target, "--csv": csv_target, "--report": report_target}
-    for target in targets.values():
-        if target is not None and speaks():
-            check_writable(str(target))
+    if speaks():
+        check_writable(*targets.values())
     if source is not None:
         if speaks():
             _show_again(source, targets, quiet=quiet)

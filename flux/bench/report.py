@@ -133,7 +133,7 @@ def table(content: dict[str, Any]) -> Table:
     share = communication_share(content)
     is_little = share is not None and share < LITTLE
     for name, method in content["methods"].items():
-        error = _number(method["max_abs_err"], ".1e")
+        error = number(method["max_abs_err"], ".1e")
         if method["overall_ms"] is None:
             wrong = [Text("WRONG", "bold red")] + [Text("-")] * (8 if across else 6)
             view.add_row(name, *wrong, *(() if across else (Text(error, "red"),)))
@@ -143,8 +143,8 @@ def table(content: dict[str, Any]) -> Table:
             *(_milliseconds(method[key]) for key in FIGURES[:4]),
             *((_milliseconds(method["comm_cpu_ms"]), _excess(content, method)) if across else ()),
             "-" if is_little else _efficiency(method),
-            "-" if is_little else _number(method["bounded_efficiency"], ".0%"),
-            _number(method["speedup_vs_unfused"], ".2f", "x"),
+            "-" if is_little else number(method["bounded_efficiency"], ".0%"),
+            number(method["speedup_vs_unfused"], ".2f", "x"),
             *(() if across else (error,)),
         )
     return view
@@ -193,7 +193,7 @@ def conclusion(content: dict[str, Any]) -> str:
 def _excess(content: dict[str, Any], method: dict[str, Any]) -> str:
     """Return bytes between hosts over the op's minimum; headers make it more than 1."""
     sent = method["link_bytes"]
-    return _number(None if sent is None else sent / content["link_bytes_minimum"], ".2f")
+    return number(None if sent is None else sent / content["link_bytes_minimum"], ".2f")
 
 
 def _headline(content: dict[str, Any]) -> Text:
@@ -230,7 +230,7 @@ def _footer(content: dict[str, Any]) -> Text:
 def _efficiency(method: dict[str, Any]) -> str:
     """Return the efficiency with half the width of its interval, the larger half if asymmetric."""
     value, interval = method["overlap_efficiency"], method["overlap_efficiency_interval"]
-    text = _number(value, ".0%")
+    text = number(value, ".0%")
     if value is None or interval is None:
         return text
     return f"{text} ±{100 * max(value - interval[0], interval[1] - value):.0f}"
@@ -238,10 +238,11 @@ def _efficiency(method: dict[str, Any]) -> str:
 
 def _milliseconds(value: float | None) -> str:
     size = 0.0 if value is None else abs(value)
-    return _number(value, ".3f" if size < 10 else ".2f" if size < 100 else ".1f")
+    return number(value, ".3f" if size < 10 else ".2f" if size < 100 else ".1f")
 
 
-def _number(value: float | None, form: str, unit: str = "") -> str:
+def number(value: float | None, form: str, unit: str = "") -> str:
+    """Return a value in a format, with its unit; "-" if there is none."""
     return "-" if value is None else format(value, form) + unit
 
 

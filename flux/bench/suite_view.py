@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
+from flux.bench.report import number
 from flux.bench.results import DONE, SHAPE, SuiteDocument, SuiteEntry
 from flux.bench.suite import Watcher
 from flux.cli.terminal import PLAIN, bar_on_request
@@ -125,8 +126,8 @@ def _table(op: str, entries: list[SuiteEntry]) -> Table:
         cells += [_time(entry.methods.get(name), entry.peers.get(name)) for name in methods]
         flux = entry.methods.get("flux", {})
         cells += [
-            _or_dash(flux.get("speedup_vs_unfused"), ".2f", "x"),
-            _or_dash(flux.get("overlap_efficiency"), ".0%"),
+            number(flux.get("speedup_vs_unfused"), ".2f", "x"),
+            number(flux.get("overlap_efficiency"), ".0%"),
         ]
         view.add_row(*cells)
     return view
@@ -136,7 +137,3 @@ def _time(method: dict[str, Any] | None, absent: str | None) -> str:
     if method is None:
         return "failed" if absent and absent.startswith("failed") else "-"
     return "WRONG" if method["overall_ms"] is None else f"{method['overall_ms']:.4g}"
-
-
-def _or_dash(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else format(value, form) + unit

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -112,7 +112,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         if is_dataclass(parameter.annotation):
             group: Any = parameter.annotation
             groups[name] = group
-            parameters += inspect.signature(group, eval_str=True).parameters.values()
+            hints = get_type_hints(group, include_extras=True)  # each in its class's module
+            options = inspect.signature(group).parameters.values()
+            parameters += [option.replace(annotation=hints[option.name]) for option in options]
         else:
             parameters.append(parameter)
 

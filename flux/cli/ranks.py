@@ -38,16 +38,20 @@ def torchrun_or_own(nproc: int | None, hosts: str = "1") -> int | None:
     return world
 
 
-def check_writable(target: str) -> None:
-    """Exit if ``target`` cannot be written, before the measurement rather than after it."""
-    path = Path(target)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        writable = os.access(path if path.exists() else path.parent, os.W_OK)
-        if not target or path.is_dir() or not writable:
-            refuse(f"cannot write {target!r}" if not target else f"cannot write {target}")
-    except OSError as error:  # a name that is too long, too
-        refuse(f"cannot write {target}: {error.strerror}")
+def check_writable(*targets: str | Path | None) -> None:
+    """Exit if a target cannot be written, before the measurement rather than after it.
+
+    None is no target, and "-" is stdout.
+    """
+    for target in map(str, filter(lambda target: target not in (None, "-"), targets)):
+        path = Path(target)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            writable = os.access(path if path.exists() else path.parent, os.W_OK)
+            if not target or path.is_dir() or not writable:
+                refuse(f"cannot write {target!r}" if not target else f"cannot write {target}")
+        except OSError as error:  # a name that is too long, too
+            refuse(f"cannot write {target}: {error.strerror}")
 
 
 def speaks() -> bool:

@@ -63,9 +63,7 @@ def simulate_op(
     Runs the real tile schedule of every rank on the links of a cluster file. Needs no GPU, and
     starts no ranks. docs/use/simulator.md says what is modelled.
     """
-    for target in (trace, json_target):
-        if target not in (None, "-"):
-            check_writable(str(target))
+    check_writable(trace, json_target)
     from flux.core.knobs import Knobs, Op
     from flux.core.problem import Problem
     from flux.machine.cluster import load_cluster

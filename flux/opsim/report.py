@@ -20,7 +20,7 @@ from rich.text import Text
 
 from flux.bench.config import link_bytes_minimum
 from flux.bench.metrics import Metrics, evaluate
-from flux.bench.report import FIGURES
+from flux.bench.report import FIGURES, number
 from flux.core.events import Kind
 from flux.core.version import __version__
 from flux.machine.cluster import Cluster
@@ -148,15 +148,11 @@ def table(comparison: OrderComparison) -> Table:
             call.knobs.direction or "-",
             f"{figures.overall_ms:.3f}",
             f"{figures.ect_ms:.3f}",
-            _share(figures.overlap_efficiency, ".0%"),
-            _share(figures.bounded_efficiency, ".0%"),
-            _share(figures.speedup_vs_unfused, ".2f", "x"),
+            number(figures.overlap_efficiency, ".0%"),
+            number(figures.bounded_efficiency, ".0%"),
+            number(figures.speedup_vs_unfused, ".2f", "x"),
         )
     return view
-
-
-def _share(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else format(value, form) + unit
 
 
 Interval = tuple[float, float]
@@ -231,8 +227,8 @@ def show(comparison: OrderComparison, console: Console) -> None:
     end = 1e3 * max(call.total_ms for call in runs)
     console.print(Text(f"rank 0, 0 to {end:.0f} us", "dim"))
     for call in runs:
-        for number, (name, line) in enumerate(timeline(call, end).items()):
-            label = call.method if number == 0 else ""
+        for row, (name, line) in enumerate(timeline(call, end).items()):
+            label = call.method if row == 0 else ""
             console.print(Text(f"{label:<8} {name}  |{line}|"), soft_wrap=True)
     best, unfused = comparison.best, comparison.unfused
     source = "given" if comparison.gemm_given else "from the roofline of the cost model"

@@ -117,9 +117,7 @@ def simulate_command(
     from flux.plan import report
     from flux.plan.compare import usable
 
-    for target in (trace, picture, json_target):
-        if target not in (None, "-"):
-            check_writable(str(target))
+    check_writable(trace, picture, json_target)
     step, cluster, outcomes = _compare(step_options)
     rows = []
     for label, timeline, reason in outcomes:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flux.cli import options
+from flux.cli.options import with_options
 from flux.cli.ranks import check_writable, progress_bar
 from flux.cli.terminal import open_console, refuse
 from flux.plan.command import draw, write, write_trace
@@ -27,22 +28,31 @@ if TYPE_CHECKING:
     from flux.plan.search import Query
 
 
-def search_command(
-    gpus: Annotated[int, typer.Option(help="Ranks of the step.")],
-    policy: Policy = None,
-    model: Model = "gpt3-175b",
-    cluster: ClusterName = "flux-h800",
-    hosts: Hosts = None,
+@dataclass(frozen=True)
+class SearchOptions:
+    """A model on a cluster, and what is tried."""
+
+    gpus: Annotated[int, typer.Option(help="Ranks of the step.")]
+    policy: Policy = None
+    model: Model = "gpt3-175b"
+    cluster: ClusterName = "flux-h800"
+    hosts: Hosts = None
     memory: Annotated[
         float | None, typer.Option(help="GB of a device (default: the cluster's).")
-    ] = None,
+    ] = None
     batch: Annotated[
         int | None, typer.Option(help="Sequences of a step (default: four for each GPU).")
-    ] = None,
-    sequence: Sequence = None,
+    ] = None
+    sequence: Sequence = None
     beam: Annotated[
         int, typer.Option(help="Layouts on which all policies are tried: more take longer.")
-    ] = 12,
+    ] = 12
+
+
+@with_options
+def search_command(
+    asked: SearchOptions,
+    *,
     top: Annotated[int, typer.Option(help="Plans to print.")] = 10,
     trace: TraceFile = None,
     picture: PictureFile = None,
@@ -55,15 +65,13 @@ def search_command(
     writes the plans for `flux plan run --plan`. --trace has the best three. --html has them with
     few layers and micro-batches, as many as a picture can hold.
     """
-    for target in (trace, picture, json_target):
-        if target not in (None, "-"):
-            check_writable(str(target))
+    check_writable(trace, picture, json_target)
     from flux.plan import search as searching
     from flux.plan import search_output as output
 
     silent = quiet or json_target == "-"
     try:
-        query = _query(policy, model, cluster, hosts, memory, batch, sequence, gpus, beam)
+        query = _query(asked)
         with progress_bar(open_console(stderr=True), shown=not silent) as progress:
             outcome = searching.search(query, progress, workers=os.cpu_count() or 1)
     except ValueError as error:
@@ -79,31 +87,22 @@ def search_command(
         small = [(output.title_of(p), p.small_timeline(query.cluster)) for p in best]
         while len(small) > 1 and sum(len(timeline.start) for _, timeline in small) > MOST_OPS:
             small.pop()
-        draw(f"{query.model} on {gpus} GPUs: few layers and micro-batches", small, picture)
+        draw(f"{query.model} on {query.gpus} GPUs: few layers and micro-batches", small, picture)
     if not silent:
         output.show(query, outcome, top, why, open_console())
 
 
-def _query(
-    policies: list[str] | None,
-    model: str,
-    cluster: str,
-    hosts: int | None,
-    memory: float | None,
-    batch: int | None,
-    sequence: int | None,
-    gpus: int,
-    beam: int,
-) -> Query:
+def _query(asked: SearchOptions) -> Query:
     from flux.bench.shapes import model_of
     from flux.machine.cluster import load_cluster
     from flux.plan.policies import policy_of
     from flux.plan.search import Query, default_policies
 
-    asked = tuple(map(parse_policy, policies or ()))
-    for name, policy_options in asked:
+    policies = tuple(map(parse_policy, asked.policy or ()))
+    for name, policy_options in policies:
         policy_of(name, policy_options)  # raises, if there is none
-    described = load_cluster(cluster)
+    described = load_cluster(asked.cluster)
+    gpus, hosts, memory = asked.gpus, asked.hosts, asked.memory
     wanted = -(-gpus // described.devices) if hosts is None else hosts
     if wanted < 1:
         raise ValueError(f"gpus and hosts must be at least 1, got {gpus} and {hosts}")
@@ -114,12 +113,12 @@ def _query(
             f"{described.source} does not say how much memory a device has: give --memory"
         )
     return Query(
-        model=model,
+        model=asked.model,
         cluster=described,
         gpus=gpus,
-        batch=4 * gpus if batch is None else batch,
-        sequence=model_of(model).sequence if sequence is None else sequence,
+        batch=4 * gpus if asked.batch is None else asked.batch,
+        sequence=model_of(asked.model).sequence if asked.sequence is None else asked.sequence,
         memory_gb=limit,
-        policies=asked or default_policies(),
-        beam=beam,
+        policies=policies or default_policies(),
+        beam=asked.beam,
     )

@@ -64,13 +64,11 @@ MemoryGb = Annotated[
 
 
 @dataclass(frozen=True)
-class StepOptions:
-    """A step on a cluster, and the policies that plan it."""
+class RankStepOptions:
+    """A step that ranks share, and the policies that plan it."""
 
     policy: Policy = None
     model: Model = "gpt3-175b"
-    cluster: ClusterName = "flux-h800"
-    hosts: Hosts = None
     tp: Tp = 8
     dp: Dp = 1
     pp: Pp = 1
@@ -84,6 +82,14 @@ class StepOptions:
     zero: Zero = 1
     regather: Regather = False
     shard: Shard = 0
+
+
+@dataclass(frozen=True)
+class StepOptions(RankStepOptions):
+    """A step on a cluster."""
+
+    cluster: ClusterName = "flux-h800"
+    hosts: Hosts = None
     memory_gb: MemoryGb = None
 
 

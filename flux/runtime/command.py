@@ -17,23 +17,13 @@ from flux.cli.ranks import check_writable, speaks, torchrun_or_own, watched_rank
 from flux.cli.terminal import open_console, refuse, say, writing
 from flux.plan.command import draw, title_of, write, write_trace
 from flux.plan.options import (
-    Cp,
-    Dp,
-    Ep,
     Layers,
-    MicroBatch,
-    MicroBatches,
     Model,
     PictureFile,
-    Policy,
-    Pp,
-    Regather,
+    RankStepOptions,
     Sequence,
-    SequenceParallel,
-    Shard,
     Tp,
     TraceFile,
-    Zero,
     parse_policy,
     step_with,
 )
@@ -44,25 +34,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SmallStepOptions:
-    """A step that is small enough for CPUs, the policies that plan it, and the hosts."""
+class SmallStepOptions(RankStepOptions):
+    """A step that is small enough for CPUs, and the hosts."""
 
-    policy: Policy = None
     model: Model = "gpt-6.7b"
     tp: Tp = 2
-    dp: Dp = 1
-    pp: Pp = 1
-    cp: Cp = 1
-    ep: Ep = 1
-    sequence_parallel: SequenceParallel = False
     layers: Layers = 2
-    scale: Annotated[int, typer.Option(help="Divisor of the model's sizes.")] = 8
     sequence: Sequence = 256
-    micro_batch: MicroBatch = 2
-    micro_batches: MicroBatches = None
-    zero: Zero = 1
-    regather: Regather = False
-    shard: Shard = 0
+    scale: Annotated[int, typer.Option(help="Divisor of the model's sizes.")] = 8
     hosts: options.Hosts = "1"
     link_rate: options.LinkRate = None
 
@@ -120,9 +99,8 @@ def run_command(
         step, policies, smaller = _take_plan(searched, shrink, step, settings)
     elif shrink:
         refuse("--shrink needs --plan FILE")
-    for target in (trace, picture, json_target):
-        if speaks() and target not in (None, "-"):
-            check_writable(str(target))
+    if speaks():
+        check_writable(trace, picture, json_target)
     hint = "" if searched is None else "; --shrink makes the plan smaller"
     silent = quiet or json_target == "-"
     config, (_, runs) = _on_ranks(step, policies, settings, hint=hint, silent=silent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,11 @@ def wrong_world(rank: int, world: int) -> None:
     unequal = list(schedules_of(config(Parallel(tp=2))).values())[rank]
     with pytest.raises(ValueError, match=r"ranks \[1\] have another schedule than rank 0"):
         Executor(unequal, Parallel(tp=2), OperatorWork("float32"))
+
+
+def test_a_policy_named_twice_is_run_twice() -> None:
+    twice = replace(config(Parallel(tp=2)), policies=(("serial", {}), ("serial", {})))
+    assert list(schedules_of(twice)) == ["serial", "serial, again"]
 
 
 def test_wrong_numbers_of_ranks_and_unequal_schedules_are_refused() -> None:
