@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import harness
 from flux.launch.hosts import Hosts, HostsUnavailableError
 
 pytest_plugins = [
@@ -38,12 +39,16 @@ with contextlib.suppress(ImportError):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def temporary_folder(
+    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """Have all processes of the tests put their temporary files where pytest removes them.
 
     A process that is killed leaves its own behind, which some tests do and a Ctrl-C may.
     Winners go there too: what has been tuned on this machine must not decide what tests run.
     """
+    from side_by_side import common_folder  # a plugin, which pytest imports after this file
+
     folder = tmp_path_factory.mktemp("temporary")
     winners = folder / "flux-test-tune"
     winners.mkdir()
@@ -59,6 +64,10 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", None)
         patch.setenv("FLUX_TUNE_CACHE", str(winners))
+        names = ("TMPDIR", "FLUX_TUNE_CACHE")
+        harness.rank_environment.update({name: os.environ[name] for name in names})
+        if hasattr(pytestconfig, "workerinput"):
+            harness.run_folder = common_folder(pytestconfig)
         yield  # pytest removes its folders some runs on: processes of this one still use them
 
 

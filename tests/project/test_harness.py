@@ -85,6 +85,7 @@ KILLED = """
 import os, signal, harness
 ranks = harness.Ranks(2)
 print(*ranks.pids, flush=True)
+os.kill(ranks.pids[0], signal.SIGSTOP)  # as ranks are between tests
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

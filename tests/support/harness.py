@@ -3,6 +3,7 @@
 ``run_ranks(world, fn, *args)`` runs ``fn(rank, world, *args)`` on every rank of a gloo group. The
 ranks of each world size are forked from a server that has imported torch and flux already, and they
 stay for the next test; after a failure or a hang they are killed and the next test gets new ones.
+The workers of a run have one server together, which the first to need it starts.
 Tests that kill ranks take ``fresh_ranks(world)``, which is theirs alone.
 
 Nothing is left behind: the server and the ranks watch pytest and end when it does, however it ends.
@@ -15,7 +16,9 @@ import contextlib
 import faulthandler
 import gc
 import itertools
+import json
 import multiprocessing
+import multiprocessing.forkserver as fork_server
 import os
 import pickle
 import pkgutil
@@ -29,6 +32,7 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 
 import flux
 from flux.launch.spawn import end_with_parent, how_ended
@@ -73,7 +78,7 @@ _counter = itertools.count()
 
 MOST_THREADS = 48
 """Ranks with more threads are not used again. The process groups of a function stay: each has three
-threads, one of which wakes hundreds of times a second. A hundred of them keep a core busy."""
+threads, one of which wakes a hundred times a second."""
 
 
 class RanksFailed(AssertionError):
@@ -107,6 +112,8 @@ class Outcome:
 
 # -- in the rank processes -------------------------------------------------------------------------
 
+# Variables of the pytest worker that ranks get: the server may have been started by another one.
+rank_environment: dict[str, str] = {}
 _port = 0
 _name = ""
 
@@ -125,9 +132,23 @@ def join_group(name: str, rank: int, world: int) -> None:
     )
 
 
-def _rank_main(rank: int, world: int, port: int, name: str, folder: str, pipe: Connection) -> None:
+def _rank_main(
+    rank: int,
+    world: int,
+    port: int,
+    name: str,
+    folder: str,
+    environment: dict[str, str],
+    pipe: Connection,
+) -> None:
     global _port, _name
     _port, _name = port, name
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    # Processes that have the server's pipe open keep the server alive, which has to end with
+    # pytest. Then this process ends too, even if it is stopped.
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), fork_server._forkserver._forkserver_alive_fd)
     gc.freeze()  # else each collection takes 0.15 s and copies the pages of all that was imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends the ranks
     stacks = open(Path(folder) / f"{rank}.txt", "w")  # noqa: SIM115
@@ -162,13 +183,42 @@ def _rank_main(rank: int, world: int, port: int, name: str, folder: str, pipe: C
 # -- in pytest -------------------------------------------------------------------------------------
 
 
+run_folder: Path | None = None
+"""The folder that all workers of this run see; None: there is one process of pytest."""
+
+
 def start_forked(target: Callable[..., Any], *args: Any, daemon: bool) -> Any:
     """A process of ``target(*args)``, forked from the server. ``target`` is found by its name."""
     _context.set_forkserver_preload(PRELOAD)
     with _no_main():
+        if run_folder is not None:
+            _share_server(run_folder)
         process = _context.Process(target=target, args=args, daemon=daemon)
         process.start()
     return process
+
+
+def _share_server(folder: Path) -> None:
+    """Use the server of another worker, or start one for all of them.
+
+    Each has the pipe open that keeps the server alive: it ends with the last of them.
+    """
+    own = fork_server._forkserver
+    if own._forkserver_address is not None:
+        return
+    file = folder / "fork-server.json"
+    with FileLock(f"{file}.lock", timeout=120):
+        if file.exists():
+            address, pid, descriptor = json.loads(file.read_text())
+            with contextlib.suppress(FileNotFoundError):  # the worker that started it has crashed
+                own._forkserver_alive_fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_WRONLY)
+                own._forkserver_address = address
+                # It is no child of this process, which could not wait for it.
+                own.ensure_running = resource_tracker.ensure_running
+                return
+        own.ensure_running()
+        pipe = (own._forkserver_address, os.getpid(), own._forkserver_alive_fd)
+        file.write_text(json.dumps(pipe))
 
 
 @contextlib.contextmanager
@@ -206,8 +256,8 @@ class Ranks:
         try:
             for rank in range(world):
                 ours, theirs = _context.Pipe()
-                arguments = (rank, world, _store_port(), name, self._folder, theirs)
-                self._processes.append(start_forked(_rank_main, *arguments, daemon=True))
+                arguments = (rank, world, _store_port(), name, self._folder, rank_environment)
+                self._processes.append(start_forked(_rank_main, *arguments, theirs, daemon=True))
                 theirs.close()
                 self._pipes.append(ours)
             deadline = time.monotonic() + COLLECTIVE_S
@@ -284,6 +334,12 @@ class Ranks:
         self.threads = max(o.threads for o in outcomes if o is not None)
         return [o.value for o in outcomes if o is not None]
 
+    def send_signal(self, number: int) -> None:
+        """Send all ranks a signal."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def _stacks(self, ranks: list[int]) -> str:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
@@ -321,6 +377,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
     """
     __tracebackhide__ = True
     ranks = _pool.pop(world, None) or Ranks(world)
+    ranks.send_signal(signal.SIGCONT)
     try:
         results = ranks.run(fn, *args, timeout=timeout)
     except BaseException:  # a Ctrl-C too: whoever is in the middle of something must go
@@ -329,6 +386,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
     if ranks.threads > MOST_THREADS:
         ranks.close()
     else:
+        ranks.send_signal(signal.SIGSTOP)  # threads of process groups take time while they wait
         _pool[world] = ranks
     return results
 
