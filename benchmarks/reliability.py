@@ -1,6 +1,6 @@
 """Tables of docs/contribute/results/reliability.md: soak, ends of programs, damaged files.
 
-benchmarks/soak.py, tests/support/endings.py and tests/support/fuzz_files.py measure; tables.py
+benchmarks/soak.py, benchmarks/endings.py and tests/support/fuzz_files.py measure; tables.py
 writes the tables.
 """
 

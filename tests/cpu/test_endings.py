@@ -241,11 +241,11 @@ def test_exit_waits_for_gloo(named: bool) -> None:
 @stress_only
 @pytest.mark.timeout(200 * STRESS)
 def test_programs_end_without_findings(tmp_path: Path) -> None:
-    """Run cases of tests/support/endings.py; of its endings, others here have the most likely."""
+    """Run cases of benchmarks/endings.py; of its endings, others here have the most likely."""
     report = tmp_path / "endings.json"
     subprocess.run(
         [
-            *(sys.executable, str(ROOT / "tests/support/endings.py"), "--json", str(report)),
+            *(sys.executable, str(ROOT / "benchmarks/endings.py"), "--json", str(report)),
             *("--endings", "raise-one", "daemon", "raise-backward", "interrupt"),
         ],
         check=True,

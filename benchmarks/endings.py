@@ -1,6 +1,6 @@
 """How programs end: two ranks of many kinds, each ended in many ways, and what their statuses were.
 
-    python tests/support/endings.py --rounds 5 --json endings.json
+    python benchmarks/endings.py --rounds 5 --json endings.json
 
 Every rank is an interpreter that runs to its very end, where daemon threads, static destructors
 and objects that were never collected meet. An ending is good if both ranks leave with a status
@@ -338,7 +338,7 @@ def drive() -> tuple[str, str, int, str] | None:
                 counts.setdefault(kind, {}).setdefault(how, Counter())[f"{result.statuses}"] += 1
                 findings += bool(result.finding)
                 report = {
-                    "command": "python tests/support/endings.py " + " ".join(sys.argv[1:]),
+                    "command": "python benchmarks/endings.py " + " ".join(sys.argv[1:]),
                     "python": platform.python_version(),
                     "torch": torch.__version__,
                     "endings": number,
