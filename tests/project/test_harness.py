@@ -95,7 +95,7 @@ def test_ranks_end_with_pytest_however_it_ends(tmp_path: Path) -> None:
         [sys.executable, "-c", KILLED],
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=120,  # it imports torch twice, beside other tests
         cwd=ROOT / "tests" / "support",
         env={**os.environ, "TMPDIR": str(tmp_path)},  # what it leaves there goes with the test
     )
