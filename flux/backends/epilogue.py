@@ -31,10 +31,8 @@ def spoil(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def pack(spec: OpSpec, call: Call) -> torch.Tensor:
-    """Return the rows of x as they travel: x itself, or (scaling = row) bytes [rows, K + 4]."""
-    if not spec.scales_travel:
-        return call.x
+def pack(call: Call) -> torch.Tensor:
+    """Return the rows of x as they travel with their scales: bytes [rows, K + 4]."""
     assert call.scale_x is not None
     scales = call.scale_x.contiguous().view(-1, 1).view(torch.uint8)
     return torch.cat([call.x.view(torch.uint8), scales], dim=1)
@@ -75,11 +73,9 @@ def _mm_reads_beyond_rows() -> bool:
 
 
 def _apart(x: torch.Tensor) -> torch.Tensor:
-    """Return x [rows, K], or a copy with zeros behind each row where a product reads beyond it."""
+    """Return bfloat16 rows [rows, K], or a copy with zeros behind each if a product reads there."""
     rows, k = x.shape
-    if k % _K_STEP == 0 or x.dtype != torch.bfloat16 or x.device.type != "cpu":
-        return x
-    if not _mm_reads_beyond_rows():
+    if k % _K_STEP == 0 or x.device.type != "cpu" or not _mm_reads_beyond_rows():
         return x
     copy = x.new_zeros(rows, -(-k // _K_STEP) * _K_STEP)[:, :k]
     return copy.copy_(x)
@@ -126,7 +122,8 @@ class Multiplier:
             b = b[:, columns]
             bias = None if bias is None else bias[columns]
         if scale_x is None:
-            x = _apart(x)
+            if x.dtype is torch.bfloat16:
+                x = _apart(x)
             if bias is None:
                 torch.mm(x, b, out=out)
             else:

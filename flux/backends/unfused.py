@@ -202,7 +202,8 @@ class UnfusedBackend:
     def _ag_gemm(self, call: Call, gather: bool, hooks: OverlapHooks) -> list[torch.Tensor]:
         spec = self.spec
         began = self._began()
-        wait = self.start_gather(pack(spec, call), call.m)
+        x = pack(call) if spec.scales_travel else call.x
+        wait = self.start_gather(x, call.m)
         rows = self._beside(hooks.meanwhile, wait)
         hooks.arrived()
         if self.world > 1:

@@ -131,7 +131,10 @@ class CallChecker:
                     f"{' (transpose_weight)' if spec.transpose_weight else ''}, "
                     f"got {list(weight.shape)}"
                 )
-        dense = [self._bias(bias, n) for bias, n in zip(biases, self.columns, strict=True)]
+        dense = [
+            None if bias is None else self._bias(bias, n)
+            for bias, n in zip(biases, self.columns, strict=True)
+        ]
         call = Call(m, x, weights, self.columns, tuple(dense))
         if spec.scaling != "none" or scales:
             scale_x, *of_weights = self._scales(scales, x.shape[0])
@@ -152,7 +155,8 @@ class CallChecker:
         """
         if self.device != _CPU:
             raise ValueError(f"{self.spec.label}: gemm= needs the CPU backend, got {self.device}")
-        (bias,) = (self._bias(b, n) for b, n in zip(biases, self.columns, strict=True))
+        (bias,), (columns,) = biases, self.columns
+        bias = None if bias is None else self._bias(bias, columns)
         x = x if x.stride(1) == 1 or x.numel() == 0 else x.contiguous()
         known = self._tried.get(id(gemm))
         if known is None or known() is not gemm:
@@ -207,9 +211,7 @@ class CallChecker:
             raise ValueError(f"{spec.label}: {name} must be a dense tensor in memory, but {reason}")
         return settled(tensor)
 
-    def _bias(self, bias: torch.Tensor | None, n: int) -> torch.Tensor | None:
-        if bias is None:
-            return None
+    def _bias(self, bias: torch.Tensor, n: int) -> torch.Tensor:
         bias = self._tensor("bias", bias, self.spec.out_dtype)
         if bias.shape != (n,):
             raise ValueError(f"{self.spec.label}: bias must be [{n}], got {list(bias.shape)}")

@@ -128,7 +128,9 @@ class Problem:
     @property
     def local(self) -> tuple[int, int]:
         """Columns and depth of the largest local GEMM: that of rank 0."""
-        return self.weight_shape(0)
+        if self.op.gathers:
+            return (ceil_div(self.n, self.world), self.k)
+        return (self.n, ceil_div(self.k, self.world))
 
     def result_shape(self, rank: int) -> tuple[int, int]:
         """Return the shape of the result on ``rank``."""

@@ -46,7 +46,9 @@ def column_linear(
     # Where the op gets the operands as they are, it checks them, on all ranks alike.
     if not config.sequence_parallel or not x.dtype == weight.dtype == dtype:
         check_memory("column layer", x=x, weight=weight, bias=bias)
-    early, operand = _early_gather(ops, weight), _cast_of(weight, dtype)
+    early = _early_gather(ops, weight)
+    # The weight in the dtype of the product, without history; None: it has that dtype.
+    operand = None if weight.dtype == dtype else cast_once(weight, dtype).detach()
     y: torch.Tensor = cast(Any, _Column).apply(x, weight, bias, ops, operand, early)
     return y
 
@@ -69,13 +71,9 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, config: LinearConfig) -> t
     if not x.dtype == weight.dtype == dtype:  # else the op checks, on all ranks alike
         check_memory("row layer", x=x, weight=weight)
     before, ops.pool.early_gather = ops.pool.early_gather, None
-    z: torch.Tensor = cast(Any, _Row).apply(x, weight, ops, _cast_of(weight, dtype), before)
+    operand = None if weight.dtype == dtype else cast_once(weight, dtype).detach()
+    z: torch.Tensor = cast(Any, _Row).apply(x, weight, ops, operand, before)
     return z
-
-
-def _cast_of(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the weight in the dtype of the product, without history; None if it has that dtype."""
-    return None if weight.dtype == dtype else cast_once(weight, dtype).detach()
 
 
 def _early_gather(ops: LayerOps, weight: torch.Tensor) -> EarlyGather | None:

@@ -35,20 +35,11 @@ from flux.ops.transforms import call
 from flux.transport.exchange import resolve_group
 
 
-def in_graph(*tensors: torch.Tensor | None) -> bool:
-    """Return whether a call with these tensors takes the ops of this module.
-
-    That is in torch.compile's graphs and in others (make_fx, torch.export), inside transforms of
-    torch.func, and where only shapes are computed (fake and meta tensors).
-    """
-    return torch.compiler.is_compiling() or torch_internals.is_traced(*tensors)
-
-
 def column_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: LinearConfig
 ) -> torch.Tensor:
     """Apply ``flux.layers.autograd.column_linear``, in graphs as an op."""
-    if not in_graph(x, weight, bias):
+    if not torch_internals.is_traced(x, weight, bias):
         return autograd.column_linear(x, weight, bias, config)
     dtype = compute_dtype(x)
     own_bias = bias if bias is not None and bias.dtype == dtype else None
@@ -59,7 +50,7 @@ def column_linear(
 
 def row_linear(x: torch.Tensor, weight: torch.Tensor, config: LinearConfig) -> torch.Tensor:
     """Apply ``flux.layers.autograd.row_linear``, in graphs as an op."""
-    if not in_graph(x, weight):
+    if not torch_internals.is_traced(x, weight):
         return autograd.row_linear(x, weight, config)
     dtype = compute_dtype(x)
     z: torch.Tensor = call("row_linear", x.to(dtype), weight.to(dtype), *config.in_graph())

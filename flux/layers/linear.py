@@ -14,6 +14,7 @@ from flux.layers import compiled
 from flux.layers.autocast import cast_once, compute_dtype
 from flux.layers.autograd import once
 from flux.layers.config import LinearConfig
+from flux.ops import torch_internals
 from flux.ops.pool import User, pool_of
 from flux.ops.transforms import call
 from flux.transport.exchange import resolve_group
@@ -211,7 +212,7 @@ def sum_grad(parameter: torch.Tensor, group_name: str) -> torch.Tensor:
 
     For a parameter that every rank applies to its own rows.
     """
-    if compiled.in_graph(parameter):
+    if torch_internals.is_traced(parameter):
         copied: torch.Tensor = call("sum_grad", parameter, group_name)
         return copied
     out: torch.Tensor = cast(Any, _SumGrad).apply(parameter, group_name)

@@ -31,6 +31,7 @@ from flux.layers import compiled
 from flux.layers.autograd import column_linear, row_linear
 from flux.layers.config import LinearConfig
 from flux.layers.eligible import reason_unsupported, say_once
+from flux.ops import torch_internals
 from flux.ops.gradients import WeightGrad
 from flux.ops.pool import User, pool_of
 
@@ -174,7 +175,7 @@ class ColumnParallelLinear(_Fused, megatron_layers.ColumnParallelLinear):  # typ
         if not fuses and not (accumulate and _megatron_cannot_accumulate()):
             y: torch.Tensor = super()._forward_impl(input=input, weight=weight, **how)
             return y
-        if fuses and compiled.in_graph(input, weight) and buffer is None and not accumulate:
+        if fuses and torch_internals.is_traced(input, weight) and buffer is None and not accumulate:
             config = self._config(fuses, sequence_parallel, allreduce_dgrad)
             return compiled.column_linear(input, weight, how["bias"], config)
         if buffer is not None and not weight.requires_grad:
@@ -208,7 +209,7 @@ class RowParallelLinear(_Fused, megatron_layers.RowParallelLinear):  # type: ign
             return result
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        if compiled.in_graph(input_, self.weight) and not self.gradient_accumulation_fusion:
+        if torch_internals.is_traced(input_, self.weight) and not self.gradient_accumulation_fusion:
             config = self._config(True, self.sequence_parallel)
             output = compiled.row_linear(input_, self.weight, config)
         else:

@@ -131,7 +131,10 @@ class AGGemm(TensorParallelOp):
         if bias is None:
             biases *= len(weights)
         present = [b for b in biases if b is not None]
-        scales = _scales(scale_x, scale_weight)
+        scale_weights: list[Any] = (
+            list(scale_weight) if _is_sequence(scale_weight) else [scale_weight]
+        )
+        scales = [scale for scale in (scale_x, *scale_weights) if scale is not None]
         self._check_tensors(x_shard, *weights, *present, *scales)
         if m is not None and not isinstance(m, (int, torch.SymInt)):
             self._turn_away(TypeError, f"m must be an integer or None, got {m!r}")
@@ -198,12 +201,6 @@ class AGGemm(TensorParallelOp):
             return self._unfused.start_gather(x_shard, m, both_ways=self.waits_for_hosts)
         x_full: torch.Tensor = call("gather_rows", x_shard, m, self.handle)
         return lambda: x_full
-
-
-def _scales(of_x: Any, of_weight: Any) -> list[Any]:
-    """Return the scales in one list: of x, then of each weight."""
-    weights = list(of_weight) if _is_sequence(of_weight) else [of_weight]
-    return [scale for scale in (of_x, *weights) if scale is not None]
 
 
 def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:

@@ -36,7 +36,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -106,18 +106,6 @@ class OpPool(OfGroup):
         self._exchange.timeout_s = timeout_s
         return self._exchange
 
-    def _build(
-        self,
-        kind: type[O],
-        max_m: int,
-        n: int | tuple[int, ...],
-        k: int,
-        dtype: torch.dtype,
-        **options: Any,
-    ) -> O:
-        build = cast(Callable[..., O], kind)
-        return build(self.group, max_m=max_m, n=n, k=k, dtype=dtype, **options)
-
     # -- ops of layers and graphs ------------------------------------------------------------------
 
     def op(
@@ -146,12 +134,12 @@ class OpPool(OfGroup):
                 max_m = max(m, 2 * entry.op.spec.max_m)  # doubling: growing M rebuilds seldom
                 entry.op.close()
             self._drop_unused()
-            op = self._build(
-                kind,
-                max_m,
-                n,
-                k,
-                dtype,
+            op = cast(Callable[..., O], kind)(
+                self.group,
+                max_m=max_m,
+                n=n,
+                k=k,
+                dtype=dtype,
                 transpose_weight=transpose_weight,
                 tuning="cache" if fused else Knobs(path="unfused"),
                 timeout_s=self.timeout_s,
@@ -263,7 +251,8 @@ class OpPool(OfGroup):
             self.recent_ops.popitem(last=False)[1].close()
         if op is None:
             max_m = 1 << (m - 1).bit_length()  # doubling: growing M rebuilds seldom
-            op = self._build(kind, max_m, n, k, dtype, timeout_s=timeout_s, **options)
+            sizes = {"max_m": max_m, "n": n, "k": k, "dtype": dtype}
+            op = cast(Callable[..., O], kind)(self.group, **sizes, timeout_s=timeout_s, **options)
         self.recent_ops[key] = op
         self.recent_ops.move_to_end(key)
         return cast(O, op)

@@ -101,9 +101,11 @@ def forward_mode_is_on() -> bool:
 def is_traced(*tensors: torch.Tensor | None) -> bool:
     """Whether a call with these tensors is traced, transformed, or computed by shape only.
 
-    Then layers use the ops of graphs, which have fake kernels, and need no op of their own.
+    That is in torch.compile's graphs and in others (make_fx, torch.export), inside transforms of
+    torch.func, and where only shapes are computed (fake and meta tensors). Then layers use the ops
+    of graphs, which have fake kernels, and need no op of their own.
     """
-    if transforms_are_active():
+    if torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is not None:
         return True
     if torch._C._len_torch_dispatch_stack() > 0 and any(
         torch._C._get_dispatch_mode(key) is not None for key in _TRACING

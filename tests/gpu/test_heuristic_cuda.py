@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from emulated import EmulatedDevice
 from flux import Knobs, make_schedule
-from flux.backends.cuda import backend as cuda
+from flux.backends.cuda import setup as cuda
 from flux.core.knobs import Op
 from flux.core.layout import Layout
 from flux.core.schedule import ClusterTile

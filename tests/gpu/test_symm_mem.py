@@ -18,7 +18,7 @@ import torch.distributed as dist
 import flux
 from emulated_processes import emulate, run
 from flux import PeerDiedError, PeerTimeoutError
-from flux.backends.cuda.backend import GRACE_S
+from flux.backends.cuda.waits import GRACE_S
 from flux.transport import symm_mem
 from flux.transport.watch import LOOK_S
 from harness import BUSY, STRESS, fresh_ranks

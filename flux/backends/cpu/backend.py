@@ -214,7 +214,7 @@ class CpuBackend:
     ) -> list[torch.Tensor]:
         engine, spec = self.engine, self.spec
         lane = None if self.recorder is None else self.recorder.begin(schedule)
-        x = pack(spec, call)
+        x = pack(call) if spec.scales_travel else call.x
         if self.network is not None:
             x = x.contiguous()
         outs = [self.empty(call.m, columns) for columns in call.columns]

@@ -15,7 +15,6 @@ raises all words of the own pad, which lets them go.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial, wraps
@@ -26,12 +25,15 @@ import torch
 from flux import _C
 from flux.backends.cached_call import CachedCall
 from flux.backends.cuda import nvtx
-from flux.backends.cuda.operands import Fit, row_step
+from flux.backends.cuda.operands import Fit, of_zeros, row_step
+from flux.backends.cuda.setup import choose_kernels, cluster_tile, sums_by_switch
+from flux.backends.cuda.waits import StreamWaits
+from flux.backends.cuda.workspaces import Workspaces
 from flux.backends.epilogue import ACTIVATE, spoil
 from flux.core.backend import NO_HOOKS, OverlapHooks, nothing
 from flux.core.call import Call
-from flux.core.env import GRAPH_OVERLAP, POISON, TRACE
-from flux.core.errors import PeerDiedError, PeerTimeoutError
+from flux.core.env import GRAPH_OVERLAP, POISON
+from flux.core.errors import PeerTimeoutError
 from flux.core.forked import abandon_in_children
 from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs
@@ -42,29 +44,14 @@ from flux.core.spec import OpSpec
 from flux.core.tensors import address_of
 from flux.core.topology import Topology
 from flux.kernels import loading
-from flux.kernels.config import TMA_BYTES, GemmConfig
 from flux.kernels.registry import BuiltKernel
 from flux.select.heuristic import most_comm_tiles
-from flux.select.kernel import OpKernel, op_kernel
 from flux.transport.base import WORD, DeviceTransport, Peers, beside
 from flux.transport.device import Device
 from flux.transport.watch import Watch
 
 if TYPE_CHECKING:
     from flux.select.choose import Choice
-
-SWITCH_BYTES = 16  # that a multicast access takes
-MAX_ROOMY = 4096
-GRACE_S = 0.3
-"""Seconds from noticing that a peer has died to giving up: it may have done its part before."""
-ABANDONED = 4  # the codes of csrc/cuda/abi.h
-_WAITS = {
-    1: "rows of x (AllGather signal {signal})",
-    2: "the entry of rank {signal}, before writing to its memory",
-    3: "partials of a peer (flag {signal})",
-    5: "rank {signal} to reach the same call of a captured graph",
-    6: "the sum of node {node}",
-}
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -124,10 +111,11 @@ class CudaBackend:
         self.device: Device = transport.device
         self.sm_count = transport.sm_share
         knobs = next((k for k in choice.variants() if k.path != "unfused"), Knobs())
-        self.sums_by_switch = self._sums_by_switch(knobs)
+        self.sums_by_switch = sums_by_switch(spec, transport, knobs)
         if self.sums_by_switch:
             knobs = replace(knobs, reduce="local")  # as far as kernels and memory are concerned
-        chosen = self._kernels(knobs, choice.kernel)
+        sizes = (knobs, choice.kernel)
+        chosen = choose_kernels(spec, transport, self.sm_count, *sizes)
         self._activate_after = any(kernel.activate_after for kernel in chosen)
         self.beside = 0
         if self.nodes > 1:  # wherever those blocks run, whole clusters of the GEMM fit beside them
@@ -135,7 +123,7 @@ class CudaBackend:
             cluster = max(math.prod(kernel.built.config.cluster) for kernel in chosen)
             self.sm_count = max(1, self.sm_count - self.beside * cluster)
         self.configs = [kernel.built.config for kernel in chosen]
-        self.cluster: ClusterTile | None = self._cluster_tile(knobs, choice.kernel)
+        self.cluster: ClusterTile | None = cluster_tile(spec, transport, self.configs, *sizes)
         self.kernels = [self._load(kernel.built) for kernel in chosen]
         self._fit = Fit(max(kernel.built.config.alignment_elements for kernel in chosen))
         tile = self.kernels[0].tile
@@ -159,13 +147,13 @@ class CudaBackend:
         self.driver = self.device.driver
         self.native = self._native(timeout_s)
         abandon_in_children(self)
-        self._workspaces: dict[int, torch.Tensor] = {}
-        self._roomy: set[tuple[int, int]] = set()
-        self._streams: set[int] = set()
+        self._workspaces = Workspaces(self.device)
+        who = f"{spec.label}: rank {self.rank}"
+        noticed = (self.native, self.peers, watch, self._report)
+        self._waits = StreamWaits(who, transport, *noticed, timeout_s)
         self.last: CachedCall | None = None
         self.repeats = 0  # calls that were recognised
         self._open = True
-        self._ending = False  # a wait that is going on is to give up
         self.refusals = 0
         if self._activate_after:
             self._load_activation()
@@ -229,43 +217,6 @@ class CudaBackend:
         self.device.keep(some)
         self.device.enqueue(partial(self._activate, some))
 
-    def _sums_by_switch(self, knobs: Knobs) -> bool:
-        """Return whether the NVLink switch adds up partials.
-
-        It does if they may be added in any order and a row is a multiple of its access size.
-        """
-        row = self.spec.row_elements() * self.spec.itemsize
-        wanted = self.spec.op.reduces and knobs.reduce == "in_flight"
-        return wanted and self.transport.multicast and row % SWITCH_BYTES == 0
-
-    def _kernels(self, knobs: Knobs, preferred: GemmConfig | None) -> list[OpKernel]:
-        """Choose a kernel for each weight, the same on all ranks of a ReduceScatter. Collective.
-
-        Raises:
-            ValueError: a rank has none.
-        """
-        spec, problem, traced = self.spec, None, TRACE.get()
-        kernels = []
-        try:
-            for n in spec.local_n(self.world, self.rank):
-                kernel = op_kernel(
-                    spec, self.world, n, self.device, knobs, self.sm_count, preferred, traced
-                )
-                kernels.append(kernel)
-        except ValueError as error:
-            problem = str(error)
-        self.transport.ready(problem)
-        return kernels
-
-    def _cluster_tile(self, knobs: Knobs, preferred: GemmConfig | None) -> ClusterTile:
-        """Return what schedules know of the kernels: of rank 0's columns, so all ranks agree."""
-        spec = self.spec
-        columns = spec.local_n(self.world, 0)
-        if columns == spec.local_n(self.world, self.rank):
-            return ClusterTile.of(self.configs)
-        args = (self.device, knobs, self.transport.sm_share, preferred, TRACE.get())
-        return ClusterTile.of(op_kernel(spec, self.world, n, *args).built.config for n in columns)
-
     # -- ops ---------------------------------------------------------------------------------------
 
     @on_its_device
@@ -291,7 +242,7 @@ class CudaBackend:
         x_full = self._empty(call.m, self.spec.k, self.spec.dtype) if gather else None
         scale = 0 if call.scale_x is None else self._address(call.scale_x)
         operands = [self._operand(call, number, out) for number, out in enumerate(outs)]
-        self._make_room(schedule, stream, operands, self.spec.k)
+        self._workspaces.make_room(self.native, schedule, stream, operands, self.spec.k)
         self.native.ag_gemm(
             schedule.native,
             stream,
@@ -311,7 +262,7 @@ class CudaBackend:
         stream = self._begin(schedule)
         as_passed = call
         if call.x.shape[1] == 0:
-            call = self._of_zeros(call)
+            call = of_zeros(self.spec, call, self.device)
         call = self._fit.call(call, gathers=False)
         full = self.spec.op.all_reduces
         rows = call.m if full else self._rows_of(call.m)
@@ -320,7 +271,7 @@ class CudaBackend:
         step = row_step(call.x.shape, call.x.stride())
         x = (self._address(call.x), step, call.x.shape[1], scale)
         operand = self._operand(call, 0, out)
-        self._make_room(schedule, stream, [operand], call.x.shape[1])
+        self._workspaces.make_room(self.native, schedule, stream, [operand], call.x.shape[1])
         if self.peers.idle:
             self.native.gemm_rs(schedule.native, stream, x, operand, address_of(out))
             self._remember(schedule, as_passed, 1)
@@ -368,7 +319,7 @@ class CudaBackend:
         self.repeats += 1
         at, ld, k = address_of(out), last.columns, last.x_shape[1]
         operand = (address_of(weight), last.weight_ld, ld, at, ld, last.bias_ptr, 0)
-        self._make_room(last.schedule, stream, [operand], k)
+        self._workspaces.make_room(self.native, last.schedule, stream, [operand], k)
         operand_a = (address_of(x), row_step(last.x_shape, last.x_stride), k, 0)
         if self.spec.op.gathers:
             self.native.ag_gemm(last.schedule.native, stream, operand_a, [operand], 0, [])
@@ -401,9 +352,7 @@ class CudaBackend:
         """
         if self.native.failed:
             self.check(wait=False)
-        dead = self._dead()
-        if dead is not None:
-            raise dead
+        self._waits.look()
         stream = self.device.current_stream()
         try:
             self._check_possible(schedule)
@@ -412,7 +361,7 @@ class CudaBackend:
             raise
         if self.recorder is not None:
             self.recorder.began(self.rank, schedule)
-        self._streams.add(stream)
+        self._waits.streams.add(stream)
         return stream
 
     def _check_possible(self, schedule: TileSchedule) -> None:
@@ -451,40 +400,6 @@ class CudaBackend:
             self._address(scales[number]) if scales else 0,
         )
 
-    def _make_room(
-        self, schedule: TileSchedule, stream: int, operands: list[_C.Operand], k: int
-    ) -> None:
-        """Allocate the workspace of the kernels, once per stream and M."""
-        if self.driver.capture(stream):
-            return self._make_room_in_graph(schedule, stream, operands, k)
-        key = (stream, schedule.shape[0])
-        if key in self._roomy:
-            return
-        if len(self._roomy) >= MAX_ROOMY:
-            self._roomy.clear()
-        self._roomy.add(key)
-        size = self.native.workspace_bytes(schedule.native, operands, k)
-        kept = self._workspaces.get(stream)
-        if size and (kept is None or kept.numel() < size):
-            # The old one stays in use until the stream has passed it: the allocator knows.
-            kept = self._workspaces[stream] = self.device.zeros(size, torch.uint8)
-            self.native.set_workspace(stream, address_of(kept), kept.numel())
-
-    def _make_room_in_graph(
-        self, schedule: TileSchedule, stream: int, operands: list[_C.Operand], k: int
-    ) -> None:
-        """Allocate the workspace of a captured call in the graph, which zeroes it in every replay.
-
-        The graph's allocator reuses it in the order of the stream, so no reference is kept.
-        """
-        size = self.native.workspace_bytes(schedule.native, operands, k)
-        room = self.device.zeros(size, torch.uint8) if size else None
-        self._roomy = {(of, m) for of, m in self._roomy if of != stream}
-        self._workspaces.pop(stream, None)
-        if room is not None:
-            self.device.keep(room)
-        self.native.set_workspace(stream, address_of(room) if room is not None else 0, size)
-
     def _empty(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         dtype = dtype or self.spec.out_dtype
         out = torch.empty(rows, columns, dtype=dtype, device=self.device.torch_device)
@@ -493,16 +408,6 @@ class CudaBackend:
 
     def _activate(self, out: torch.Tensor) -> None:
         out.copy_(ACTIVATE[self.spec.activation](out))
-
-    def _of_zeros(self, call: Call) -> Call:
-        """Return a call on zeros, for a rank without a part of K: TMA has no empty maps."""
-        rows = max(call.m, self.spec.n[0])
-        zeros = self.device.zeros(rows * TMA_BYTES, torch.uint8).view(self.spec.dtype)
-        zeros = zeros.view(rows, -1)
-        weight = zeros[: self.spec.n[0]]
-        if self.spec.transpose_weight:
-            weight = weight.t()
-        return replace(call, x=zeros[: call.m], weights=(weight,))
 
     # -- faults and the end ------------------------------------------------------------------------
 
@@ -514,76 +419,15 @@ class CudaBackend:
             PeerTimeoutError: a wait took longer than the timeout, or a peer has given up.
             PeerDiedError: the process of a peer on this host has ended before its part was done.
         """
-        done = True
-        if wait:
-            for stream in self._streams:
-                done &= self._drained(stream)
-            self.native.look()
-        # Others that noticed it sooner give up, which makes waits of this rank fail.
-        dead = self._dead() if self.native.failed or not done else None
-        if dead is not None:
-            raise dead
-        who = f"{self.spec.label}: rank {self.rank}"
-        if self.native.failed:
-            code, tile, signal, expected, observed = self._report[:5].tolist()
-            if code == ABANDONED:
-                raise PeerTimeoutError(f"{who}: rank {signal} gave up in call {expected}")
-            other = signal + (
-                signal >= self.rank * self.nodes // self.world
-            )  # but for the own node
-            what = _WAITS[code].format(signal=signal, node=other)
-            raise PeerTimeoutError(
-                f"{who} waited more than {self.timeout_s:g} s for {what}, tile {tile}, "
-                f"call {expected}: the signal word had {observed}"
-            )
-        if not done and self._ending:
-            raise RuntimeError(f"{who}: closed while waiting for call {self.native.epoch}")
-        if not done:
-            raise PeerTimeoutError(
-                f"{who}: call {self.native.epoch} was not done after {self.timeout_s:g} s: a "
-                "stream waited for a peer's signal"
-            )
+        self._waits.check(wait)
 
     def look(self) -> None:
         """Raise PeerDiedError if the process of a peer on this host has ended."""
-        dead = self._dead()
-        if dead is not None:
-            raise dead
+        self._waits.look()
 
     def silent_peer(self) -> int:
         """Return -1: unknown."""
         return -1
-
-    def _dead(self) -> PeerDiedError | None:
-        """Return the error about a peer that has died, or None."""
-        rank = None if self.watch is None else self.watch.dead()
-        if self.watch is None or rank is None:
-            return None
-        who = f"{self.spec.label}: rank {self.rank}, after call {self.native.epoch}"
-        return PeerDiedError(f"{who}: {self.watch.end_of(rank)}")
-
-    def _drained(self, stream: int) -> bool:
-        """Wait until a stream is done; return False if its wait had to be ended.
-
-        Kernels give up by themselves within the timeout. A stream cannot.
-        """
-        deadline = time.monotonic() + self.timeout_s + 1.0
-        some_died = False
-        while not self.driver.ready(stream):
-            if not some_died and self._dead() is not None:
-                some_died = True
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-            if time.monotonic() > deadline or self._ending:
-                self._let_go()
-                self.driver.synchronize(stream)
-                return False
-            time.sleep(0.0005)
-        return True
-
-    def _let_go(self) -> None:
-        """Tell the peers, and end all waits of this rank's streams."""
-        self.peers.let_go(self.native.epoch)
-        self.native.let_go()
 
     def require_room(self, schedule: TileSchedule) -> None:
         """Raise ValueError if the op's memory is too small: see ``Backend.require_room``."""
@@ -606,7 +450,7 @@ class CudaBackend:
 
     def end_call(self) -> None:
         """End a wait for calls, in another thread or further up the stack."""
-        self._ending = True
+        self._waits.ending = True
 
     def reason_untraceable(self, fused: bool) -> str | None:
         """Return why calls cannot be traced: a capture, or kernels of no trace build."""
@@ -629,22 +473,23 @@ class CudaBackend:
         """Wait for calls that are under way, then release everything. Idempotent."""
         if not self._open:
             return
-        self._ending = False
+        waits = self._waits
+        waits.ending = False
         if failed:
-            self._let_go()
-        for stream in (*self._streams, self.native.copy_stream, self.native.network_stream):
-            if stream or stream in self._streams:  # torch's default stream is 0
-                self._drained(stream)
+            waits.let_go()
+        for stream in (*waits.streams, self.native.copy_stream, self.native.network_stream):
+            if stream or stream in waits.streams:  # torch's default stream is 0
+                waits.drain(stream)
         self._open = False  # until here a signal handler may interrupt this, which is then repeated
         try:
             if not failed:
                 self.native.look()
                 if self.native.failed:
-                    self._let_go()  # peers wait for what this rank's kernels have not done
+                    waits.let_go()  # peers wait for what this rank's kernels have not done
         finally:
             if self.watch is not None:  # not before: what peers wait for has been done
                 self.watch.close(failed)
             self.native.close()
             self._own_data = torch.empty(0, device="cpu")
             self.transport.leave()
-            self.peers = Peers()
+            self.peers = waits.peers = Peers()

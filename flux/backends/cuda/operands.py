@@ -21,7 +21,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from flux.core.call import Call
+from flux.core.spec import OpSpec
 from flux.core.tensors import address_of
+from flux.kernels.config import TMA_BYTES
+from flux.transport.device import Device
 
 
 def row_step(shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -30,6 +33,16 @@ def row_step(shape: Sequence[int], stride: Sequence[int]) -> int:
     The stride of a single row may be anything, also what kernels cannot load: it has none.
     """
     return stride[0] if shape[0] > 1 else shape[1]
+
+
+def of_zeros(spec: OpSpec, call: Call, device: Device) -> Call:
+    """Return a call on zeros, for a rank without a part of K: TMA has no empty maps."""
+    rows = max(call.m, spec.n[0])
+    zeros = device.zeros(rows * TMA_BYTES, torch.uint8).view(spec.dtype).view(rows, -1)
+    weight = zeros[: spec.n[0]]
+    if spec.transpose_weight:
+        weight = weight.t()
+    return replace(call, x=zeros[: call.m], weights=(weight,))
 
 
 @dataclass(frozen=True)

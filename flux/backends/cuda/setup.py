@@ -1,0 +1,72 @@
+"""Choose the kernels of an op on GPUs, and what adds up its partials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flux.core.env import TRACE
+from flux.core.knobs import Knobs
+from flux.core.schedule import ClusterTile
+from flux.core.spec import OpSpec
+from flux.kernels.config import GemmConfig
+from flux.select.kernel import OpKernel, op_kernel
+from flux.transport.base import DeviceTransport
+
+SWITCH_BYTES = 16  # that a multicast access takes
+
+
+def sums_by_switch(spec: OpSpec, transport: DeviceTransport, knobs: Knobs) -> bool:
+    """Return whether the NVLink switch adds up partials.
+
+    It does if they may be added in any order and a row is a multiple of its access size.
+    """
+    row = spec.row_elements() * spec.itemsize
+    wanted = spec.op.reduces and knobs.reduce == "in_flight"
+    return wanted and transport.multicast and row % SWITCH_BYTES == 0
+
+
+def choose_kernels(
+    spec: OpSpec,
+    transport: DeviceTransport,
+    sm_count: int,
+    knobs: Knobs,
+    preferred: GemmConfig | None,
+) -> list[OpKernel]:
+    """Choose a kernel for each weight, the same on all ranks of a ReduceScatter. Collective.
+
+    Args:
+        spec: the op.
+        transport: of its ranks.
+        sm_count: multiprocessors of the GEMM.
+        knobs: of its fused calls.
+        preferred: the kernel that tuning found.
+
+    Raises:
+        ValueError: a rank has none.
+    """
+    problem = None
+    kernels = []
+    args = (transport.device, knobs, sm_count, preferred, TRACE.get())
+    try:
+        for n in spec.local_n(transport.world, transport.rank):
+            kernels.append(op_kernel(spec, transport.world, n, *args))
+    except ValueError as error:
+        problem = str(error)
+    transport.ready(problem)
+    return kernels
+
+
+def cluster_tile(
+    spec: OpSpec,
+    transport: DeviceTransport,
+    configs: Sequence[GemmConfig],
+    knobs: Knobs,
+    preferred: GemmConfig | None,
+) -> ClusterTile:
+    """Return what schedules know of the kernels: of rank 0's columns, so all ranks agree."""
+    world = transport.world
+    columns = spec.local_n(world, 0)
+    if columns == spec.local_n(world, transport.rank):
+        return ClusterTile.of(configs)
+    args = (transport.device, knobs, transport.sm_share, preferred, TRACE.get())
+    return ClusterTile.of(op_kernel(spec, world, n, *args).built.config for n in columns)

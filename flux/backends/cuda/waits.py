@@ -1,0 +1,124 @@
+"""Find out which wait of an op on GPUs has failed, and end waits that cannot give up."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from flux import _C
+from flux.core.errors import PeerDiedError, PeerTimeoutError
+from flux.transport.base import DeviceTransport, Peers
+from flux.transport.watch import Watch
+
+GRACE_S = 0.3
+"""Seconds from noticing that a peer has died to giving up: it may have done its part before."""
+ABANDONED = 4  # the codes of csrc/cuda/abi.h
+_WAITS = {
+    1: "rows of x (AllGather signal {signal})",
+    2: "the entry of rank {signal}, before writing to its memory",
+    3: "partials of a peer (flag {signal})",
+    5: "rank {signal} to reach the same call of a captured graph",
+    6: "the sum of node {node}",
+}
+
+
+class StreamWaits:
+    """The streams that one rank's calls are on, and what their kernels wait for.
+
+    Args:
+        who: the op and the rank, for messages.
+        transport: of the op's ranks.
+        native: the op, whose kernels wait.
+        peers: what the host does for the peers.
+        watch: looks for peers that die; None where all ranks are in this process.
+        report: what a kernel that has given up leaves: code, tile, signal, expected, observed.
+        timeout_s: of each wait, in seconds.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        transport: DeviceTransport,
+        native: _C.CudaOp,
+        peers: Peers,
+        watch: Watch | None,
+        report: torch.Tensor,
+        timeout_s: float,
+    ) -> None:
+        self._who = who
+        self._node = transport.rank * transport.nodes // transport.world
+        self._driver = transport.device.driver
+        self._native = native
+        self.peers = peers
+        self._watch = watch
+        self._report = report
+        self._timeout_s = timeout_s
+        self.streams: set[int] = set()
+        self.ending = False  # a wait that is going on is to give up
+
+    def check(self, wait: bool) -> None:
+        """Raise what waits of earlier calls have found: see ``CudaBackend.check``."""
+        done = True
+        if wait:
+            for stream in self.streams:
+                done &= self.drain(stream)
+            self._native.look()
+        # Others that noticed it sooner give up, which makes waits of this rank fail.
+        dead = self._dead() if self._native.failed or not done else None
+        if dead is not None:
+            raise dead
+        if self._native.failed:
+            code, tile, signal, expected, observed = self._report[:5].tolist()
+            if code == ABANDONED:
+                raise PeerTimeoutError(f"{self._who}: rank {signal} gave up in call {expected}")
+            other = signal + (signal >= self._node)  # but for the own node
+            what = _WAITS[code].format(signal=signal, node=other)
+            raise PeerTimeoutError(
+                f"{self._who} waited more than {self._timeout_s:g} s for {what}, tile {tile}, "
+                f"call {expected}: the signal word had {observed}"
+            )
+        if not done and self.ending:
+            raise RuntimeError(f"{self._who}: closed while waiting for call {self._native.epoch}")
+        if not done:
+            raise PeerTimeoutError(
+                f"{self._who}: call {self._native.epoch} was not done after {self._timeout_s:g} s: "
+                "a stream waited for a peer's signal"
+            )
+
+    def look(self) -> None:
+        """Raise PeerDiedError if the process of a peer on this host has ended."""
+        dead = self._dead()
+        if dead is not None:
+            raise dead
+
+    def drain(self, stream: int) -> bool:
+        """Wait until a stream is done; return False if its wait had to be ended.
+
+        Kernels give up by themselves within the timeout. A stream cannot.
+        """
+        deadline = time.monotonic() + self._timeout_s + 1.0
+        some_died = False
+        while not self._driver.ready(stream):
+            if not some_died and self._dead() is not None:
+                some_died = True
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            if time.monotonic() > deadline or self.ending:
+                self.let_go()
+                self._driver.synchronize(stream)
+                return False
+            time.sleep(0.0005)
+        return True
+
+    def let_go(self) -> None:
+        """Tell the peers, and end all waits of this rank's streams."""
+        self.peers.let_go(self._native.epoch)
+        self._native.let_go()
+
+    def _dead(self) -> PeerDiedError | None:
+        """Return the error about a peer that has died, or None."""
+        rank = None if self._watch is None else self._watch.dead()
+        if self._watch is None or rank is None:
+            return None
+        who = f"{self._who}, after call {self._native.epoch}"
+        return PeerDiedError(f"{who}: {self._watch.end_of(rank)}")
