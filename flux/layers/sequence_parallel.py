@@ -28,13 +28,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from flux.backends.unfused import all_gather
-from flux.layers import compiled, dtensor
+from flux.layers import dtensor
 from flux.layers.autograd import once
 from flux.layers.config import LayerOps, LinearConfig
 from flux.layers.eligible import say_once
 from flux.layers.linear import sum_grad
 from flux.layers.sequence_plan import SequencePlan
-from flux.ops import AGGemm
+from flux.ops import AGGemm, torch_internals
 from flux.ops.gradients import Grad, as_rows, column_grads, fresh, weight_grad
 from flux.transport.exchange import resolve_group
 
@@ -315,7 +315,11 @@ class Stack:
 
     def _suits(self, x: Any) -> bool:
         """Return whether to work on shards of x; the same on all ranks."""
-        if not isinstance(x, torch.Tensor) or compiled.in_graph(x) or isinstance(x, DTensor):
+        if (
+            not isinstance(x, torch.Tensor)
+            or torch_internals.is_traced(x)
+            or isinstance(x, DTensor)
+        ):
             return False
         if x.dim() != 3 or x.shape[2] != self.features or not x.shape[0]:
             return False
