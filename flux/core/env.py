@@ -227,7 +227,18 @@ GRAPH_OVERLAP = Variable(
     "run the copies of AllGather calls in a CUDA graph beside the GEMM, as in other calls, and not "
     "ahead of it; needs a driver that runs branches of a graph at the same time (0 or 1)",
 )
-
+VLLM = Variable(
+    "FLUX_VLLM",
+    _flag,
+    True,
+    "let vLLM use Flux where the two are installed (0 or 1)",
+)
+VLLM_CHECK = Variable(
+    "FLUX_VLLM_CHECK",
+    _flag,
+    False,
+    "inside vLLM, compare every result with vLLM's own path and raise where they differ (0 or 1)",
+)
 BENCH_BYTE_FLUX_PYTHON = Variable(
     "FLUX_BENCH_BYTE_FLUX_PYTHON",
     str,
@@ -253,5 +264,7 @@ VARIABLES: tuple[
     NVTX,
     TRACE,
     GRAPH_OVERLAP,
+    VLLM,
+    VLLM_CHECK,
     BENCH_BYTE_FLUX_PYTHON,
 )
