@@ -78,7 +78,7 @@ class PhaseResult:
 
 
 @dataclass
-class _Samples:
+class _PhaseSamples:
     wall_ms: dict[str, list[float]] = field(default_factory=lambda: {form: [] for form in FORMS})
     host_ms: dict[str, float] = field(default_factory=dict)
 
@@ -125,8 +125,8 @@ class _Phase:
         text = f"{self._phase}: results of rank {wrong[0]} differ from Megatron's" if wrong else ""
         return max(errors), text
 
-    def _time(self, calls: dict[str, LayerCall]) -> _Samples:
-        config, samples = self._config, _Samples()
+    def _time(self, calls: dict[str, LayerCall]) -> _PhaseSamples:
+        config, samples = self._config, _PhaseSamples()
         rounds, repeats = Rounds(calls, self._timer), config.repeats_of(self._phase)
         with quiet_collector():
             for index in range(-config.warmup, repeats):
@@ -141,7 +141,7 @@ class _Phase:
                 samples.host_ms[form] = _host_ms(call)
         return samples
 
-    def _result(self, samples: _Samples, error: float) -> PhaseResult:
+    def _result(self, samples: _PhaseSamples, error: float) -> PhaseResult:
         everybody = all_gather(samples)
         slowest = {
             form: metrics.slowest_rank([s.wall_ms[form] for s in everybody]) for form in FORMS

@@ -48,7 +48,7 @@ class MethodResult:
 
 
 @dataclass
-class _Samples:
+class _OpSamples:
     """One rank's measurements of one timed call, by repeat."""
 
     wall_ms: list[float] = field(default_factory=list)
@@ -114,7 +114,7 @@ def measure(
 
 
 def _comm_cpu_ms(
-    of_ranks: dict[str, list[_Samples]], gemms: list[str], method: str
+    of_ranks: dict[str, list[_OpSamples]], gemms: list[str], method: str
 ) -> float | None:
     """Return the CPU time of a method beyond that of the GEMM; None if it was not measured."""
 
@@ -211,9 +211,9 @@ class _Run:
 
     def _rounds(
         self, calls: dict[str, Callable[[], object]], inputs: Any, methods: list[Method]
-    ) -> tuple[dict[str, _Samples], list[float], dict[str, object]]:
+    ) -> tuple[dict[str, _OpSamples], list[float], dict[str, object]]:
         config = self._config
-        samples = {name: _Samples() for name in calls}
+        samples = {name: _OpSamples() for name in calls}
         rounds = Rounds(calls, self._place, across=len(set(config.host_of)) > 1)
         skews: list[float] = []
         with torch.no_grad(), quiet_collector():
@@ -234,7 +234,7 @@ class _Run:
         return samples, skews, rounds.last
 
     def _results(
-        self, methods: list[Method], of_ranks: dict[str, list[_Samples]], skew_ms: float | None
+        self, methods: list[Method], of_ranks: dict[str, list[_OpSamples]], skew_ms: float | None
     ) -> Measurement:
         slowest = {
             name: metrics.slowest_rank([rank.wall_ms for rank in ranks])
@@ -281,7 +281,7 @@ class _Run:
             self._place.comparable,
         )
 
-    def _sent(self, ranks: list[_Samples]) -> float | None:
+    def _sent(self, ranks: list[_OpSamples]) -> float | None:
         """Return the bytes of one call that left any host.
 
         The first rank of each host reports them for its host.

@@ -28,7 +28,7 @@ have the name of the process."""
 SETTLE_S = 1.0
 
 
-class Owner(Protocol):
+class ThreadOwner(Protocol):
     """An object with threads, or with peers that wait for it."""
 
     def end(self) -> None:
@@ -40,11 +40,11 @@ class Owner(Protocol):
         ...
 
 
-_owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[int, ThreadOwner] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def end_at_exit(owner: Owner) -> None:
+def end_at_exit(owner: ThreadOwner) -> None:
     """Call ``owner.end`` when the program ends while ``owner`` lives; not in forked children.
 
     Owners are ended in the order of registration: an engine before the network that serves it.

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 
-class Owner(Protocol):
+class ResourceOwner(Protocol):
     """An object with resources that only the process that made them may use or end."""
 
     def abandon(self) -> Iterable[object]:
@@ -28,10 +28,10 @@ class Owner(Protocol):
         ...
 
 
-_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+_owners: weakref.WeakSet[ResourceOwner] = weakref.WeakSet()
 
 
-def abandon_in_children(owner: Owner) -> None:
+def abandon_in_children(owner: ResourceOwner) -> None:
     """Call ``owner.abandon`` in every child that is forked while ``owner`` lives."""
     _owners.add(owner)
 

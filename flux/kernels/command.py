@@ -343,7 +343,7 @@ def _progress(total: int, *, silent: bool) -> Iterator[CompileObserver]:
         overall = bar.add_task("libraries", total=total)
         running: dict[str, TaskID] = {}
 
-        class Bar(CompileObserver):
+        class CompileBar(CompileObserver):
             def started(self, unit: CompileUnit) -> None:
                 running[unit.name] = bar.add_task(escape(unit.what), total=None)
 
@@ -353,13 +353,13 @@ def _progress(total: int, *, silent: bool) -> Iterator[CompileObserver]:
                     bar.remove_task(task)
                 bar.advance(overall)
 
-        yield Bar()
+        yield CompileBar()
 
 
 def _lines(total: int) -> CompileObserver:
     from flux.kernels.driver import CompileObserver
 
-    class Lines(CompileObserver):
+    class CompileLines(CompileObserver):
         def __init__(self) -> None:
             self._lock = threading.Lock()
             self._ended = 0
@@ -370,4 +370,4 @@ def _lines(total: int) -> CompileObserver:
                 how = "failed" if outcome.error else "built" if outcome.fresh else "already built"
                 say(f"[{self._ended}/{total}] {outcome.unit.what}: {how}, {outcome.seconds:.0f} s")
 
-    return Lines()
+    return CompileLines()

@@ -53,7 +53,7 @@ def rows_text(begin: int, end: int) -> str:
     return f"row {begin}" if end == begin + 1 else f"rows {begin}-{end - 1}"
 
 
-class _Call:
+class _TracedCall:
     """Interprets the records of one call; ``schedule`` is None in a world of one rank."""
 
     def __init__(self, op: str, rank: int, schedule: TileSchedule | None) -> None:
@@ -232,7 +232,8 @@ def events_of(
         origin_ns: time zero of the trace, on rank 0's clock.
     """
     calls = [
-        _Call(op, rank, schedules[number] if schedules else None) for number in range(len(spans))
+        _TracedCall(op, rank, schedules[number] if schedules else None)
+        for number in range(len(spans))
     ]
     events = []
     for lane in lanes:

@@ -38,7 +38,7 @@ def best_so_far(search: Search) -> str:
 
 
 def _lines() -> TuningObserver:
-    class Lines(TuningObserver):
+    class TuningLines(TuningObserver):
         def compiling(self, search: Search, count: int) -> None:
             if count:
                 say(f"{search.label}: building {count} kernels")
@@ -51,11 +51,11 @@ def _lines() -> TuningObserver:
             how = "" if search.settled else " (not settled: the budget was used up)"
             say(f"{search.label}: {best_so_far(search)}{how}")
 
-    return Lines()
+    return TuningLines()
 
 
 def _bar(bar: Progress, console: Console) -> TuningObserver:
-    class Bar(TuningObserver):
+    class TuningBar(TuningObserver):
         def __init__(self) -> None:
             self._task = bar.add_task("starting", total=None, best="")
             self._place = ""
@@ -90,4 +90,4 @@ def _bar(bar: Progress, console: Console) -> TuningObserver:
             )
             bar.refresh()
 
-    return Bar()
+    return TuningBar()

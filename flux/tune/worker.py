@@ -176,7 +176,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CandidateCall:
     """A call of a candidate, and the wait for its end on a device."""
 
     run: Callable[[], object]
@@ -378,12 +378,12 @@ class _Worker:
             verdict = self._place.judge(self._methods[name], timing.last[name], self._reference)
             self._agreed(name, verdict)
 
-    def _call(self, name: str, method: Method) -> _Call:
+    def _call(self, name: str, method: Method) -> _CandidateCall:
         def call() -> object:
             self._running(name)  # one store to memory, far below the clock's resolution
             return method(self._inputs)
 
-        return _Call(call, method.wait)
+        return _CandidateCall(call, method.wait)
 
     def _flip(self) -> None:
         """Change the inputs and the expected results.
