@@ -1,8 +1,9 @@
 """How libraries of kernels are built for the PTX machine of this checkout, not for a GPU.
 
 A library holds PTX as text, with the lines of the source that messages name, and the machine's
-stand-in for the CUDA runtime. libflux_nvshmem takes NVSHMEM's headers from the machine too, and is
-linked with its emulated GPU, which has NVSHMEM's functions.
+stand-in for the CUDA runtime. It holds machine code of the same kernels too, for
+tests/kernels/test_built_kernels.py: the machine does not read it. libflux_nvshmem takes NVSHMEM's
+headers from the machine too, and is linked with its emulated GPU, which has NVSHMEM's functions.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ def ptx_target(checkout: Path = ROOT) -> Target:
     """Return the target for ``compile_kernels.py --emulated``."""
     machine = checkout / "ptx_machine"
     return Target(
-        flags=(
-            *(flag for flag in FLAGS if flag != "-Xptxas=-v"),  # no ptxas runs
-            "-lineinfo",
-            "--compress-mode=none",
-        ),
-        code={arch: f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ("80", "90a")},
+        flags=(*FLAGS, "-lineinfo", "--compress-mode=none"),
+        code={
+            "80": "-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]",
+            "90a": "-gencode=arch=compute_90a,code=[sm_90a,compute_90a]",
+        },
         link_flags=(
             *(flag for flag in LINK_FLAGS if flag != "-cudart=static"),
             "-cudart=none",

@@ -61,8 +61,9 @@ class RuntimeTools:
     def flags(self, archs: Sequence[str]) -> tuple[str, ...]:
         """Return the compiler's flags except paths."""
         target = self.tools.target
-        if target.nvshmem is not None:
-            return (*target.flags, *(target.code[arch] for arch in archs))
+        if target.nvshmem is not None:  # it has functions that ptxas does not find: PTX alone
+            code = [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in archs]
+            return (*target.flags, *code)
         return (*target.flags, "-rdc=true", *(_CODE[arch] for arch in archs))
 
     def commands(self, archs: Sequence[str]) -> list[list[str]]:
