@@ -39,7 +39,7 @@ def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
 
 def compiled(kind: str, csrc: Path, unit: str, into: Path) -> Path:
     target = into / f"{Path(unit).name}.o"
-    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *FLAGS[kind], f"-I{csrc}"]
+    flags = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", *FLAGS[kind], f"-I{csrc}"]
     done = run([COMPILER, *flags, "-c", str(csrc / f"{unit}.cpp"), "-o", str(target)], 300)
     assert done.returncode == 0, done.stderr
     return target
