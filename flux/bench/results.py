@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from flux.bench.report import FIGURES, rounded
 from flux.core.datafile import MOST_SIZE, load_json, one_line, shown
@@ -29,16 +29,6 @@ DONE, FAILED, SKIPPED, PENDING = "done", "failed", "skipped", "pending"
 SHAPE = "shape"
 SWEEPS = ("comm_tile_rows", "direction")
 _MOST_FIGURE = 1e15
-_TOP = {
-    "command": list,
-    "started": str,
-    "host": str,
-    "device": str,
-    "versions": dict,
-    "settings": dict,
-    "peers": dict,
-    "about": dict,
-}
 _ENTRY = {"kind": str, "op": str, "m": int, "n": int, "k": int, "status": str, "peers": dict}
 _RESULT = {
     "op": str,
@@ -171,6 +161,13 @@ class SuiteDocument:
             "entries": [entry.as_json() for entry in self.entries],
             "timeline": None if self.timeline is None else self.timeline.as_json(),
         }
+
+
+_TOP = {
+    name: get_origin(hint) or hint
+    for name, hint in get_type_hints(SuiteDocument).items()
+    if name not in ("entries", "timeline")
+}
 
 
 def from_json(document: Any) -> SuiteDocument:

@@ -244,59 +244,49 @@ def test_documents_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert list(target.parent.iterdir()) == [target], "no temporary file is left"
 
 
-def _broken(change: str) -> Any:
-    made: Any = suite_data.document()
-    if change == "list":
-        return [made]
-    if change == "foreign":
-        return {"op": "ag_gemm", "methods": {}}
-    if change == "version":
-        made["version"] = 99
-    elif change == "no entries":
-        del made["entries"]
-    elif change == "status":
-        made["entries"][0]["status"] = "fine"
-    elif change == "no result":
-        del made["entries"][0]["result"]
-    elif change == "other shape":
-        made["entries"][0]["result"]["m"] = 1
-    elif change == "text for a time":
-        made["entries"][0]["result"]["methods"]["flux"]["overall_ms"] = "<b>"
-    elif change == "figure missing":
-        del made["entries"][0]["result"]["methods"]["flux"]["ect_ms"]
-    elif change == "interval":
-        made["entries"][0]["result"]["methods"]["flux"]["overlap_efficiency_interval"] = [1]
-    elif change == "event":
-        made["timeline"] = {"title": "", "events": [{"rank": 0}]}
-    elif change == "kind":
-        made["timeline"] = results.CallTimeline("", suite_data.events()).as_json()
-        made["timeline"]["events"][0]["kind"] = "sleep"
-    return made
+RESULT = ("entries", 0, "result")
+FLUX = (*RESULT, "methods", "flux")
+FIRST_EVENT = ("timeline", "events", 0)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("path", "value", "words"),
     [
-        ("list", "not results of `flux bench suite --json`"),
-        ("foreign", "not results of `flux bench suite --json`"),
-        ("version", "version: expected 1, got 99"),
-        ("no entries", "entries: expected a list, got None"),
-        ("status", "entries[0].status"),
-        ("no result", "entries[0].result: expected an object, got None"),
-        ("other shape", "entries[0].result.m: expected 64, got 1"),
-        ("text for a time", "methods.flux.overall_ms: expected a number or null, got '<b>'"),
-        ("figure missing", "methods.flux.ect_ms: expected a number or null, got 'nothing'"),
-        ("interval", "overlap_efficiency_interval: expected two numbers or null, got [1]"),
-        ("event", "timeline.events[0].lane: expected a str"),
-        ("kind", "timeline.events[0].kind"),
+        (("format",), None, "not results of `flux bench suite --json`"),
+        (("version",), 99, "version: expected 1, got 99"),
+        (("entries",), None, "entries: expected a list, got None"),
+        (("entries", 0, "status"), "fine", "entries[0].status"),
+        (RESULT, None, "entries[0].result: expected an object, got None"),
+        ((*RESULT, "m"), 1, "entries[0].result.m: expected 64, got 1"),
+        ((*FLUX, "overall_ms"), "<b>", "overall_ms: expected a number or null, got '<b>'"),
+        ((*FLUX, "ect_ms"), ..., "methods.flux.ect_ms: expected a number or null, got 'nothing'"),
+        ((*FLUX, "repeats_ms"), ["1"], "flux.repeats_ms: expected times, got ['1']"),
+        (
+            (*FLUX, "overlap_efficiency_interval"),
+            [1],
+            "overlap_efficiency_interval: expected two numbers or null, got [1]",
+        ),
+        ((*FIRST_EVENT, "lane"), ..., "timeline.events[0].lane: expected a str"),
+        ((*FIRST_EVENT, "kind"), "sleep", "timeline.events[0].kind"),
     ],
 )
-def test_foreign_and_damaged_documents_are_refused(change: str, words: str, tmp_path: Path) -> None:
+def test_foreign_and_damaged_documents_are_refused(
+    path: tuple[Any, ...], value: Any, words: str, tmp_path: Path
+) -> None:
+    made: Any = document()
+    inner = made
+    for step in path[:-1]:
+        inner = inner[step]
+    inner[path[-1]] = value
+    if value is ...:
+        del inner[path[-1]]
     target = tmp_path / "results.json"
-    target.write_text(json.dumps(_broken(change)))
-    with pytest.raises(ValueError, match=re.escape(words)) as caught:
-        results.load(target)
-    assert str(target) in str(caught.value)
+    for damaged in (made, [made]):
+        target.write_text(json.dumps(damaged))
+        with pytest.raises(ValueError, match=re.escape(words)) as caught:
+            results.load(target)
+        assert str(target) in str(caught.value)
+        words = "not results of `flux bench suite --json`"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1, NaN]", "\x00", "[" * 100_000])
@@ -393,11 +383,3 @@ def test_page_renders_when_repeats_give_no_interval(repeats: list[float] | None)
                 method["repeats_ms"] = repeats
     results.check(document)
     assert "</svg>" in render(document)
-
-
-def test_repeats_that_are_not_numbers_raise() -> None:
-    document = suite_data.document()
-    done = next(one for one in document["entries"] if one["status"] == "done")
-    done["result"]["methods"]["flux"]["repeats_ms"] = ["1"]
-    with pytest.raises(ValueError, match="repeats_ms"):
-        results.check(document)

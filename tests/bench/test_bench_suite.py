@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -127,7 +125,10 @@ def test_a_tiny_suite_from_shapes_to_page(shapes: str, tmp_path: Path) -> None:
         assert reason, f"{name} is on no machine that runs these tests"
         assert f"absent: {name}: {reason}" in result.stdout
         assert name in html.read_text()
-    _check_figures(document, table, html, result.stdout)
+    for entry in document["entries"]:
+        for one in entry["result"]["methods"].values():
+            assert f"{one['overall_ms']:.4g}" in result.stdout
+    assert table.read_text() == results.to_csv(results.from_json(document))
     events = results.from_json(document).timeline.events
     assert {event.rank for event in events} == {0, 1}
     assert {Kind.gemm, Kind.copy} <= {event.kind for event in events}
@@ -137,28 +138,6 @@ def test_a_tiny_suite_from_shapes_to_page(shapes: str, tmp_path: Path) -> None:
     shown = invoke("--from", str(target), "--report", str(again))
     assert shown.exit_code == 0, shown.output
     assert again.read_text() == html.read_text() == page.render(results.from_json(document))
-
-
-def _check_figures(document: dict[str, Any], table: Path, html: Path, printed: str) -> None:
-    """CSV, page and terminal say what the JSON says."""
-    pairs = [
-        (entry, name, one)
-        for entry in document["entries"]
-        for name, one in entry["result"]["methods"].items()
-    ]
-    rows = [row for row in csv.DictReader(table.read_text().splitlines()) if row["overall_ms"]]
-    cells = re.findall(
-        r'<tr class="figures" data-method="([^"]+)">.*?</th>\s*<td class="number">\s*([\d.]+)',
-        html.read_text(),
-        re.DOTALL,
-    )
-    assert len(rows) == len(cells) == len(pairs)
-    for (entry, name, one), row, (shown, figure) in zip(pairs, rows, cells, strict=True):
-        assert (row["method"], row["m"], row["kind"]) == (name, str(entry["m"]), entry["kind"])
-        assert float(row["overall_ms"]) == one["overall_ms"]
-        assert shown == name
-        assert float(figure) == pytest.approx(one["overall_ms"], rel=6e-3, abs=6e-4)
-        assert f"{one['overall_ms']:.4g}" in printed
 
 
 @pytest.mark.usefixtures("browser")
