@@ -15,7 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -330,19 +334,19 @@ def test_a_unit_that_one_rank_runs_again_is_an_error_on_all() -> None:
     run_ranks(2, again_on_one_rank)
 
 
-# -- zero-bubble schedules -----------------------------------------------------------------------
+# -- pipelines -----------------------------------------------------------------------------------
 
 
 class Part(nn.Module):
-    def __init__(self, whole: Net, number: int) -> None:
+    def __init__(self, whole: Net, numbers: list[int]) -> None:
         super().__init__()
-        self.embed = whole.embed if number == 0 else None
-        self.layers = nn.ModuleDict({str(number): whole.layers[number]})
-        self.head = whole.head if number == 3 else None
+        self.embed = whole.embed if 0 in numbers else None
+        self.layers = nn.ModuleList(whole.layers[number] for number in numbers)
+        self.head = whole.head if 3 in numbers else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x if self.embed is None else self.embed(x)
-        for layer in self.layers.values():
+        for layer in self.layers:
             x = layer(x)
         return x if self.head is None else self.head(x)
 
@@ -356,44 +360,59 @@ def deep() -> Net:
     return model
 
 
-def zero_bubble(rank: int, world: int) -> None:
-    """Weight gradients come in a pass of their own: they are those of the plain model."""
+def pipelined(
+    rank: int, world: int, kind: Any, ranks: list[list[list[int]]], options: dict[str, Any]
+) -> None:
+    """Losses and gradients of stages, which are sharded each by itself, are the plain model's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
-    place = mesh.get_local_rank("data")
-    numbers = [1, 2] if mesh.get_local_rank("pipeline") else [0, 3]
-    pairs = [[batch(data, number) for number in range(4)] for data in range(2)]
-    whole = deep()
-    losses = []
-    for tokens, wanted in (pair for of in pairs for pair in of):
-        x = whole.embed(tokens)
-        for layer in whole.layers:
-            x = layer(x)
-        losses.append(loss_of(whole.head(x), wanted))
-    torch.stack(losses).mean().backward()
-    kinds: list[Any] = [ScheduleZBVZeroBubble, ScheduleDualPipeV]
-    for kind in kinds:
-        parts = [Part(deep(), number) for number in numbers]
-        for part in parts:
-            parallelize(part, mesh["data"], RuntimePlan(timeout_s=30.0, units=(Block,)))
-        group = mesh.get_group("pipeline")
-        device = torch.device("cpu")
-        stages = [
-            PipelineStage(part, number, 4, device, group=group)
-            for part, number in zip(parts, numbers, strict=True)
-        ]
+    place, numbers = mesh.get_local_rank("data"), ranks[mesh.get_local_rank("pipeline")]
+    whole = Part(deep(), [0, 1, 2, 3])
+    parts = [Part(deep(), some) for some in numbers]
+    for part in parts:
+        parallelize(part, mesh["data"], RuntimePlan(timeout_s=30.0, **options))
+    group, count = mesh.get_group("pipeline"), sum(map(len, ranks))
+    stages = [
+        PipelineStage(part, some[0] * count // 4, count, torch.device("cpu"), group=group)
+        for part, some in zip(parts, numbers, strict=True)
+    ]
+    schedule = kind(stages if len(stages) > 1 else stages[0], 4, loss_of)
+    for step in range(2):
+        pairs = [[batch(data, 4 * step + number) for number in range(4)] for data in range(2)]
+        whole.zero_grad()
+        losses = [loss_of(whole(tokens), wanted) for of in pairs for tokens, wanted in of]
+        torch.stack(losses).mean().backward()
         tokens, wanted = (torch.cat(of) for of in zip(*pairs[place], strict=True))
-        ends = 0 in numbers
-        kind(stages, 4, loss_of).step(
-            *([tokens] if ends else []), **({"target": wanted} if ends else {})
-        )
+        kept: list[torch.Tensor] = []
+        first, last = (any(end in some for some in numbers) for end in (0, 3))
         for part in parts:
+            part.zero_grad()
+        schedule.step(
+            *([tokens] if first else []),
+            **({"target": wanted, "losses": kept} if last else {}),
+        )
+        if last:
+            mine = losses[4 * place : 4 * place + 4]
+            torch.testing.assert_close(torch.stack(kept), torch.stack(mine), rtol=1e-12, atol=0.0)
+        for part, some in zip(parts, numbers, strict=True):
             for name, p in part.named_parameters():
                 grad: Any = p.grad
+                if name.startswith("layers."):
+                    name = f"layers.{some[int(name[7])]}{name[8:]}"
                 right = whole.get_parameter(name).grad
-                assert grad is not None, (kind, name)
+                assert grad is not None, name
                 torch.testing.assert_close(grad.full_tensor(), right, rtol=1e-11, atol=1e-14)
-            sharded(part).close()
+    for part in parts:
+        sharded(part).close()
 
 
-def test_zero_bubble_schedules_have_all_gradients() -> None:
-    run_ranks(4, zero_bubble)
+@pytest.mark.parametrize(
+    ("kind", "ranks", "options"),
+    [
+        (Schedule1F1B, [[[0, 1]], [[2, 3]]], {"chunk_bytes": 4096}),
+        (ScheduleZBVZeroBubble, [[[0], [3]], [[1], [2]]], {"units": (Block,)}),
+        (ScheduleDualPipeV, [[[0], [3]], [[1], [2]]], {"units": (Block,)}),
+    ],
+    ids=["1F1B", "ZBV", "DualPipeV"],
+)
+def test_stages_of_pipelines_have_all_gradients(kind: Any, ranks: Any, options: Any) -> None:
+    run_ranks(4, pipelined, kind, ranks, options)

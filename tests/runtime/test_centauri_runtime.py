@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
 from centauri_cases import VOCABULARY, WIDTH, Net, adam, batch, net, ours, theirs, train
@@ -155,68 +154,6 @@ def beside_tensor_parallelism(rank: int, world: int, sizes: tuple[int, int]) -> 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=str)
 def test_a_part_of_a_mesh_beside_tensor_parallelism(sizes: tuple[int, int]) -> None:
     run_ranks(4, beside_tensor_parallelism, sizes)
-
-
-class Head(nn.Module):
-    def __init__(self, whole: Net) -> None:
-        super().__init__()
-        self.layers, self.head = whole.layers[2:], whole.head
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        y: torch.Tensor = self.head(x)
-        return y
-
-
-class Tail(nn.Module):
-    def __init__(self, whole: Net) -> None:
-        super().__init__()
-        self.embed, self.layers = whole.embed, whole.layers[:2]
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def stages_of_a_pipeline(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
-    stage, place = mesh.get_local_rank("pipeline"), mesh.get_local_rank("data")
-    whole = net()
-    with torch.no_grad():
-        whole.scale.fill_(1 / 3)
-    part: nn.Module = (Head if stage else Tail)(net())
-    parallelize(part, mesh["data"], RuntimePlan(timeout_s=30.0, chunk_bytes=4096))
-
-    def loss_of(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
-
-    made = PipelineStage(part, stage, 2, torch.device("cpu"), group=mesh.get_group("pipeline"))
-    schedule = Schedule1F1B(made, 4, loss_of)
-    for step in range(2):
-        pairs = [[batch(data, 4 * step + number) for number in range(4)] for data in range(2)]
-        whole.zero_grad()
-        losses = [loss_of(whole(tokens), wanted) for of in pairs for tokens, wanted in of]
-        torch.stack(losses).mean().backward()
-        tokens, wanted = (torch.cat(of) for of in zip(*pairs[place], strict=True))
-        part.zero_grad()
-        kept: list[torch.Tensor] = []
-        schedule.step(*(() if stage else (tokens,)), target=wanted, losses=kept)
-        if stage:
-            mine = losses[4 * place : 4 * place + 4]
-            torch.testing.assert_close(torch.stack(kept), torch.stack(mine), rtol=1e-12, atol=0.0)
-        names = {"layers.0": "layers.2"} if stage else {}
-        for name, p in part.named_parameters():
-            grad: Any = p.grad
-            right = whole.get_parameter(names.get(name[:8], name[:8]) + name[8:]).grad
-            torch.testing.assert_close(grad.full_tensor(), right, rtol=1e-11, atol=1e-14)
-    sharded(part).close()
-
-
-def test_stages_of_a_pipeline_are_sharded_each_by_itself() -> None:
-    run_ranks(4, stages_of_a_pipeline)
 
 
 def disagree(rank: int, world: int) -> None:
