@@ -21,7 +21,7 @@ from gpu_cases import (
     random_problem,
 )
 from harness import BUSY, more
-from loopback_cases import call, check_peers
+from loopback_cases import call, check_call
 from matrix import OPS, ROUTES
 from reference import Problem
 from virtual_cases import check_same_bits, finish, knobs_of, topology_of
@@ -43,11 +43,7 @@ def run_case(gpu: Device, rng: random.Random, op: str, world: int, most: int) ->
         for seed in range(3):
             m, bias = rng.randint(1, p.max_m), rng.random() < 0.5
             inputs = inputs_on(gpu)(p, m, world, seed, bias=bias)
-            out = call(ranks, built, inputs, p.gathers and rng.random() < 0.5)
-            built.wait()
-            inputs.check(out, 0)
-            ranks.finish(ranks.agents.values())
-            check_peers(built, inputs, out)
+            check_call(ranks, built, inputs, p.gathers and rng.random() < 0.5)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -75,11 +71,7 @@ def test_large_kernels_do_not_block_the_copies_they_await(
         with p.build(ranks.rank(), tuning=knobs, timeout_s=of(gpu, 10.0, 60.0)) as built:
             for seed in range(of(gpu, 3, 1)):
                 inputs = inputs_on(gpu)(p, m, world, seed)
-                out = call(ranks, built, inputs)
-                built.wait()
-                inputs.check(out, 0)
-                ranks.finish(ranks.agents.values())
-                check_peers(built, inputs, out)
+                check_call(ranks, built, inputs)
 
 
 @pytest.mark.parametrize(("op", "direction"), ROUTES)

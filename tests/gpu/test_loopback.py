@@ -20,7 +20,7 @@ from flux.transport.base import first_signal
 from flux.transport.loopback import LoopbackWorld, PinnedPool
 from flux.transport.virtual import VirtualWorld
 from harness import STRESS
-from loopback_cases import call, check_peers, provide
+from loopback_cases import call, check_call, provide
 from reference import Inputs, Problem
 from virtual_cases import check_same_bits, knobs_of, topology_of
 
@@ -70,11 +70,7 @@ def test_random_cases(device: EmulatedDevice, op: str, world: int) -> None:
             for seed in range(4):
                 m, bias = rng.randint(1, p.max_m), rng.random() < 0.5
                 inputs = Inputs(p, m, world, seed, bias=bias)
-                out = call(ranks, built, inputs, p.gathers and rng.random() < 0.5)
-                built.wait()
-                inputs.check(out, 0)
-                ranks.finish(ranks.agents.values())
-                check_peers(built, inputs, out)
+                check_call(ranks, built, inputs, p.gathers and rng.random() < 0.5)
 
 
 @pytest.mark.parametrize("order", ["direct", "ring1d", "ring2d", "hierarchical", "numa"])
@@ -91,11 +87,7 @@ def test_every_order_matches_float64(a100: EmulatedDevice, order: str, direction
         ):
             for seed, m in enumerate((37, 5, 32)):
                 inputs = Inputs(p, m, world, seed)
-                out = call(ranks, built, inputs, gather=True)
-                built.wait()
-                inputs.check(out, 0)
-                ranks.finish(ranks.agents.values())
-                check_peers(built, inputs, out)
+                check_call(ranks, built, inputs, gather=True)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -14,12 +14,9 @@ from flux.cli.app import app
 from flux.machine.cluster import load_cluster
 from flux.plan import sample
 from flux.plan import search as searching
-from flux.plan.build import build_step
-from flux.plan.cost import AnalyticCost
-from flux.plan.fabric import Fabric
+from flux.plan.compare import compared
 from flux.plan.model import Parallel, step_of
 from flux.plan.options import parse_policy
-from flux.plan.policies import planned, policy_of
 from flux.plan.sample import Figures, estimates, from_few_micro_batches, whole
 from flux.plan.search import (
     MARGIN,
@@ -33,7 +30,6 @@ from flux.plan.search import (
 )
 from flux.plan.search_output import layout_of, winner_of
 from flux.plan.shrink import changes_of, shrunk
-from flux.plan.simulate import simulate
 from flux.runtime.command import SmallStepOptions, _config
 from flux.runtime.run import PlanRun
 
@@ -94,10 +90,8 @@ def test_the_closed_form_knows_the_memory_of_the_plain_schedule(model: str) -> N
             continue
         seen.add(key)
         few = replace(step, layers=2 * step.parallel.pp)
-        fabric = Fabric(asked.cluster, few.parallel)
-        cost = AnalyticCost(fabric, few.dtype, few.itemsize)
-        schedule = planned(policy_of("serial"), build_step(few, fabric), fabric, cost)
-        peak = simulate(schedule, cost).peak_memory_bytes
+        ((_, timeline, _),) = compared([("serial", {})], few, asked.cluster)
+        peak = timeline.peak_memory_bytes
         assert estimate(few, asked.cluster).memory_bytes == pytest.approx(peak), layout_of(step)
     assert {zero for *_, zero in seen} == {1, 3}
 

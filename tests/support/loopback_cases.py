@@ -38,7 +38,16 @@ def call(ranks: LoopbackWorld, op: Any, inputs: Inputs, gather: bool = False) ->
     return inputs.call(op, 0, gather=gather)
 
 
-def check_peers(op: Any, inputs: Inputs, got: list[torch.Tensor]) -> None:
+def check_call(ranks: LoopbackWorld, op: Any, inputs: Inputs, gather: bool = False) -> None:
+    """Make one call, and check its results and what the peers were sent."""
+    out = call(ranks, op, inputs, gather)
+    op.wait()
+    inputs.check(out, 0)
+    ranks.finish(ranks.agents.values())
+    _check_peers(op, inputs, out)
+
+
+def _check_peers(op: Any, inputs: Inputs, got: list[torch.Tensor]) -> None:
     """Compare what lies in the peers' memory after a call with what they should have received."""
     peers = op._backend.peers
     layout, p, world = peers.layout, inputs.problem, inputs.world
