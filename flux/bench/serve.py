@@ -6,6 +6,7 @@ decode   one more token for each of B sequences: the time per output token
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ class ServeConfig(Run):
             raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
         if not self.has_config:
             _ = self.llama  # raises for a bad model or scale
+        if self.program == "vllm" and len(set(Counter(self.host_of).values())) > 1:
+            raise ValueError(f"vllm needs equally many ranks on each host, got {self.hosts}")
 
     @property
     def ranks(self) -> int:
@@ -90,8 +93,8 @@ class ServeConfig(Run):
 
     @property
     def most_tokens(self) -> int:
-        """Positions that the model must have."""
-        return max(*self.prompts, self.context + (self.tokens + 1) * 2)
+        """Positions that the model needs, and tokens of the largest step."""
+        return max(*self.prompts, max(self.batches) * self.context) + self.tokens + 1
 
     @property
     def llama(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class PhaseTimes:
         kind: "prefill" or "decode".
         size: tokens of the prompt, or sequences.
         repeats_ms: by form; of the slowest rank; decoding: per output token.
-        max_error: of logits, relative to the largest one.
+        max_error: of logits, relative to the largest one; vLLM: the share of other tokens.
         complaint: says what is wrong.
     """
 

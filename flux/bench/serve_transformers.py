@@ -56,34 +56,46 @@ def measure_serving(
         close_pools()
 
 
+def save_model(config: ServeConfig, folder: Path) -> None:
+    """Write the model, with random weights, into a folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    source = Path(config.model)
+    if not config.has_config:
+        source = folder
+        (folder / "config.json").write_text(json.dumps(config.llama))
+    described = AutoConfig.from_pretrained(source)
+    if config.layers:
+        described.num_hidden_layers = config.layers
+    torch.manual_seed(config.seed)
+    model = AutoModelForCausalLM.from_config(described, dtype=config.torch_dtype)
+    model.save_pretrained(folder)
+
+
 def _models(config: ServeConfig, rank: int, folder: Path) -> dict[str, Any]:
     """Return the forms of the model that this rank has. Collective."""
     from torch.distributed.device_mesh import init_device_mesh
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     from flux.layers import replace_linears
 
     disable_progress_bar()
-    if config.has_config:
-        described = AutoConfig.from_pretrained(config.model)
-        if config.layers:
-            described.num_hidden_layers = config.layers
-    else:
-        if rank == 0:
-            (folder / "config.json").write_text(json.dumps(config.llama))
-        dist.barrier()
-        described = AutoConfig.from_pretrained(folder)
-    torch.manual_seed(config.seed)
-    whole = AutoModelForCausalLM.from_config(described, dtype=config.torch_dtype).eval()
     if rank == 0:
-        whole.save_pretrained(folder)
+        save_model(config, folder)
     dist.barrier()
-    models = {"stock": _stock(folder, config.world, config.torch_dtype)}
+    dtype = config.torch_dtype
+    models = {"stock": _stock(folder, config.world, dtype)}
     if config.alone and rank == 0:
-        models["alone"] = AutoModelForCausalLM.from_pretrained(folder, dtype=config.torch_dtype)
-    mesh = init_device_mesh("cpu", (config.world,))
-    models["flux"] = replace_linears(whole, mesh=mesh)
+        models["alone"] = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    parallel: Any = config.sequence_parallel
+    models["flux"] = replace_linears(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype),
+        mesh=init_device_mesh("cpu", (config.world,)),
+        sequence_parallel=parallel,
+    )
     return {name: model.eval() for name, model in models.items()}
 
 

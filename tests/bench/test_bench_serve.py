@@ -46,6 +46,7 @@ def test_a_file_of_shapes_becomes_a_llama_whose_heads_all_ranks_have() -> None:
         ({"model": "gpt3-175b"}, "no Llama"),
         ({"model": "nowhere"}, "nowhere"),
         ({"scale": 3}, "divisible"),
+        ({"program": "vllm", "world": 4, "hosts": "3+1"}, "equally many ranks"),
     ],
 )
 def test_wrong_settings_are_refused(changes: dict[str, object], message: str) -> None:
