@@ -24,7 +24,7 @@ def replace_linears(
     *,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     overlap: bool | None = None,
-    sequence_parallel: bool = False,
+    sequence_parallel: bool | str = False,
 ) -> M:
     """Make the linear layers of a model ours, in place, and return the model.
 
@@ -47,11 +47,13 @@ def replace_linears(
         overlap: for Megatron: True or False instead of the configuration's tp_comm_overlap.
         sequence_parallel: for a plan that keeps activations whole, as Hugging Face's do: between
             the blocks of a decoder, each rank has its own tokens (flux/layers/sequence_plan.py).
+            ``"auto"``: in calls that are faster so by the cost model, of models that have a plan
+            for it.
 
     Raises:
-        ValueError: there is nothing to replace, the arguments contradict one another, or the plan
-            shards one parameter in two ways; on all ranks alike, before any communication. The
-            model is as it was.
+        ValueError: there is nothing to replace, the arguments contradict one another, the plan
+            shards one parameter in two ways, or there is no sequence-parallel plan; on all ranks
+            alike, before any communication. The model is as it was.
         TypeError: the same, for an argument of a wrong type.
     """
     chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
@@ -65,6 +67,8 @@ def replace_linears(
             raise ValueError("sequence_parallel is for models with a plan, and needs a mesh")
         _replace_megatrons(chunks, overlap)
         return model
+    if sequence_parallel not in (True, False, "auto"):
+        raise ValueError(f'sequence_parallel must be True, False or "auto": {sequence_parallel!r}')
     if overlap is not None:
         raise ValueError("overlap is for Megatron-core models, which have no plan")
     if own_plan is None:
@@ -121,11 +125,12 @@ def _apply_plan(
     model: nn.Module,
     plan: Mapping[str, Any],
     mesh: DeviceMesh | dist.ProcessGroup,
-    sequence_parallel: bool,
+    sequence_parallel: bool | str,
 ) -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
     from flux.layers import sequence_parallel as sequences
+    from flux.layers.eligible import say_once
     from flux.layers.planned import apply_plan
     from flux.layers.sequence_plan import derive
 
@@ -134,12 +139,22 @@ def _apply_plan(
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, got {mesh}")
     styles = _styles_of(model, plan)
-    shards = derive(model, styles) if sequence_parallel else None
-    if shards is not None:
-        sequences.check_world(model, shards, mesh.size())
+    shards = None
+    if sequence_parallel:
+        try:
+            shards = derive(model, styles)
+            sequences.check_world(model, shards, mesh.size())
+        except ValueError as error:
+            if sequence_parallel is True:
+                raise
+            shards = None
+            say_once(f'sequence_parallel="auto": {error}')
     apply_plan(model, styles, mesh)
     if shards is not None and mesh.size() > 1:
-        sequences.insert(model, shards, least_tokens=0)
+        choice = None
+        if sequence_parallel == "auto":
+            choice = sequences.modelled_choice(model, shards, mesh.get_group())
+        sequences.insert(model, shards, choice)
 
 
 def _styles_of(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,20 +23,27 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from flux.backends.unfused import all_gather
+from flux.core.dtypes import DTYPES, name_of
+from flux.core.env import LAYER_TIMEOUT_S
 from flux.layers import dtensor
 from flux.layers.autograd import once
 from flux.layers.config import LayerOps, LinearConfig
 from flux.layers.eligible import say_once
 from flux.layers.linear import sum_grad
 from flux.layers.sequence_plan import SequencePlan
+from flux.machine.detection import detect
+from flux.machine.host import memory_identity
 from flux.ops import AGGemm, torch_internals
 from flux.ops.gradients import Grad, as_rows, column_grads, fresh, weight_grad
-from flux.transport.exchange import resolve_group
+from flux.select.sequence import BlockSizes, SequenceChoice
+from flux.transport.exchange import Exchange, resolve_group
+from flux.transport.placement import Placement
 
 MOST_PADDING = 32
 """Tokens of padding, each a dimension: tensors have at most 64."""
@@ -293,9 +300,9 @@ class ReplicatedParameters:
 class Stack:
     """The layers of a decoder: hooks that shard activations before them and gather them after."""
 
-    def __init__(self, model: nn.Module, plan: SequencePlan, least_tokens: int) -> None:
+    def __init__(self, model: nn.Module, plan: SequencePlan, choice: SequenceChoice | None) -> None:
         modules = dict(model.named_modules())
-        self.features, self.least_tokens = plan.features, least_tokens
+        self.features, self._choice = plan.features, choice
         row = modules[plan.blocks[0].row]
         assert isinstance(row, SequenceRowwise)
         self._row, self.group_name = row, row.group_name
@@ -326,7 +333,7 @@ class Stack:
         length = x.shape[1]
         if length < self.world or -length % self.world > MOST_PADDING:
             return False
-        if x.shape[0] * length < self.least_tokens:
+        if self._choice is not None and not self._choice.pays(x.shape[0] * length):
             return False
         reason = self._row.reason_unsupported(x, 1)
         if any(parent._modules.get(name) is not module for parent, name, module in self._placed):
@@ -362,13 +369,13 @@ class Stack:
         return x
 
 
-def insert(model: nn.Module, plan: SequencePlan, least_tokens: int) -> None:
+def insert(model: nn.Module, plan: SequencePlan, choice: SequenceChoice | None) -> None:
     """Let a model work on shards of the sequence, in place, after its tensor-parallel plan.
 
     Args:
         model: whose linear layers have the styles of flux.layers.dtensor.
         plan: of this model.
-        least_tokens: B * S from which on activations are sharded.
+        choice: None: activations are sharded wherever their shape suits.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     for block in plan.blocks:
@@ -379,7 +386,7 @@ def insert(model: nn.Module, plan: SequencePlan, least_tokens: int) -> None:
         hooks = Block(columns, modules[block.row], block.keyword)
         modules[block.name].register_forward_pre_hook(hooks.before, with_kwargs=True)
         modules[block.name].register_forward_hook(hooks.after, always_call=True)
-    stack = Stack(model, plan, least_tokens)
+    stack = Stack(model, plan, choice)
     for name in plan.dropouts:
         modules[name].__class__ = SequenceDropout
         modules[name].group_name = stack.group_name
@@ -390,6 +397,34 @@ def insert(model: nn.Module, plan: SequencePlan, least_tokens: int) -> None:
     modules[plan.layers[0]].register_forward_pre_hook(stack.shard, with_kwargs=True)
     modules[plan.layers[-1]].register_forward_hook(stack.gather)
     modules[plan.decoder].register_forward_hook(stack.gather_all)
+
+
+def modelled_choice(
+    model: nn.Module, plan: SequencePlan, group: dist.ProcessGroup
+) -> SequenceChoice | None:
+    """Return a choice by the cost model, with rank 0's view of its host. Collective.
+
+    Returns None for a dtype or a device without fused ops, where activations stay whole anyway.
+    """
+    modules: dict[str, Any] = dict(model.named_modules())
+    row = modules[plan.blocks[0].row].weight
+    blocks = [
+        BlockSizes(
+            plan.features,
+            sum(modules[name].out_features for name in block.columns),
+            modules[block.row].in_features,
+        )
+        for block in plan.blocks
+    ]
+    dtype, kind = name_of(row.dtype), row.device.type
+    exchange = Exchange(group)
+    exchange.timeout_s = LAYER_TIMEOUT_S.get()
+    known = dtype in DTYPES and kind in ("cpu", "cuda")
+    ranks = exchange.all_gather((memory_identity(), detect(kind) if known else None))
+    nodes, cluster = Placement.of_processes(memory for memory, _ in ranks).count, ranks[0][1]
+    if cluster is None:
+        return None
+    return SequenceChoice(blocks, dtype, exchange.world, nodes, cluster)
 
 
 def check_world(model: nn.Module, plan: SequencePlan, world: int) -> None:

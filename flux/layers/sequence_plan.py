@@ -129,6 +129,8 @@ def _stack_of(rows: list[str], modules: dict[str, nn.Module]) -> str:
         if not lists:
             _refuse(f"{row} is in no list of layers")
         stacks.add(lists[0])
+    if not stacks:
+        _refuse("the tensor-parallel plan has no row-parallel linear layer")
     if len(stacks) != 1:
         _refuse(f"row-parallel layers are in {len(stacks)} lists of layers: {sorted(stacks)}")
     return stacks.pop()

@@ -18,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import harness
 from flux.layers import close_pools, replace_linears, sequence_parallel_plan
 from flux.layers import sequence_parallel as sequences
+from flux.machine.cluster import Cluster, DeviceSpec, Link, NetworkSpec
 from flux.ops.pool import pool_of
+from flux.select.sequence import BlockSizes, SequenceChoice
 from harness import more, run_ranks
 
 harness.PRELOAD += ["torch.distributed.tensor.parallel", "torch._dynamo"]
@@ -159,6 +161,37 @@ def _trained(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, *more(4)])
 def test_shards_match_whole_activations(world: int) -> None:
     run_ranks(world, _trained)
+
+
+def _chosen(rank: int, world: int) -> None:
+    """``sequence_parallel="auto"`` shards the calls that the cost model chooses."""
+    torch.manual_seed(0)
+    whole = Model().double().eval()
+    model, mixing = copy.deepcopy(whole), Model(Mixing)
+    torch.manual_seed(1)
+    replace_linears(mixing, mesh=dist.group.WORLD, sequence_parallel="auto")
+    assert not any(type(m) is nn.Linear for m in mixing.modules())
+    SequenceChoice.pays, before = lambda self, tokens: tokens >= 12, SequenceChoice.pays
+    try:
+        replace_linears(model, mesh=dist.group.WORLD, sequence_parallel="auto")
+        seen = _shards(model)
+        for batch, length in ((2, 5), (2, 6), (1, 12)):
+            _compare(whole, model, torch.randint(VOCAB, (batch, length)))
+    finally:
+        SequenceChoice.pays = before
+    assert seen == [False, True, True]
+    close_pools()
+
+
+def test_the_cost_model_chooses_calls() -> None:
+    run_ranks(2, _chosen)
+    network = NetworkSpec("ethernet", 1, 1.0, 50.0)
+    device = DeviceSpec("cpu", "x86_64", 2, memory_gbs=40.0, tflops={"float32": 0.15})
+    slow = Cluster("slow", device, 1, 2, 1, Link("memory", 10.0, 20.0), network)
+    blocks = [BlockSizes(1024, 3072, 1024), BlockSizes(1024, 5632, 2816)] * 4
+    between_hosts = SequenceChoice(blocks, "float32", 2, 2, slow)
+    assert between_hosts.pays(2048) and not between_hosts.pays(2)
+    assert not SequenceChoice(blocks, "float32", 2, 1, slow).pays(2)
 
 
 def _kept_whole(rank: int, world: int) -> None:
