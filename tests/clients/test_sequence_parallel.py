@@ -22,7 +22,7 @@ WITHOUT = {
     "qwen3_moe": "layers.1.mlp",
     "mixtral": "layers.0",
     "gpt_oss": "no row-parallel linear layer",
-    "deepseek_v2": "experts",
+    "deepseek_v2": "layers.0.self_attn",
     "deepseek_v3": "experts",
     "llama4": "layers.",
 }
