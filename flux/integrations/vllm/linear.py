@@ -7,6 +7,7 @@ models the layer is one custom op, which finds it by its name.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from typing import Any
 
@@ -18,6 +19,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from flux.core.env import LAYER_TIMEOUT_S, VLLM_CHECK
 from flux.core.spec import DTYPES, FP8
 from flux.integrations.vllm.check import compare_sum
+from flux.integrations.vllm.choice import Choice
 from flux.ops import GemmAR
 from flux.ops.library import define
 
@@ -34,6 +36,7 @@ between hosts, is faster."""
 
 _layers: weakref.WeakValueDictionary[str, FusedRowParallelLinear] = weakref.WeakValueDictionary()
 _ops: dict[tuple[object, ...], GemmAR] = {}
+_choices: dict[tuple[object, ...], Choice] = {}
 _named: set[str] = set()  # reasons that are in the log
 
 
@@ -137,17 +140,44 @@ def _fused(layer: FusedRowParallelLinear, rows: torch.Tensor) -> torch.Tensor:
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
+def _plain(layer: FusedRowParallelLinear, rows: torch.Tensor) -> torch.Tensor:
+    """Return what ``_fused`` does, by the product of all rows and one all_reduce."""
+    total: torch.Tensor = get_tp_group().device_communicator.all_reduce(layer._flux_product(rows))
+    return total
+
+
+def _choice_of(layer: FusedRowParallelLinear, rows: torch.Tensor) -> Choice:
+    """Return the choice that layers of this size share, for about so many rows."""
+    group = get_tp_group()
+    bucket = rows.shape[0].bit_length()
+    key = (group.unique_name, layer.input_size, layer.output_size, rows.dtype, bucket)
+    choice = _choices.get(key)
+    if choice is None:
+
+        def add(numbers: list[float]) -> list[float]:
+            summand = torch.tensor(numbers, dtype=torch.float32)
+            sums: list[float] = group.device_communicator.all_reduce(summand).tolist()
+            return sums
+
+        choice = _choices[key] = Choice(add)
+    return choice
+
+
 def _run(layer: FusedRowParallelLinear, x: torch.Tensor) -> torch.Tensor:
     """Return the sum over ranks of the layer's products. Collective."""
     rows = x.reshape(-1, x.shape[-1])
-    product, peers = layer._flux_product, get_tp_group().device_communicator
-    out: torch.Tensor
     if rows.shape[0] <= SMALL_ROWS:
-        out = peers.all_reduce(product(rows))
+        out = _plain(layer, rows)
     else:
-        out = peers.watched(lambda: _fused(layer, rows))
+        choice = _choice_of(layer, rows)
+        path = choice.next()
+        began = time.perf_counter()
+        peers = get_tp_group().device_communicator
+        out = _plain(layer, rows) if path == "plain" else peers.watched(lambda: _fused(layer, rows))
+        choice.note(path, time.perf_counter() - began)
     if layer._flux_check:
-        compare_sum(peers, f"layer {layer._flux_name}", product(rows), out)
+        peers = get_tp_group().device_communicator
+        compare_sum(peers, f"layer {layer._flux_name}", layer._flux_product(rows), out)
     return out.view(*x.shape[:-1], layer.output_size)
 
 
