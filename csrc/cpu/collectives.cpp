@@ -1,6 +1,5 @@
 #include "cpu/collectives.h"
 
-#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,42 +13,16 @@ namespace {
 constexpr std::size_t kAlign = 64;
 // Least bytes of a lane's part of a sum: less is one message, not one for each lane.
 constexpr std::size_t kLeastPart = 8 << 10;
-// Bytes from which an AllReduce over three hosts and more is a ReduceScatter and an AllGather: fewer
-// bytes, but twice the latency.
+// Bytes from which an AllReduce is a ReduceScatter and an AllGather, at twice the latency: over three
+// hosts and more it sends fewer bytes then, over two hosts of one rank each it sums fewer.
 constexpr std::size_t kTwoPhases = 64 << 10;
-// A rank that waits for one that waits itself is more patient, so that the first one reports.
-constexpr std::chrono::milliseconds kHop{300};
+constexpr std::size_t kTwoPhasesOfTwo = 2 << 20;
 // Time to tell peers why this rank leaves.
 constexpr std::chrono::milliseconds kTell{100};
 
 std::size_t round_up(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
 }  // namespace
-
-// At the start of each rank's data. Written by its owner only.
-struct alignas(64) Collectives::Flags {
-  std::atomic<std::uint64_t> in;
-  alignas(64) std::atomic<std::uint64_t> out;
-  alignas(64) std::atomic<std::uint64_t> done;
-};
-
-// A range of the whole vector that is sent or summed as one.
-struct Collectives::Part {
-  std::size_t at;
-  std::size_t bytes;
-  std::size_t in_slot;  // where it lies in a slot
-  int index;            // lane (AllReduce) or owner
-};
-
-struct Collectives::Round {
-  std::vector<Part> parts;
-  std::vector<std::pair<Link*, std::uint32_t>> needs;  // how many frames must have arrived
-  std::vector<std::pair<Link*, std::uint32_t>> posts;  // how many must have been sent
-};
-
-struct Collectives::Left {
-  Outcome outcome;
-};
 
 std::size_t Collectives::data_bytes(std::size_t slot_bytes, bool shares) {
   return sizeof(Flags) + (shares ? 4 * slot_bytes : 0);
@@ -154,11 +127,6 @@ void Collectives::refuse(std::uint64_t number, const std::string& why) {
   }
 }
 
-void Collectives::leave(Outcome outcome, CollectiveReport report) {
-  report_ = std::move(report);
-  throw Left{outcome};
-}
-
 Outcome Collectives::run(const CollectiveCall& call, const std::function<bool()>& interrupted,
                          Engine* engine) {
   const std::lock_guard<std::mutex> lock(busy_);
@@ -167,8 +135,10 @@ Outcome Collectives::run(const CollectiveCall& call, const std::function<bool()>
   interrupted_ = &interrupted;
   engine_ = engine;
   const std::size_t bytes = call.offsets.back();
-  const bool twice = call.kind == Collective::kAllReduce && placement_.hosts() > 2 &&
-                     bytes >= kTwoPhases;
+  const int hosts = placement_.hosts();
+  const bool twice = call.kind == Collective::kAllReduce &&
+                     ((hosts > 2 && bytes >= kTwoPhases) ||
+                      (hosts == 2 && lanes_ == 1 && bytes >= kTwoPhasesOfTwo));
   CollectiveCall phase = call;
   call_ = &phase;
   for (Round& plan : rounds_) plan = Round{};
@@ -275,8 +245,8 @@ void Collectives::step_in(std::size_t round) {
   if (shares_) {
     for (const int peer : members_) {
       if (peer == rank_ || round == 0) continue;
-      await_flag(peer, round == 1 ? &Flags::in : &Flags::done,
-                 token(round == 1 ? 0 : round - 2), 0);
+      await_flag(peer, round == 1 ? &Flags::in : &Flags::done, token(round == 1 ? 0 : round - 2),
+                 0);
     }
     char* slot = in_slot(rank_, round);
     for (const Part& part : plan.parts) {
@@ -330,7 +300,8 @@ void Collectives::step_in(std::size_t round) {
     } else if (kind == Collective::kReduceScatter) {
       if (part.index == rank_) {
         for (int other = 0; other < hosts; ++other) {
-          if (other != host) receive(handler(other, lane), received(handler(other, lane)), part.bytes);
+          if (other != host)
+            receive(handler(other, lane), received(handler(other, lane)), part.bytes);
         }
       } else if (is_remote(part.index) && handler(host, placement_.lane(part.index)) == rank_) {
         send(part.index, summed(part), part.bytes);
@@ -369,8 +340,8 @@ void Collectives::step_sum(std::size_t round) {
   if (!shares_ && call_->in == call_->out) await_sent(plan);
   for (const Part& part : plan.parts) {
     if (kind == Collective::kAllGather) break;
-    const bool own = kind == Collective::kAllReduce ? handler(host, part.index) == rank_
-                                                    : part.index == rank_;
+    const bool own =
+        kind == Collective::kAllReduce ? handler(host, part.index) == rank_ : part.index == rank_;
     if (!own) continue;
     std::vector<const void*> sources;
     for (int other = 0; other < hosts; ++other) {
@@ -430,8 +401,9 @@ void Collectives::sum(const std::vector<const void*>& sources, char* to, std::si
                       std::size_t bytes, bool is_result) {
   if (bytes == 0) return;
   const std::size_t item = size_of(call_->dtype), count = bytes / item;
-  ReduceArgs args{call_->dtype, sources.data(), static_cast<int>(sources.size()), to,
-                  nullptr,      count,          count,                            1.0};
+  ReduceArgs args{
+      call_->dtype, sources.data(), static_cast<int>(sources.size()), to, nullptr, count, count,
+      1.0};
   if (!is_result) return reduce(args);
   args.scale = call_->scale;
   if (call_->bias == nullptr) return reduce(args);
@@ -450,176 +422,6 @@ void Collectives::sum(const std::vector<const void*>& sources, char* to, std::si
     reduce(args);
     done += n;
   }
-}
-
-void Collectives::raise(std::atomic<std::uint64_t>& flag, std::size_t round) {
-  pause();
-  store_fence();
-  flag.store(token(round), std::memory_order_seq_cst);
-  notify(pad(rank_));
-}
-
-void Collectives::await_inputs(std::size_t round) {
-  for (const int peer : members_) {
-    if (peer != rank_) await_flag(peer, &Flags::in, token(round), 0);
-  }
-}
-
-// Besides the flag, the peer's entry must be this call's: one with other arguments raises flags, too.
-void Collectives::await_flag(int peer, std::atomic<std::uint64_t> Flags::*flag, std::uint64_t least,
-                             int hops) {
-  std::atomic<std::uint64_t>& awaited = flags(peer).*flag;
-  await(
-      peer, true, hops, least, [&] { return awaited.load(std::memory_order_seq_cst) >= least; },
-      [&] { return awaited.load(std::memory_order_relaxed); });
-  const auto call = static_cast<std::uint32_t>(call_->number);
-  std::uint64_t entry = 0;
-  read_entry(pad(peer), call, &entry);
-  if (entry != entry_of(call, call_->digest)) check(peer, true, [] { return false; });
-}
-
-void Collectives::await_sent(const Round& plan) {
-  for (const auto& [posted, count] : plan.posts) {
-    const Link& link = *posted;
-    const std::uint32_t least = count;
-    await(
-        link.peer(), false, 0, least, [&] { return link.sent() >= least; },
-        [&] { return std::uint64_t{link.sent()}; });
-  }
-}
-
-void Collectives::await_arrived(Link& link, std::uint32_t count) {
-  const bool alone = placement_.members(placement_.host(link.peer())).size() == 1;
-  await(
-      link.peer(), false, alone ? 0 : 1, count, [&] { return link.arrived() >= count; },
-      [&] { return std::uint64_t{link.arrived()}; });
-}
-
-bool Collectives::progress() {
-  bool any = false;
-  for (const auto& link : links_) {
-    if (link != nullptr && link->progress()) any = true;
-  }
-  return any;
-}
-
-void Collectives::sleep_on_links(std::chrono::nanoseconds longest) {
-  std::vector<pollfd> waiting;
-  for (const auto& link : links_) {
-    const short events = link == nullptr ? short{0} : link->events();
-    if (events != 0) waiting.push_back({link->descriptor(), events, 0});
-  }
-  timespec limit{};
-  limit.tv_nsec = static_cast<long>(longest.count());
-  ppoll(waiting.data(), waiting.size(), &limit, nullptr);
-}
-
-// Waits until `ready()`, which the rank `peer` brings about: `here`, by a flag in shared memory, or
-// over its link. `hops`: how many other ranks that one may wait for.
-template <class Ready>
-void Collectives::await(int peer, bool here, int hops, std::uint64_t least, Ready&& ready,
-                        const std::function<std::uint64_t()>& observe) {
-  if (ready()) return;
-  const auto now = Clock::now();
-  const auto spin_end = now + call_->spin;
-  do {
-    for (int i = 0; i < 16; ++i) {
-      cpu_relax();
-      if (ready()) return;
-    }
-    if (progress() && ready()) return;
-    std::this_thread::yield();
-  } while (Clock::now() < spin_end);
-  const auto patience = call_->timeout + hops * std::chrono::nanoseconds(kHop);
-  auto deadline = Clock::now() + patience;
-  auto next_question = Clock::now() + std::chrono::milliseconds(50);
-  for (;;) {
-    check(peer, here, ready);
-    if (here) {
-      const bool moving = std::any_of(links_.begin(), links_.end(), [](const auto& link) {
-        return link != nullptr && link->sent() < link->posted();
-      });
-      const auto slice = moving ? std::chrono::milliseconds(1) : Engine::kSlice;
-      if (wait_until(pad(peer), Clock::now() + slice, std::chrono::nanoseconds(0), ready)) return;
-    } else {
-      sleep_on_links(Engine::kSlice);
-    }
-    if (progress()) deadline = Clock::now() + patience;
-    if (ready()) return;
-    const auto time = Clock::now();
-    if (time >= next_question) {
-      if ((*interrupted_)()) leave(Outcome::kInterrupted, {});
-      next_question = time + std::chrono::milliseconds(50);
-    }
-    if (time >= deadline) {
-      CollectiveReport report;
-      report.kind = Failure::kTimeout;
-      report.peer = report.culprit = peer;
-      report.expected = least;
-      report.observed = observe();
-      leave(Outcome::kFailed, report);
-    }
-  }
-}
-
-// Leaves the call if it cannot be completed. A peer that did its part and then left has done it.
-void Collectives::check(int peer, bool here, const std::function<bool()>& ready) {
-  if (ending_.load()) leave(Outcome::kEnded, {});
-  CollectiveReport report;
-  const auto call = static_cast<std::uint32_t>(call_->number);
-  for (const int member : members_) {
-    std::uint64_t entry = 0;
-    if (member == rank_ || !epoch_reached(read_entry(pad(member), call, &entry), call)) continue;
-    if (entry == entry_of(call, call_->digest)) continue;
-    report.kind = Failure::kMismatch;
-    report.peer = member;
-    const bool refused = static_cast<std::uint32_t>(entry) == kRefused;
-    report.text = refused ? read_refusal(pad(member)) : "";
-    leave(Outcome::kDisagrees, report);
-  }
-  if (engine_ != nullptr && (engine_->failed() || engine_->is_entered())) {
-    leave(engine_->failed() ? Outcome::kEnded : Outcome::kDisagrees, report);
-  }
-  for (const auto& link : links_) {
-    if (link == nullptr) continue;
-    report.peer = report.culprit = link->peer();
-    report.text = link->text();
-    if (link->state() == LinkState::kDisagrees || link->state() == LinkState::kRefused) {
-      report.kind = Failure::kMismatch;
-      leave(Outcome::kDisagrees, report);
-    }
-    const bool needed = link->arrived() < link->opened() || (!here && link->peer() == peer);
-    if (link->state() == LinkState::kOpen || !needed || ready()) continue;
-    report.kind = link->state() == LinkState::kClosed ? Failure::kPeerClosed : Failure::kPeerFailed;
-    if (link->culprit() >= 0) report.culprit = link->culprit();
-    leave(Outcome::kFailed, report);
-  }
-  if (!here) return;
-  const bool has_ended = processes_ != nullptr && processes_->ended(peer);
-  const auto state = static_cast<PadState>(pad(peer).state.load(std::memory_order_seq_cst));
-  if ((state == PadState::kOpen && !has_ended) || ready()) return;
-  report.peer = report.culprit = peer;
-  report.text.clear();
-  report.kind = state == PadState::kFailed   ? Failure::kPeerFailed
-                : state == PadState::kClosed ? Failure::kPeerClosed
-                                             : Failure::kPeerDied;
-  if (state == PadState::kFailed) {
-    report.culprit = static_cast<int>(pad(peer).culprit.load(std::memory_order_relaxed));
-  }
-  leave(Outcome::kFailed, report);
-}
-
-void Collectives::set_delay(std::chrono::nanoseconds longest, std::uint64_t seed) {
-  delay_ = longest;
-  delay_state_ = seed * 2 + 1;
-}
-
-// Random pauses, for tests of races.
-void Collectives::pause() {
-  if (delay_.count() == 0) return;
-  delay_state_ = delay_state_ * 6364136223846793005u + 1442695040888963407u;
-  const auto span = static_cast<std::uint64_t>(delay_.count());
-  std::this_thread::sleep_for(std::chrono::nanoseconds((delay_state_ >> 33) % span));
 }
 
 }  // namespace flux::host

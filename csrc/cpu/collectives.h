@@ -52,10 +52,10 @@ enum class Collective : int { kAllReduce = 0, kReduceScatter = 1, kAllGather = 2
 // What a call works on. Sizes in bytes.
 struct CollectiveCall {
   Collective kind = Collective::kAllReduce;
-  std::uint64_t number = 0;   // larger than that of the call before
-  std::uint32_t digest = 0;   // of what must be equal on all ranks
-  const char* in = nullptr;   // AllGather: the own part; else the whole vector
-  char* out = nullptr;        // ReduceScatter: the own part; else the whole vector
+  std::uint64_t number = 0;          // larger than that of the call before
+  std::uint32_t digest = 0;          // of what must be equal on all ranks
+  const char* in = nullptr;          // AllGather: the own part; else the whole vector
+  char* out = nullptr;               // ReduceScatter: the own part; else the whole vector
   std::vector<std::size_t> offsets;  // W + 1: where each rank's part begins, and the end
   DType dtype = DType::kF32;         // of a sum
   const char* bias = nullptr;        // `columns` elements added to every row of the result
@@ -118,10 +118,29 @@ class Collectives {
   std::uint64_t bytes_sent() const;  // to other hosts
 
  private:
-  struct Flags;
-  struct Part;
-  struct Round;
-  struct Left;  // thrown to leave a call
+  // At the start of each rank's data. Written by its owner only.
+  struct alignas(64) Flags {
+    std::atomic<std::uint64_t> in;
+    alignas(64) std::atomic<std::uint64_t> out;
+    alignas(64) std::atomic<std::uint64_t> done;
+  };
+  // A range of the whole vector that is sent or summed as one.
+  struct Part {
+    std::size_t at;
+    std::size_t bytes;
+    std::size_t in_slot;  // where it lies in a slot
+    int index;            // lane (AllReduce) or owner
+  };
+  // Frames of a link, counted from the start of the call.
+  using Frames = std::vector<std::pair<Link*, std::uint32_t>>;
+  struct Round {
+    std::vector<Part> parts;
+    Frames needs;  // how many must have arrived
+    Frames posts;  // how many must have been sent
+  };
+  struct Left {  // thrown to leave a call
+    Outcome outcome;
+  };
 
   int world() const { return placement_.world(); }
   int handler(int host, int lane) const;
@@ -140,7 +159,8 @@ class Collectives {
   void step_out(std::size_t round);
   void raise(std::atomic<std::uint64_t>& flag, std::size_t round);
   void await_inputs(std::size_t round);
-  void await_flag(int peer, std::atomic<std::uint64_t> Flags::*flag, std::uint64_t least, int hops);
+  void await_flag(int peer, std::atomic<std::uint64_t> Flags::* flag, std::uint64_t least,
+                  int hops);
   void await_sent(const Round& plan);
   void await_arrived(Link& link, std::uint32_t count);
   template <class Ready>

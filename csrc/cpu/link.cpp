@@ -26,7 +26,9 @@ std::int64_t now_ns() {
 Link::Link(int descriptor, int peer)
     : descriptor_(descriptor), peer_(peer), buffer_(kBufferBytes) {}
 
-Link::~Link() { close(); }
+Link::~Link() {
+  if (descriptor_ >= 0) ::close(descriptor_);  // reads nothing: a forked child shares the connection
+}
 
 void Link::begin(std::uint64_t call, std::uint32_t digest) {
   call_ = call;
@@ -41,8 +43,7 @@ void Link::begin(std::uint64_t call, std::uint32_t digest) {
 }
 
 void Link::post(const char* payload, std::size_t bytes) {
-  queue_.push_back(
-      {{kMagic, FrameKind::kData, digest_, posted_++, call_, bytes}, payload, {}, 0});
+  queue_.push_back({{kMagic, FrameKind::kData, digest_, posted_++, call_, bytes}, payload, {}, 0});
 }
 
 void Link::open(char* target, std::size_t bytes) {
@@ -112,7 +113,8 @@ bool Link::take_header() {
   if (!in_payload_) {
     if (buffered() < sizeof(FrameHeader)) return false;
     std::memcpy(&header_, buffer_.data() + begin_, sizeof(FrameHeader));
-    if (header_.magic != kMagic || (header_.kind != FrameKind::kData && header_.bytes > kMostText)) {
+    if (header_.magic != kMagic ||
+        (header_.kind != FrameKind::kData && header_.bytes > kMostText)) {
       broke("it sent what is no frame");
       return false;
     }
@@ -189,7 +191,8 @@ bool Link::pull() {
     // A large payload goes where it belongs, without a copy.
     char* into = nullptr;
     std::size_t room = 0;
-    const bool direct = in_payload_ && wanted_ && header_.kind == FrameKind::kData && left_ >= kBufferBytes / 4;
+    const bool direct =
+        in_payload_ && wanted_ && header_.kind == FrameKind::kData && left_ >= kBufferBytes / 4;
     if (direct) {
       into = target_;
       room = left_;

@@ -90,7 +90,7 @@ class Store(IntEnum):
     staged = 1
 
 
-PATHS = ("fused", "medium", "unfused")
+PATHS = ("fused", "medium", "unfused", "one_shot")
 REDUCES = ("local", "in_flight")
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -113,7 +113,8 @@ class Knobs:
 
     Attributes:
         path: ``fused`` (tiles), ``medium`` (one chunk per rank around a ring, as in
-            TransformerEngine) or ``unfused`` (library collective and one GEMM).
+            TransformerEngine), ``unfused`` (library collective and one GEMM) or ``one_shot`` (CPU:
+            one GEMM, and one message to each host; for few rows between hosts).
         tile: (rows, columns) of a GEMM tile of the local output.
         raster: rows of tiles per sweep; a sweep goes column by column.
         comm_tile_rows: rows of a communication tile, in [1, ceil(M/W)].
@@ -163,6 +164,11 @@ class Knobs:
             type(self.copy_streams) is int and self.copy_streams in (0, 1)
         ):
             raise ValueError(f"Knobs.copy_streams must be 0 or 1, got {self.copy_streams!r}")
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether rows travel in the tiles of a schedule."""
+        return self.path in ("fused", "medium")
 
     def __str__(self) -> str:
         parts = []

@@ -165,6 +165,8 @@ def check_executor(
             f"{label}: with {where} and backend {backend}, transport must be {_or(transports)}, "
             f"got {transport!r}"
         )
+    if backend == "cuda" and knobs.path == "one_shot":
+        raise ValueError(f"{label}: path = one_shot needs backend cpu, got {where}")
     if backend == "cpu" and knobs.reduce == "in_flight":
         raise ValueError(f"{label}: reduce = in_flight needs backend cuda, got {where}")
     reason = one_gpu.reason_unsupported(spec, knobs) if one_gpu is not None else None

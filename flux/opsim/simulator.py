@@ -185,6 +185,8 @@ def simulate(
     knobs = knobs or Knobs()
     if knobs.path == "unfused":
         return unfused(problem, cluster, gemm_ms)
+    if knobs.path == "one_shot":
+        raise ValueError("path = one_shot is of CPUs, and is not simulated")
     _check(problem, cluster, gemm_ms)
     topology = topology_of(problem, cluster)
     _check_knobs(problem, knobs)

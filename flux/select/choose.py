@@ -245,6 +245,8 @@ def modelled(spec: OpSpec, topology: Topology, cluster: Cluster, apart: bool = F
         topology.nodes,
     )
     paths = ("fused", "medium", "unfused") if topology.nodes == 1 else ("fused", "unfused")
+    if apart:
+        paths = (*paths, "one_shot")
     direction = "push" if apart else None
     return Modelled(
         problem, cluster, tuple(Knobs(path=path, direction=direction) for path in paths)

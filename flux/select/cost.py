@@ -4,6 +4,7 @@
     links       alpha-beta: a latency for every hop, and bytes / bandwidth
 
     unfused   library collective | GEMM                      the sum
+    one_shot  GEMM | one message to each host                the sum, with a latency of its own
     medium    | chunk | chunk | chunk | chunk |              W steps, each as long as the longer of
               | GEMM  | GEMM  | GEMM  | GEMM  |              its chunk's GEMM and transfer
     fused     copies  ~~~~~~~~~~~~~~~                        the longer of the two, and the first
@@ -41,11 +42,15 @@ from flux.select.hardware import (
     GEMM_SHARE,
     LIBRARY_LATENCY_US,
     LIBRARY_SHARE,
+    NETWORK_CALL_US,
+    ONE_SHOT_US,
     SIGNAL_US,
     SLAB_COST_ROWS,
 )
 from flux.select.heuristic import resolved
 
+TWO_PHASES_BYTES = 64 << 10
+"""As in csrc/cpu/collectives.cpp."""
 TILE = (128, 256)
 """Rows and columns of a GEMM's tile on a GPU, where no kernel is known."""
 
@@ -290,6 +295,24 @@ def transfer_ms(problem: Problem, cluster: Cluster) -> float:
     return max(inside, across / bytes_per_ms(cluster.network.gbs) / share)
 
 
+def one_shot_ms(problem: Problem, cluster: Cluster) -> float:
+    """Return the time of the collective of path = one_shot, on a CPU.
+
+    Inside a host each rank copies its part in and the result out. Between hosts every byte travels
+    once; a sum of few bytes goes to each host whole, a larger one in parts and back.
+    """
+    lanes, hosts = ceil_div(problem.world, problem.nodes), problem.nodes
+    nbytes = problem.m * problem.row_bytes
+    if problem.op.all_reduces:
+        whole = hosts == 2 or nbytes < TWO_PHASES_BYTES
+        across = nbytes * (hosts - 1) if whole else 2 * nbytes * (hosts - 1) / hosts
+    else:
+        across = (hosts - 1) * lanes * problem.chunk * problem.row_bytes
+    inside = 0.0 if lanes == 1 else 3 * nbytes / bytes_per_ms(cluster.link.gbs)
+    latency_us = ONE_SHOT_US + (cluster.network.latency_us if hosts > 1 else 0.0)
+    return across / bytes_per_ms(cluster.network.gbs) + inside + latency_us * 1e-3
+
+
 # -- calls -----------------------------------------------------------------------------------------
 
 
@@ -326,11 +349,16 @@ def predict(
     if knobs.path == "unfused":
         comm = library_ms(problem, cluster)
         return Prediction(whole, comm, comm)
+    if knobs.path == "one_shot":
+        comm = one_shot_ms(problem, cluster)
+        return Prediction(whole, comm, comm)
     assert knobs.comm_tile_rows is not None and knobs.tile is not None
     tiles = ceil_div(problem.chunk, knobs.comm_tile_rows)
     transfers = (world - 1) * tiles
     comm = transfer_ms(problem, cluster) + transfers * SIGNAL_US[kind] * 1e-3
     overhead = _cut_ms(problem, cluster, knobs, whole)
+    if kind == "cpu" and problem.nodes > 1:
+        overhead += NETWORK_CALL_US * 1e-3
     if kind == "cpu" and knobs.copy_streams:
         overhead += ENGINE_US * 1e-3
     if kind == "cpu" and problem.nodes == 1:

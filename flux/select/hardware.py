@@ -62,6 +62,12 @@ SIGNAL_US = {"cpu": 3.0, "cuda": 1.0}
 """Time to raise a signal of a communication tile, and for a poll to see it."""
 ENGINE_US = 60.0
 """Time to hand copies to another thread, on a CPU: two wake-ups."""
+NETWORK_CALL_US = 800.0
+"""What a call of path = fused takes between hosts on a CPU besides bytes: headers, and threads of
+gloo that wake for each message. GemmAR at M = 1 took 0.8 to 1.1 ms longer than its GEMM
+(benchmarks/results/hosts/one_shot.json)."""
+ONE_SHOT_US = 100.0
+"""The same of path = one_shot."""
 LIBRARY_LATENCY_US = {"cpu": 2000.0, "cuda": 15.0}
 """Time until the first byte of a library's collective moves. On the CPU from benchmarks/results/cpu
 at M = 1."""

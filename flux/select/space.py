@@ -82,11 +82,11 @@ class Candidate:
 
     @property
     def chosen(self) -> Knobs:
-        """Knobs to store for a winner; of the library's path only the path: it has no others.
+        """Knobs to store for a winner; of a path without tiles only the path: it has no others.
 
         Values that an op resolves itself may change.
         """
-        return Knobs(path="unfused") if self.knobs.path == "unfused" else self.knobs
+        return self.knobs if self.knobs.is_tiled else Knobs(path=self.knobs.path)
 
 
 @dataclass(frozen=True)
@@ -288,10 +288,12 @@ def candidates(
         "medium": resolved(problem, Knobs(path="medium"), best_kernel),
         "default": resolved(problem, Knobs(), best_kernel),
     }
+    if space.backend == "cpu" and problem.nodes > 1:
+        fixed["one_shot"] = Knobs(path="one_shot")
     kept = []
     seen: dict[object, str] = {}
     for name, knobs in fixed.items():
-        kernel = best_kernel if name != "unfused" else None
+        kernel = best_kernel if knobs.is_tiled else None
         kept.append(Candidate(name, knobs, kernel, predict(problem, cluster, knobs, kernel).total))
     if problem.world > 1:
         seen[_schedule_identity(problem, topology, fixed["default"], best_kernel)] = "default"

@@ -34,7 +34,7 @@ class Winner:
 
     Attributes:
         m: rows of the measurement.
-        knobs: every field set; for path = unfused only that one.
+        knobs: every field set; for paths without tiles only the path.
         ms: median over rounds of the slowest rank's time.
         unfused_ms: the same of the unfused path in the same rounds; None if it was wrong or
             crashed.
@@ -197,7 +197,7 @@ def fit(knobs: Knobs, measured_m: int, m: int, world: int) -> Knobs:
 
     A chunk is cut into no more communication tiles than at ``measured_m``.
     """
-    if m == measured_m or knobs.path == "unfused":
+    if m == measured_m or not knobs.is_tiled:
         return knobs
     before, now = ceil_div(measured_m, world), ceil_div(m, world)
     comm, tile = knobs.comm_tile_rows, knobs.tile

@@ -16,8 +16,8 @@ from flux.transport.exchange import Exchange
 from flux.transport.placement import Placement
 from flux.transport.sockets import connect
 
-SLOT_BYTES = 256 << 10
-"""Bytes of a round: large enough for the wire, small enough to stay in a core's cache."""
+SLOT_BYTES = 1 << 20
+"""Bytes of a round: in smaller ones, ranks that share cores wait for each other too often."""
 UNKNOWN = (-1, 0xFFFFFFFF)  # as a culprit
 
 

@@ -37,7 +37,7 @@ class Ranked:
 def _tiles(problem: Problem, candidate: Candidate) -> int:
     """Return the GEMM tiles of all ranks in one simulated call."""
     tile = candidate.knobs.tile
-    if candidate.knobs.path == "unfused" or tile is None:
+    if not candidate.knobs.is_tiled or tile is None:
         return 0
     across = ceil_div(problem.local[0], tile[1])
     return problem.world * ceil_div(problem.m, tile[0]) * across

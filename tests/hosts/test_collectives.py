@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from flux import Collectives, PeerDiedError, PeerTimeoutError
 from flux.core.env import HOST
-from harness import BUSY, fresh_ranks, held, more, nothing_left_in_shared_memory, run_ranks, settled
+from harness import BUSY, fresh_ranks, held, more, run_ranks, settled
 
 PLACEMENTS = ("ab", "aabb", "aab", "abc", *more("aaa", "abab", "aabbc"))
 DTYPES = (
@@ -222,7 +222,7 @@ def ends(rank: int, world: int, hosts: str, how: str, victim: int) -> dict[str, 
 @pytest.mark.parametrize("how", ["killed", "closes", "stalls"])
 @pytest.mark.parametrize(("hosts", "victim"), [("ab", 1), ("aabb", 2), ("aabb", 1)])
 def test_a_rank_that_is_gone_is_named(hosts: str, victim: int, how: str) -> None:
-    with nothing_left_in_shared_memory(), fresh_ranks(len(hosts)) as ranks:
+    with fresh_ranks(len(hosts)) as ranks:
         ranks.start(ends, hosts, how, victim)
         outcomes = ranks.collect(30)
     for rank, outcome in enumerate(outcomes):

@@ -32,12 +32,13 @@ from flux import _C
 from flux.backends.cached_call import CachedCall
 from flux.backends.cpu.diagnosis import Diagnosis, mismatch_text
 from flux.backends.cpu.layout import SegmentLayout
+from flux.backends.cpu.one_shot import OneShot
 from flux.backends.cpu.slabs import Slab, SlabPlan, make_plan
 from flux.backends.epilogue import Multiplier, pack, scale_of_rows, spoil, unpack
 from flux.core.at_exit import end_at_exit
 from flux.core.backend import NO_HOOKS, OverlapHooks, nothing
 from flux.core.call import Call, Gemm
-from flux.core.env import POISON, SPIN_US, WINDOW_MB
+from flux.core.env import POISON, WINDOW_MB
 from flux.core.errors import PeerTimeoutError
 from flux.core.integers import ceil_div
 from flux.core.recorder import COPY_LANE, GEMM_LANE, Recorder, Work
@@ -45,9 +46,9 @@ from flux.core.schedule import ClusterTile, TileSchedule
 from flux.core.spec import DTYPES, OpSpec
 from flux.core.tensors import address_of
 from flux.core.topology import Topology
-from flux.machine.host import usable_cores
 from flux.transport import shm
 from flux.transport.exchange import Exchange
+from flux.transport.host_collectives import spin_seconds
 from flux.transport.placement import Placement
 
 if TYPE_CHECKING:
@@ -61,17 +62,6 @@ _NO_ROWS = torch.empty(0, device=_CPU)
 """What a closed op has gathered. ``close`` makes no tensor once the network is closed: the end of
 the program waits no longer then, and a thread that returns from torch while the interpreter is
 finalized aborts the process."""
-
-
-def _spin_seconds(exchange: Exchange, local: list[bool]) -> float:
-    """Return how long to spin: briefly when ranks of this host share cores. Collective."""
-    cores: set[int] = set()
-    for here, of_rank in zip(local, exchange.all_gather(usable_cores()), strict=True):
-        cores |= of_rank if here else set()
-    micros = SPIN_US.get()
-    if micros < 0:
-        micros = 200.0 if sum(local) <= len(cores) else 5.0
-    return micros * 1e-6
 
 
 class CpuBackend:
@@ -98,7 +88,7 @@ class CpuBackend:
         self.timeout_s = timeout_s
         self.refusals = 0
         self.waits_for_hosts = topology.nodes > 1
-        self.spin_s = _spin_seconds(exchange, local)
+        self.spin_s = spin_seconds(exchange, local)
         self.poison = POISON.get()
         layout = SegmentLayout.serving(spec, topology, choice)
         memory = shm.allocate(exchange, placement, layout.signals, layout.data_bytes, spec.label)
@@ -122,6 +112,7 @@ class CpuBackend:
         )
         self._pid = os.getpid()
         self.network: Network | None = None
+        self.one_shot: OneShot | None = None
         end_at_exit(self)
         self.recorder: Recorder | None = None
         self._calls: dict[int, CachedCall] = {}  # the last one with each weight, by its id
@@ -147,6 +138,9 @@ class CpuBackend:
 
             self.network = Network(exchange, remote, self.engine, timeout_s, window, memory)
             self.network.open()
+        if any(knobs.path == "one_shot" for knobs in choice.variants()):
+            self.one_shot = OneShot(spec, exchange, placement, self.engine, timeout_s, self.spin_s)
+            self.workspace_bytes += self.one_shot.collectives.workspace_bytes
         self._diagnosis = Diagnosis(
             spec, self.rank, self.engine, memory.processes.pids, self.network
         )
@@ -165,11 +159,13 @@ class CpuBackend:
         self.engine.trace(of_caller, None if recorder is None else recorder.lane(COPY_LANE))
         if self.network is not None:
             self.network.trace(recorder)
+        if self.one_shot is not None:
+            self.one_shot.trace(recorder)
         self.recorder = recorder
 
     def require_room(self, schedule: TileSchedule) -> None:
         """Raise ValueError if the op's memory is too small: see ``Backend.require_room``."""
-        if schedule.knobs.path != "unfused":
+        if schedule.knobs.is_tiled:
             self.engine.require_room(schedule.native)
 
     # -- ops ---------------------------------------------------------------------------------------
@@ -212,6 +208,8 @@ class CpuBackend:
     def _ag_gemm(
         self, schedule: TileSchedule, call: Call, gather: bool, hooks: OverlapHooks
     ) -> list[torch.Tensor]:
+        if self.one_shot is not None and schedule.knobs.path == "one_shot":
+            return self.one_shot.call(self, schedule, call, gather, hooks)
         engine, spec = self.engine, self.spec
         lane = None if self.recorder is None else self.recorder.begin(schedule)
         x = pack(call) if spec.scales_travel else call.x
@@ -273,6 +271,8 @@ class CpuBackend:
     def _gemm_rs(
         self, schedule: TileSchedule, call: Call, meanwhile: Callable[[], None]
     ) -> torch.Tensor:
+        if self.one_shot is not None and schedule.knobs.path == "one_shot":
+            return self.one_shot.call(self, schedule, call, False, OverlapHooks(meanwhile))[0]
         engine, spec = self.engine, self.spec
         lane = None if self.recorder is None else self.recorder.begin(schedule)
         plan = self._plan(schedule)
@@ -472,6 +472,8 @@ class CpuBackend:
         if memory is not None:
             self.engine.end_call()
         self.engine.close()
+        if self.one_shot is not None:
+            self.one_shot.collectives.close()
         del memory
 
     def close(self, failed: bool = False, culprit: int = -1) -> None:
@@ -479,6 +481,8 @@ class CpuBackend:
         if self._memory is None:
             return
         self.engine.close(failed, culprit)
+        if self.one_shot is not None:
+            self.one_shot.collectives.close(failed, culprit)
         if self.network is not None:
             self.network.close(failed, culprit)
         self._memory = None

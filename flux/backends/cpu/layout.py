@@ -59,7 +59,7 @@ class SegmentLayout:
         world = topology.world
         elements, dtype = spec.travelling_row
         row = elements * dtype.itemsize
-        if knobs.path == "unfused":
+        if not knobs.is_tiled:
             return SegmentLayout(0, row, 0, 0, 0, 0)
         knobs = across_hosts(spec.op, knobs, topology.nodes)
         chunk = ceil_div(spec.max_m, world)

@@ -1,0 +1,184 @@
+"""Path one_shot of the fused ops: results, changes of path, disagreements, failures."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flux
+from flux import Knobs, PeerTimeoutError
+from flux.core.env import HOST
+from flux.select.choose import Modelled
+from harness import BUSY, fresh_ranks, run_ranks
+from reference import Inputs, Problem
+
+OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
+
+
+def few_rows(rank: int, world: int, hosts: str) -> None:
+    """M in random order, with pauses of this rank's own and inside calls."""
+    rng, own = random.Random(3), random.Random(rank)
+    with HOST.during(hosts[rank]):
+        for op_name in OPS:
+            problem = Problem(op_name, 70, (24,), 40)
+            with problem.build(tuning=Knobs(path="one_shot")) as op:
+                backend: Any = op._backend
+                for call in range(25):
+                    if call == 15:
+                        backend.one_shot.collectives.native.set_delay(3e-4, rank)
+                    m = rng.randint(1, 70)
+                    inputs = Inputs(problem, m, world, seed=call)
+                    time.sleep(own.choice((0, 0, 1e-3)))
+                    inputs.check(inputs.call(op, rank), rank, "two_levels")
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aabb", "aab", "abc"])
+def test_few_rows_match_float64(hosts: str) -> None:
+    run_ranks(len(hosts), few_rows, hosts)
+
+
+def with_options(rank: int, world: int) -> None:
+    """Averages, biases, dtypes, several weights and the gathered input."""
+    with HOST.during("aabb"[rank]):
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        w = torch.randn(12, 8, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        bias = torch.arange(12.0).bfloat16()
+        results = []
+        for path in ("one_shot", "fused"):
+            options: dict[str, Any] = {"dtype": torch.bfloat16, "tuning": Knobs(path=path)}
+            with (
+                flux.GemmAR(max_m=5, n=12, k=8 * world, **options) as ar,
+                flux.GemmRS(max_m=5, n=12, k=8 * world, reduce="avg", **options) as rs,
+                flux.AGGemm(max_m=5 * world, n=(12 * world, 4 * world), k=8, **options) as ag,
+            ):
+                (first, second), x_full = ag(x, [w, w[:4]], return_gathered=True)
+                results.append([ar(x, w, bias), rs(x, w, bias), first, second, x_full])
+        for one_shot, fused in zip(*results, strict=True):
+            torch.testing.assert_close(one_shot, fused, rtol=0.02, atol=0.1)
+        everywhere = [torch.empty_like(results[0][0]) for _ in range(world)]
+        dist.all_gather(everywhere, results[0][0])
+        assert all(torch.equal(other, everywhere[0]) for other in everywhere)
+
+
+def test_options_give_what_the_fused_path_gives() -> None:
+    run_ranks(4, with_options)
+
+
+def changing_paths(rank: int, world: int, hosts: str) -> set[str]:
+    """The cost model's choice, from one row to many, and back."""
+    rng, paths = random.Random(5), set()
+    with HOST.during(hosts[rank]), mock.patch.object(Modelled, "knobs", _by_rows):
+        for op_name in OPS:
+            problem = Problem(op_name, 90, (24,), 40)
+            with problem.build(tuning="cache") as op:
+                for call in range(20):
+                    m = rng.choice((1, 2, 33, 60, 90))
+                    inputs = Inputs(problem, m, world, seed=call)
+                    inputs.check(inputs.call(op, rank), rank, "two_levels")
+                    paths.add(op.schedule(m).knobs.path)
+    return paths
+
+
+def _by_rows(self: Modelled, m: int) -> Knobs:
+    return self.usable[(0, 1, -1)[m % 3]]
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aab"])
+def test_calls_may_change_between_paths(hosts: str) -> None:
+    for paths in run_ranks(len(hosts), changing_paths, hosts):
+        assert paths == {"fused", "unfused", "one_shot"}
+
+
+def chosen(rank: int, world: int) -> tuple[str, str]:
+    with (
+        HOST.during("ab"[rank]),
+        flux.GemmAR(max_m=1 << 15, n=1024, k=2048) as op,
+    ):
+        return op.schedule(1).knobs.path, op.schedule(1 << 15).knobs.path
+
+
+def test_the_cost_model_takes_one_shot_for_few_rows_only() -> None:
+    assert run_ranks(2, chosen) == [("one_shot", "fused")] * 2
+
+
+def disagreements(rank: int, world: int, hosts: str) -> None:
+    """Ranks differ in M on one path and across paths, and refuse input; the op stays usable."""
+    with (
+        HOST.during(hosts[rank]),
+        mock.patch.object(Modelled, "knobs", _by_size),
+        flux.GemmAR(max_m=64, n=6, k=4 * world, timeout_s=20.0) as op,
+    ):
+        w = torch.ones(6, 4)
+        for culprit in range(world):
+            odd = rank == culprit
+            for few, other in ((3, 4), (3, 60), (60, 3)):
+                with pytest.raises(ValueError, match=r"ranks disagree: rank \d has M = "):
+                    op(torch.ones(other if odd else few, 4), w)
+            with pytest.raises((ValueError, TypeError), match="float64"):
+                x = torch.ones(3, 4)
+                op(x.double() if odd else x, w)
+            for m in (3, 60):
+                assert op(torch.ones(m, 4), w)[-1, -1] == 4 * world
+
+
+def _by_size(self: Modelled, m: int) -> Knobs:
+    return self.usable[-1 if m < 10 else 0]
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aabb", "aab"])
+def test_calls_that_differ_raise_on_all_ranks_and_leave_the_op_usable(hosts: str) -> None:
+    run_ranks(len(hosts), disagreements, hosts)
+
+
+def ends(rank: int, world: int, hosts: str, how: str, victim: int) -> dict[str, Any]:
+    problem = Problem("gemm_ar", 8, (4,), 12)
+    with HOST.during(hosts[rank]):
+        op = problem.build(
+            tuning=Knobs(path="one_shot"), timeout_s=60.0 if how == "killed" else 1.5
+        )
+        inputs = Inputs(problem, 8, world, seed=1)
+        inputs.check(inputs.call(op, rank), rank, "two_levels")
+        dist.barrier()
+        if rank == victim:
+            if how == "killed":  # when the others are inside the call
+                time.sleep(0.1)
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif how == "closes":
+                op.close()
+            else:
+                time.sleep(3.5)
+            return {}
+        began = time.monotonic()
+        with pytest.raises(PeerTimeoutError) as raised:
+            inputs.call(op, rank)
+        took = time.monotonic() - began
+        with pytest.raises(RuntimeError, match="is closed"):
+            inputs.call(op, rank)
+        return {"text": str(raised.value), "took": took}
+
+
+@pytest.mark.parametrize("how", ["killed", "closes", "stalls"])
+@pytest.mark.parametrize(("hosts", "victim"), [("ab", 1), ("aabb", 3)])
+def test_a_rank_that_is_gone_is_named(hosts: str, victim: int, how: str) -> None:
+    with fresh_ranks(len(hosts)) as ranks:
+        ranks.start(ends, hosts, how, victim)
+        outcomes = ranks.collect(30)
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            continue
+        assert outcome is not None and outcome.ok, outcome
+        result = outcome.value
+        assert f"rank {victim}" in result["text"], (rank, result)
+        assert result["took"] < (3.0 if how == "stalls" else 1.0) * BUSY, result
+        if how == "killed":
+            here = hosts[rank] == hosts[victim]
+            end = "died (process" if here else f"connection to rank {victim} broke"
+            assert end in result["text"], (rank, result)
