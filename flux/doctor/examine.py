@@ -31,6 +31,7 @@ from flux import _C
 from flux.cli.terminal import printable
 from flux.core import env
 from flux.doctor.ranks import verdicts
+from flux.integrations import symm_mem
 from flux.kernels import runtime
 from flux.kernels.build import MissingToolError
 from flux.kernels.registry import Registry, cache_root, default_roots
@@ -181,7 +182,18 @@ def _distributed() -> list[Item]:
         items.append(
             Item(name, "built in" if there else "not in this torch", OK if there else ABSENT)
         )
-    return items
+    return [*items, _async_tp()]
+
+
+def _async_tp() -> Item:
+    """Return whether torch.ops.symm_mem has kernels of flux, in this process or if enabled."""
+    name = "torch.ops.symm_mem by flux"
+    reason = symm_mem.reason_unsupported()
+    if reason is not None:
+        return Item(name, "not possible", ABSENT, reason)
+    devices = symm_mem.enabled()
+    note = "flux.integrations.symm_mem.enable() turns it on, in the process that calls it"
+    return Item(name, f"on for {', '.join(devices)}" if devices else "off", OK, note)
 
 
 def _try_gloo() -> tuple[str, str, str]:

@@ -25,7 +25,7 @@ from flux.integrations.symm_mem import kernels, scaled
 from flux.ops import torch_internals
 from flux.ops.transforms import without_forward_mode
 
-__all__ = ["Enabled", "disable", "enable", "enabled", "reason_unsupported"]
+__all__ = ["EnabledKernels", "disable", "enable", "enabled", "reason_unsupported"]
 
 _KERNELS: dict[str, dict[str, Callable[..., Any]]] = {
     "cpu": {
@@ -47,7 +47,9 @@ _float32_partials: list[bool] = []  # what the CPU's kernels are enabled with
 _nccl_available: list[Callable[[], bool]] = []  # torch's own function, while it is replaced
 
 
-def enable(devices: Collection[str] = ("cpu",), *, float32_partials: bool = False) -> Enabled:
+def enable(
+    devices: Collection[str] = ("cpu",), *, float32_partials: bool = False
+) -> EnabledKernels:
     """Register flux's kernels of ``torch.ops.symm_mem.fused_*`` until ``disable()``.
 
     Call it on every rank, before or after ``init_process_group``. It communicates nothing.
@@ -96,7 +98,7 @@ def enable(devices: Collection[str] = ("cpu",), *, float32_partials: bool = Fals
     if "cpu" in _libraries and not _nccl_available:
         _nccl_available.append(dist.is_nccl_available)
         dist.is_nccl_available = _is_nccl_available
-    return Enabled()
+    return EnabledKernels()
 
 
 def disable() -> None:
@@ -115,10 +117,10 @@ def enabled() -> tuple[str, ...]:
     return tuple(_libraries)
 
 
-class Enabled:
+class EnabledKernels:
     """The return value of ``enable()``; usable in a ``with`` statement."""
 
-    def __enter__(self) -> Enabled:
+    def __enter__(self) -> EnabledKernels:
         return self
 
     def __exit__(self, *exception: object) -> None:
