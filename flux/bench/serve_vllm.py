@@ -34,6 +34,11 @@ _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _REQUESTS, _REPLIES = "FLUX_BENCH_REQUESTS", "FLUX_BENCH_REPLIES"  # file descriptors
 
 
+IDLE_S = 1.2
+"""Seconds after a step until vLLM's processes sleep. Until then they spin: wait before another
+engine is measured on the same cores."""
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """How vLLM's engine is built.
