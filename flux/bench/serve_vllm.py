@@ -34,6 +34,8 @@ _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _REQUESTS, _REPLIES = "FLUX_BENCH_REQUESTS", "FLUX_BENCH_REPLIES"  # file descriptors
 
 
+END_S = 20.0
+"""Seconds that vLLM's processes have to end by themselves."""
 IDLE_S = 1.2
 """Seconds after a step until vLLM's processes sleep. Until then they spin: wait before another
 engine is measured on the same cores."""
@@ -220,10 +222,15 @@ class HostedEngine:
         for process in self.processes:
             with suppress(ProcessLookupError):
                 process.terminate()
+        deadline = time.monotonic() + END_S
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=15)
-            with suppress(ProcessLookupError):  # all of its session: workers too
+                process.wait(timeout=max(deadline - time.monotonic(), 0.0))
+            # Its workers, and the process that removes their shared memory, are in its session.
+            with suppress(ProcessLookupError):
+                while time.monotonic() < deadline:
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.05)
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self.processes.clear()
