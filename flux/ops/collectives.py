@@ -20,7 +20,7 @@ from flux.core.exclusive import Admission, Exclusive
 from flux.core.integers import ceil_div
 from flux.ops.executor import built_together
 from flux.transport.exchange import Exchange, resolve_group
-from flux.transport.host_collectives import DisagreementError, HostCollectives, Kind
+from flux.transport.host_collectives import Collective, DisagreementError, HostCollectives
 from flux.transport.placement import Placement, place_here
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ class Collectives:
             result = torch.empty_like(source) if out is None else out.detach()
             target = torch.view_as_real(result) if result.is_complex() else result
             plan = self._plan(("all_reduce", x.dtype, x.shape), target.nbytes)
-            self._run(Kind.all_reduce, number, plan, source, target, SUMMED[dtype])
+            self._run(Collective.all_reduce, number, plan, source, target, SUMMED[dtype])
             if out is not None:
                 return out
             return torch.view_as_complex(result) if x.is_complex() else result
@@ -166,7 +166,7 @@ class Collectives:
             out = source.new_empty(sum(parts), *rest)
             key = ("all_gather", x.dtype, rest, dim % x.ndim, tuple(parts))
             plan = self._plan(key, prod(rest) * x.itemsize, parts)
-            self._run(Kind.all_gather, number, plan, source, out, 0)
+            self._run(Collective.all_gather, number, plan, source, out, 0)
             return out.movedim(0, dim).contiguous()
 
         return self._guarded(check, call)
@@ -206,7 +206,7 @@ class Collectives:
             out = source.new_empty(parts[self.rank], *rest)
             key = ("reduce_scatter", x.dtype, rest, dim % x.ndim, tuple(parts))
             plan = self._plan(key, prod(rest) * source.itemsize, parts)
-            self._run(Kind.reduce_scatter, number, plan, source, out, SUMMED[dtype])
+            self._run(Collective.reduce_scatter, number, plan, source, out, SUMMED[dtype])
             result = torch.view_as_complex(out) if x.is_complex() else out
             return result.movedim(0, dim).contiguous()
 
@@ -251,7 +251,7 @@ class Collectives:
 
     def _run(
         self,
-        kind: Kind,
+        kind: Collective,
         number: int,
         plan: _Plan,
         source: torch.Tensor,

@@ -21,7 +21,7 @@ SLOT_BYTES = 1 << 20
 UNKNOWN = (-1, 0xFFFFFFFF)  # as a culprit
 
 
-class Kind(IntEnum):
+class Collective(IntEnum):
     """Collectives; values as in csrc/cpu/collectives.h."""
 
     all_reduce = 0
@@ -122,7 +122,7 @@ class HostCollectives:
 
     def run(
         self,
-        kind: Kind,
+        kind: Collective,
         number: int,
         digest: int,
         input: int,

@@ -27,7 +27,7 @@ from flux.core.schedule import TileSchedule
 from flux.core.spec import DTYPES, OpSpec
 from flux.core.tensors import address_of
 from flux.transport.exchange import Exchange
-from flux.transport.host_collectives import DisagreementError, HostCollectives, Kind
+from flux.transport.host_collectives import Collective, DisagreementError, HostCollectives
 from flux.transport.placement import Placement
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class OneShot:
         began = self._began()
         Multiplier(spec, call)(call.x, partial, scale_x=call.scale_x)
         self._ended(Work.gemm, began, 0)
-        kind = Kind.all_reduce if spec.op.all_reduces else Kind.reduce_scatter
+        kind = Collective.all_reduce if spec.op.all_reduces else Collective.reduce_scatter
         self._run(
             kind,
             spec.digest(call.m, bias is not None),
@@ -173,7 +173,7 @@ class OneShot:
         gathered = x.new_empty(call.m, x.shape[1])
         if x_full is not None and not spec.scales_travel:
             gathered = x_full
-        self._run(Kind.all_gather, spec.digest(call.m, biased=False), x, gathered, call.m)
+        self._run(Collective.all_gather, spec.digest(call.m, biased=False), x, gathered, call.m)
         hooks.both()
         began = self._began()
         rows, scale = unpack(spec, gathered) if spec.scales_travel else (gathered, call.scale_x)
@@ -186,7 +186,7 @@ class OneShot:
 
     def _run(
         self,
-        kind: Kind,
+        kind: Collective,
         digest: int,
         source: torch.Tensor,
         out: torch.Tensor,
@@ -195,7 +195,7 @@ class OneShot:
         scale: float = 1.0,
     ) -> None:
         row, world = self._row_bytes, self._world
-        if kind == Kind.all_reduce:
+        if kind == Collective.all_reduce:
             offsets = [0] + [m * row] * world
         else:
             offsets = [_C.core.row_begin(m, world, rank) * row for rank in range(world)] + [m * row]
