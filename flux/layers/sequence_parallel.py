@@ -283,9 +283,9 @@ class ReplicatedParameters:
     def __init__(self, group_name: str) -> None:
         self.group_name = group_name
 
-    def before(self, module: nn.Module, args: Any) -> None:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Let the module read parameters whose gradients are summed over ranks."""
-        if not (args and is_shard(args[0]) and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled() or not any(map(is_shard, (*args, *kwargs.values()))):
             return
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.requires_grad:
@@ -392,7 +392,7 @@ def insert(model: nn.Module, plan: SequencePlan, choice: SequenceChoice | None) 
         modules[name].group_name = stack.group_name
     for name in plan.replicated:
         around = ReplicatedParameters(stack.group_name)
-        modules[name].register_forward_pre_hook(around.before)
+        modules[name].register_forward_pre_hook(around.before, with_kwargs=True)
         modules[name].register_forward_hook(around.after, always_call=True)
     modules[plan.layers[0]].register_forward_pre_hook(stack.shard, with_kwargs=True)
     modules[plan.layers[-1]].register_forward_hook(stack.gather)

@@ -253,7 +253,7 @@ class _Trace:
                     vars(self._twins[linear])["forward"] = _zeros(self._twins[linear])
                 for name in (block, *columns, row):
                     self._record(name)
-            for name in part.inner_dropouts:
+            for name in (*part.inner_dropouts, *part.replicated):
                 self._record(name)
         first = self._parts[0].name
         nan = self._twins[first].register_forward_pre_hook(
@@ -278,6 +278,9 @@ class _Trace:
             if before is not None and x is not before.result:
                 _refuse(f"{part.name} does not read what the layer before it returns")
             before = call
+            for name in part.replicated:
+                if not self._calls[name]:  # else nothing sums the gradients of its parameters
+                    _refuse(f"{name} has parameters, and is not called")
 
     def _record(self, name: str) -> None:
         module = self._twins[name]

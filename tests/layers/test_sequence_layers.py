@@ -69,7 +69,7 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         mixed, _ = self.self_attn(hidden_states=self.before(x), scale=scale)
         x = x + self.dropout(mixed)
-        return x + self.mlp(self.between(x))
+        return x + self.mlp(self.between(input=x))
 
 
 class Model(nn.Module):
@@ -131,7 +131,7 @@ def _pair() -> tuple[Model, Model]:
 def _shards(model: Model) -> list[bool]:
     """Note for each call of the last layer's norm whether it sees a shard."""
     seen: list[bool] = []
-    norm = model.layers[1].between
+    norm = model.layers[1].before
     norm.register_forward_hook(lambda _, args, __: seen.append(sequences.is_shard(args[0])))
     return seen
 
@@ -293,6 +293,21 @@ class Changing(Layer):
         self.mlp.late = nn.Sigmoid()
 
 
+class Uncalled(Layer):
+    """The layer applies a norm's parameters without calling the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = self.between
+        self.mlp.register_forward_pre_hook(
+            lambda _, args: (functional.layer_norm(args[0], (D,), norm.weight, norm.bias),)
+        )
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        x = x + self.self_attn(hidden_states=self.before(x))[0]
+        return x + self.mlp(x)
+
+
 class Routed(Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -318,6 +333,7 @@ class Failing(Model):
         (lambda: Model(Scaled), "layers.0 has parameters of its own"),
         (lambda: Model(Reading), "layers.0.mlp reads its input outside"),
         (lambda: Model(Changing), "layers.0.mlp does not return the result"),
+        (lambda: Model(Uncalled), "layers.0.between has parameters, and is not called"),
         (lambda: Model(Routed), "router.weight is in layers.0.mlp"),
         (Skipping, "layers.1 does not read what"),
         (Failing, "a trace of the model failed: KeyError"),
