@@ -19,6 +19,7 @@ KNOBS = (
     Knobs(),
     Knobs(path="unfused"),
     Knobs(path="medium"),
+    Knobs(path="one_shot"),
     Knobs(store="direct", direction="push"),
     Knobs(store="staged", tile=(3, 2), comm_tile_rows=2),  # cuts columns
     Knobs(store="direct", direction="pull", tile=(2, 3), raster=2, comm_tile_rows=2),
