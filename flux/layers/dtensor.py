@@ -214,16 +214,24 @@ class RowwiseLinear(StyledLinear):
         return part
 
 
-def _fuse(style: Any, module: nn.Module, mesh: DeviceMesh, new: type[StyledLinear]) -> nn.Module:
+def fuse_sharded(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Turn nn.Linear into ours, in place; its parameters are sharded as the style shards them."""
+    colwise = isinstance(style, torch_styles.ColwiseParallel)
+    module.__class__ = ColwiseLinear if colwise else RowwiseLinear
+    styled = cast(StyledLinear, module)
+    # A copy: torch's styles change when they are applied to an embedding.
+    styled.style, styled.mesh, styled.user = copy.copy(style), mesh, User()
+    if not colwise:
+        styled.style.desired_input_layouts = (Shard(-1),)
+    styled.group_name = mesh.get_group().group_name
+
+
+def _fuse(style: Any, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if mesh.ndim != 1:
         raise ValueError(f"a tensor-parallel plan needs a mesh of one dimension, got {mesh}")
     distribute_module: Any = _distribute_module
     distribute_module(module, mesh, style._partition_linear_fn)
-    module.__class__ = new
-    styled = cast(StyledLinear, module)
-    # A copy: torch's styles change when they are applied to an embedding.
-    styled.style, styled.mesh, styled.user = copy.copy(style), mesh, User()
-    styled.group_name = mesh.get_group().group_name
+    fuse_sharded(style, module, mesh)
     return module
 
 
@@ -233,7 +241,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is not nn.Linear:
             return super()._apply(module, device_mesh)
-        return _fuse(self, module, device_mesh, ColwiseLinear)
+        return _fuse(self, module, device_mesh)
 
 
 class RowwiseParallel(torch_styles.RowwiseParallel):
@@ -242,8 +250,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is not nn.Linear:
             return super()._apply(module, device_mesh)
-        self.desired_input_layouts = (Shard(-1),)
-        return _fuse(self, module, device_mesh, RowwiseLinear)
+        return _fuse(self, module, device_mesh)
 
 
 # The names in tp_plan of Hugging Face models.

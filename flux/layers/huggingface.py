@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from flux.layers import dtensor
@@ -30,6 +30,96 @@ def is_pretrained(model: object) -> bool:
     """Return whether a model is one of Transformers' models."""
     modeling: Any = sys.modules.get("transformers.modeling_utils")  # else there is none
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
+# -- models that Transformers has sharded ----------------------------------------------------------
+
+
+def is_sharded(model: Any) -> bool:
+    """Return whether a model of Transformers is sharded over ranks, by whom does not matter."""
+    return is_pretrained(model) and (getattr(model, "_tp_size", None) or 1) > 1
+
+
+def mark_sharded(model: Any, plan: Mapping[str, Any], mesh: DeviceMesh) -> None:
+    """Set what Transformers sets on models that it shards: for saving, caches and the Trainer."""
+    if mesh.size() == 1:
+        return
+    model._tp_size, model._device_mesh = mesh.size(), mesh
+    if all(isinstance(style, str) for style in plan.values()):
+        model._tp_plan = dict(plan)
+    if hasattr(type(model), "_is_distributed_loading_by_transformers"):
+        distributed: Any = import_module("transformers.distributed.configuration_utils")
+        model.config.distributed_config = distributed.DistributedConfig(tp_size=mesh.size())
+        model._is_distributed_loading_by_transformers = True
+
+
+def fuse_sharded(model: Any, mesh: Any) -> None:
+    """Make linear layers ours, of a model whose parameters Transformers has sharded.
+
+    Raises:
+        ValueError: no linear layer has a fused form, or ``mesh`` is not of the model's ranks.
+    """
+    size = model._tp_size
+    if mesh is not None and mesh.size() != size:
+        raise ValueError(f"Transformers has sharded the model over {size} ranks, got {mesh}")
+    plan, fused = model.tp_plan or {}, 0
+    for name, module in model.named_modules():
+        key = _generic(name)
+        if plan.get(key) == "replicated_with_grad_allreduce" or _norm_of_own_heads(key, plan):
+            _sum_gradients(module, model)
+        if type(module) is nn.Linear and plan.get(key) in _registry():
+            style = _fused(_registry()[plan[key]])
+            if style is not None:
+                fused += _fuse_sharded_linear(key, module, style)
+    if not fused:
+        raise ValueError("the model, which is sharded already, has no linear layer to replace")
+
+
+def _fuse_sharded_linear(key: str, module: nn.Linear, style: Any) -> bool:
+    """Make one linear layer ours; return False if it stays Transformers'."""
+    weight: Any = module.weight
+    split = {dtensor.ColwiseParallel: Shard(0), dtensor.RowwiseParallel: Shard(1)}.get(type(style))
+    if not isinstance(weight, DTensor) or weight.placements != (split,):
+        say_once(f"{key}: stays Transformers', because its weight is not sharded as {style}")
+        return False
+    if not _take_off(module):
+        say_once(f"{key}: stays Transformers', because its forward was replaced")
+        return False
+    if "_bias" in module._parameters:  # Transformers 4 moves it there in the first call
+        bias = cast(torch.Tensor, module._parameters.pop("_bias"))
+        whole = DTensor.from_local(
+            bias.detach(), weight.device_mesh, [Replicate()], run_check=False
+        )
+        module.bias = nn.Parameter(whole, requires_grad=bias.requires_grad)
+    dtensor.fuse_sharded(style, module, weight.device_mesh)
+    return True
+
+
+def _take_off(module: nn.Module) -> bool:
+    """Remove what Transformers wraps around a module's forward; return whether that was all."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks):
+        for key, hook in list(hooks.items()):
+            if hook.__module__.startswith("transformers."):
+                del hooks[key]
+    forward = vars(module).get("forward")
+    if forward is not None:
+        if not forward.__qualname__.endswith("install_forward.<locals>.tp_forward"):
+            return False
+        del module.forward
+    return True
+
+
+def _sum_gradients(module: nn.Module, model: Any) -> None:
+    """Replace Transformers' sum of gradients, which adds earlier backwards' gradients twice."""
+    parameters = [p for p in module.parameters(recurse=False) if p is not None]
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
+        return  # the hook of Transformers stays on the parameter
+    if _take_off(module):
+        meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+        SumGradients()._apply(module, next(meshes))
+
+
+# -- styles by name --------------------------------------------------------------------------------
 
 
 def styles_of(model: Any, plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,6 +148,8 @@ def styles_of(model: Any, plan: Mapping[str, Any]) -> dict[str, Any]:
                 if name in named:
                     of_parameters[parameter] = named[name]
                     break
+        if key not in named and _norm_of_own_heads(key, named):
+            styles[module_name] = SumGradients()
         if key in named or of_parameters:
             style = _style_of(model, module_name, module, named.get(key), of_parameters)
             if style is not None:
@@ -68,6 +160,14 @@ def styles_of(model: Any, plan: Mapping[str, Any]) -> dict[str, Any]:
 def _generic(name: str) -> str:
     """Return the name of a module or parameter as plans write it: with * for numbers."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _norm_of_own_heads(key: str, named: Mapping[str, str]) -> bool:
+    """Return whether a module is a norm of this rank's heads. Transformers 4 does not list them."""
+    if "replicated_with_grad_allreduce" in _registry():
+        return False
+    head, _, tail = key.rpartition("_")
+    return tail in ("norm", "layernorm") and named.get(f"{head}_proj") == "colwise"
 
 
 def _registry() -> Any:
@@ -109,15 +209,25 @@ def _fused(style: Any) -> Any:
         (styles.ColwiseParallel, dtensor.ColwiseParallel),
         (styles.RowwiseParallel, dtensor.RowwiseParallel),
     ):
-        if type(style) is theirs:
-            layouts = style.input_layouts, style.output_layouts
-            if all(isinstance(layout, Placement) for layout in layouts):
+        if type(style) is theirs and getattr(style, "use_dtensor", True):
+            given, wanted = (
+                _placement(style, name) for name in ("input_layouts", "output_layouts")
+            )
+            if given is not None and wanted is not None:
                 return ours(
-                    input_layouts=layouts[0],
-                    output_layouts=layouts[1],
+                    input_layouts=given,
+                    output_layouts=wanted,
                     use_local_output=style.use_local_output,
                 )
     return None
+
+
+def _placement(style: Any, name: str) -> Placement | None:
+    """Return one layout of a style, which Transformers 4 keeps in tuples; None: in another form."""
+    layout = getattr(style, name, None)
+    if isinstance(layout, tuple) and len(layout) == 1:
+        layout = layout[0]
+    return layout if isinstance(layout, Placement) else None
 
 
 class TransformersStyle(ParallelStyle):
@@ -136,10 +246,54 @@ class TransformersStyle(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         tensor_parallel = import_module("transformers.integrations.tensor_parallel")
+        if not hasattr(tensor_parallel, "apply_tensor_parallelism"):
+            return self._apply_as_transformers_4(module, device_mesh)
         if "mla_kv_a_proj" in self.entries.values():
             module.config = self.config  # Transformers reads the sizes of the product's parts there
         tensor_parallel.apply_tensor_parallelism(module, device_mesh, self.entries)
         return module
+
+    def _apply_as_transformers_4(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Apply the styles by the functions with which Transformers 4 loads checkpoints."""
+        for name, style in self.entries.items():
+            layer = _registry()[style]
+            if name == "":
+                layer.prepare_module_tp(module, mesh)
+                if style == "gather":  # it sums results, but not gradients
+                    module.register_forward_hook(_raise_in_backward)
+                continue
+            whole = cast(torch.Tensor, module._parameters[name]).detach()
+            try:
+                part = layer.partition_tensor(
+                    whole, whole, name, whole.dtype, True, mesh.get_local_rank(), mesh
+                )
+            except (AttributeError, NotImplementedError) as error:
+                raise ValueError(
+                    f"Transformers' style {style!r} splits parameters only while it loads them "
+                    "(from_pretrained); a later Transformers splits those of a model in memory"
+                ) from error
+            module.register_parameter(name, nn.Parameter(part))
+        return module
+
+
+def _raise_in_backward(module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook: return the output, through which no gradient passes."""
+    tensors = output if isinstance(output, tuple) else (output,)
+    marked = tuple(_NoGradient.apply(t) if torch.is_tensor(t) else t for t in tensors)  # type: ignore[no-untyped-call]
+    return marked if isinstance(output, tuple) else marked[0]
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "Transformers 4 computes wrong gradients under its style 'gather': train this model "
+            "with Transformers 5"
+        )
 
 
 # -- replicated parameters whose gradients are parts -----------------------------------------------

@@ -25,6 +25,7 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import parallelize_module
 
 from flux.layers import dtensor
+from flux.layers.huggingface import TransformersStyle
 
 SPLITS = (torch_styles.ColwiseParallel, torch_styles.RowwiseParallel)
 Holder = tuple[nn.Module, str]
@@ -50,7 +51,8 @@ def apply_plan(model: nn.Module, styles: Mapping[str, Any], mesh: DeviceMesh) ->
     before = {holder: twins[holder[0]]._parameters[holder[1]] for holder in _holders(names)}
     for module, style in steps:
         parallelize_module(twins[module], mesh, style)
-    if not any(isinstance(twin, dtensor.StyledLinear) for twin in twins.values()):
+    fused = any(isinstance(twin, dtensor.StyledLinear) for twin in twins.values())
+    if not fused and not any(isinstance(style, TransformersStyle) for _, style in steps):
         raise ValueError(f"the plan names no linear layer of the model: {sorted(styles)}")
 
     def placements(holder: Holder) -> tuple[Placement, ...] | None:

@@ -36,7 +36,9 @@ def replace_linears(
     parallelized by that plan, with our form of ``ColwiseParallel`` and ``RowwiseParallel`` for
     linear layers (flux.layers.dtensor). Hugging Face's names of styles ("colwise", "rowwise", ...)
     work too. A Hugging Face model may bring its plan, as ``tp_plan`` or ``_tp_plan``; then every
-    style of Transformers serves, which applies those that are not fused. Modules that
+    style of Transformers serves, which applies those that are not fused. Models that Transformers
+    has sharded while it loaded them (``tp_plan="auto"``, ``distributed_config``) need neither plan
+    nor mesh: their linear layers become ours. Modules that
     share a parameter share it afterwards, also those that the plan does not name
     (flux/layers/planned.py). Make optimizers afterwards: parameters become new objects.
 
@@ -59,6 +61,15 @@ def replace_linears(
     chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
     if not all(isinstance(chunk, nn.Module) for chunk in chunks):
         raise TypeError(f"model must be a module or a sequence of modules, got {model!r}")
+    if _is_sharded(chunks):
+        if plan is not None or overlap is not None or sequence_parallel:
+            raise ValueError(
+                "Transformers has sharded the model already: pass neither plan nor overlap"
+            )
+        from flux.layers import huggingface
+
+        huggingface.fuse_sharded(chunks[0], mesh)
+        return model
     own_plan = plan if plan is not None else _plan_of(chunks)
     if mesh is None:
         if plan is not None:
@@ -98,6 +109,15 @@ def sequence_parallel_plan(model: nn.Module, plan: Mapping[str, Any] | None = No
     if own_plan is None:
         raise ValueError("no sequence-parallel plan: the model has no tensor-parallel plan")
     return derive(model, _styles_of(model, own_plan))
+
+
+def _is_sharded(chunks: Sequence[nn.Module]) -> bool:
+    """Return whether Transformers has sharded the model, while it loaded it."""
+    if len(chunks) != 1 or "transformers.modeling_utils" not in sys.modules:
+        return False
+    from flux.layers import huggingface
+
+    return huggingface.is_sharded(chunks[0])
 
 
 def _plan_of(chunks: Sequence[nn.Module]) -> Mapping[str, Any] | None:
@@ -150,6 +170,8 @@ def _apply_plan(
             shards = None
             say_once(f'sequence_parallel="auto": {error}')
     apply_plan(model, styles, mesh)
+    if huggingface.is_pretrained(model):
+        huggingface.mark_sharded(model, plan, mesh)
     if shards is not None and mesh.size() > 1:
         choice = None
         if sequence_parallel == "auto":
