@@ -162,6 +162,23 @@ def _generic(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
+def check_heads(model: Any, styles: Mapping[str, Any], world: int) -> None:
+    """Raise ValueError if a rank would get a part of a head: models view features as heads."""
+    for name, style in styles.items():
+        above, _, own = name.rpartition(".")
+        if own not in ("q_proj", "k_proj", "v_proj"):
+            continue
+        size = getattr(model.get_submodule(above), "head_dim", None)
+        features = model.get_submodule(name).out_features
+        sharded = isinstance(style, dtensor.ColwiseParallel) and style.output_layouts[0] == Shard(
+            -1
+        )
+        if sharded and isinstance(size, int) and features % size == 0 and features // size % world:
+            raise ValueError(
+                f"{name} has {features // size} heads, which {world} ranks cannot share evenly"
+            )
+
+
 def _norm_of_own_heads(key: str, named: Mapping[str, str]) -> bool:
     """Return whether a module is a norm of this rank's heads. Transformers 4 does not list them."""
     if "replicated_with_grad_allreduce" in _registry():
@@ -307,6 +324,8 @@ class SumGradients(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, _Summing):
+            return module
         kind = type(module)
         if kind not in _summing:
             _summing[kind] = type(kind.__name__, (_Summing, kind), {})

@@ -64,7 +64,7 @@ def replace_linears(
     if _is_sharded(chunks):
         if plan is not None or overlap is not None or sequence_parallel:
             raise ValueError(
-                "Transformers has sharded the model already: pass neither plan nor overlap"
+                "Transformers has sharded the model already: pass no plan, overlap or sequence_parallel"
             )
         from flux.layers import huggingface
 
@@ -149,6 +149,7 @@ def _apply_plan(
 ) -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from flux.layers import huggingface
     from flux.layers import sequence_parallel as sequences
     from flux.layers.eligible import say_once
     from flux.layers.planned import apply_plan
@@ -159,6 +160,10 @@ def _apply_plan(
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, got {mesh}")
     styles = _styles_of(model, plan)
+    if huggingface.is_pretrained(model):
+        huggingface.check_heads(model, styles, mesh.size())
+    elif hasattr(model, "peft_config"):
+        raise ValueError("replace the linear layers first, then wrap the model with PEFT")
     shards = None
     if sequence_parallel:
         try:

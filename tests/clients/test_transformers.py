@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import harness
-from flux.layers import close_pools, replace_linears
+from flux.layers import close_pools, eligible, replace_linears
+from flux.layers.dtensor import ColwiseLinear, RowwiseLinear
 from harness import more, run_ranks
 from scripts import ROOT, run_script
 
@@ -152,6 +154,150 @@ def _equal(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("world", [2, *more(4)])
 def test_model_equals_the_whole_one(world: int, name: str) -> None:
     run_ranks(world, _equal, name)
+
+
+# -- models that Transformers has sharded, and what users do with a model --------------------------
+
+
+def sharded(rank: int, name: str, path: str) -> Any:
+    """Return a model that from_pretrained has sharded over the ranks."""
+    if rank == 0:
+        build(name).save_pretrained(path)
+    dist.barrier()
+    kind = type(build(name))
+    if hasattr(kind, "is_distributed_loading_by_transformers"):
+        from transformers.distributed import DistributedConfig
+
+        options = {"distributed_config": DistributedConfig(tp_size=dist.get_world_size())}
+    else:
+        options = {"tp_plan": "auto"}
+    model = kind.from_pretrained(path, attn_implementation="eager", **options)
+    dist.barrier()
+    return model.eval()
+
+
+def _sharded(rank: int, world: int, path: str) -> None:
+    for name in ("tied", "qwen3_moe", "phi3", "deepseek_v2"):
+        torch.manual_seed(1)
+        tokens = torch.randint(101, (2, 12))
+        expected = reference(name)
+        model = sharded(rank, name, f"{path}/{name}")
+        with pytest.raises(ValueError, match="over 2 ranks"):
+            replace_linears(model, mesh=DeviceMesh("cpu", [rank]))
+        assert replace_linears(model) is model
+        assert any(isinstance(m, ColwiseLinear) for m in model.modules())
+        assert not any(type(m) is RowwiseLinear and "forward" in vars(m) for m in model.modules())
+        check(results(model, tokens), results(expected, tokens))
+        assert torch.equal(tokens_of(model, tokens), tokens_of(expected, tokens))
+        with pytest.raises(ValueError, match="no linear layer to replace"):
+            replace_linears(model)
+    close_pools()
+
+
+def test_model_that_transformers_sharded_equals_the_whole_one(tmp_path: Path) -> None:
+    run_ranks(2, _sharded, str(tmp_path))
+
+
+def _caches(rank: int, world: int) -> None:
+    torch.manual_seed(1)
+    prompt = torch.randint(101, (2, 9))
+    for name in ("qwen3", "mistral"):  # of which Mistral attends to six tokens
+        expected, model = build(name), replace_linears(build(name), mesh=dist.group.WORLD)
+        for cache in ("dynamic", "static"):
+            options = {"cache_implementation": cache, "disable_compile": True}
+            want = tokens_of(expected, prompt, **options)
+            assert torch.equal(tokens_of(model, prompt, **options), want), (name, cache)
+    close_pools()
+
+
+def test_generate_with_every_cache() -> None:
+    run_ranks(2, _caches)
+
+
+def _saved(rank: int, world: int, path: str) -> None:
+    for name in ("tied", "qwen3_moe"):
+        model = replace_linears(build(name), mesh=dist.group.WORLD)
+        model.save_pretrained(f"{path}/{name}")
+        dist.barrier()
+        again = type(model).from_pretrained(f"{path}/{name}").state_dict()
+        for key, value in build(name).state_dict().items():
+            assert torch.equal(again[key], value), key
+        sharded = replace_linears(
+            type(model).from_pretrained(f"{path}/{name}"), mesh=dist.group.WORLD
+        )
+        tokens = torch.arange(10)[None]
+        torch.testing.assert_close(sharded.eval()(tokens).logits, model(tokens).logits)
+    close_pools()
+
+
+def test_saved_model_is_whole(tmp_path: Path) -> None:
+    run_ranks(2, _saved, str(tmp_path))
+
+
+def _checkpointed(rank: int, world: int) -> None:
+    tokens = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(1))
+    expected = reference("qwen3")
+    model = replace_linears(build("qwen3"), mesh=dist.group.WORLD).train()
+    model.gradient_checkpointing_enable()
+    check(results(model, tokens), results(expected.train(), tokens))
+    close_pools()
+
+
+def test_gradient_checkpointing() -> None:
+    run_ranks(2, _checkpointed)
+
+
+def _adapted(rank: int, world: int) -> None:
+    import peft
+
+    def adapt(model: Any) -> Any:
+        torch.manual_seed(2)
+        layers = ["q_proj", "o_proj", "up_proj", "down_proj"]
+        settings = peft.LoraConfig(r=4, target_modules=layers, init_lora_weights=False)
+        return peft.get_peft_model(model, settings).eval()
+
+    def trained(model: Any) -> dict[str, torch.Tensor]:
+        out = model(input_ids=tokens, labels=tokens)
+        out.loss.backward()
+        grads = {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+        return {"logits": whole(out.logits).detach(), **grads}
+
+    tokens = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(1))
+    expected = adapt(build("llama"))
+    with pytest.raises(ValueError, match="then wrap the model with PEFT"):
+        replace_linears(expected, mesh=dist.group.WORLD)
+    want = trained(expected)
+    got = trained(adapt(replace_linears(build("llama"), mesh=dist.group.WORLD)))
+    check(got, want)
+    close_pools()
+
+
+def test_adapters_on_fused_layers() -> None:
+    pytest.importorskip("peft", minversion="0.21", reason="needs peft: make clients")
+    run_ranks(2, _adapted)
+
+
+def _refused(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    model = build("llama")
+    for plan, match in (
+        ({"model.layers.*.self_attn.k_proj": "colwise"}, "has 4 heads, which 3 ranks cannot share"),
+        (
+            {"model.norm": "folded", "lm_head": "colwise_rep"},
+            "unknown to the installed Transformers",
+        ),
+    ):
+        with pytest.raises(ValueError, match=match):
+            replace_linears(model, plan, mesh=group)
+    replace_linears(
+        model, {"lm_head": "folded", "model.embed_tokens": "embedding_rowwise"}, mesh=group
+    )
+    assert type(model.lm_head) is torch.nn.Linear
+    assert any("'folded', a style unknown to Transformers" in text for text in eligible._said)
+
+
+def test_plan_that_cannot_be_applied_raises() -> None:
+    run_ranks(3, _refused)
 
 
 def test_quickstart_runs(tmp_path: Path) -> None:
