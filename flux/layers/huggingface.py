@@ -164,12 +164,12 @@ def _generic(name: str) -> str:
 
 def check_heads(model: Any, styles: Mapping[str, Any], world: int) -> None:
     """Raise ValueError if a rank would get a part of a head: models view features as heads."""
+    modules = dict(model.named_modules())
     for name, style in styles.items():
         above, _, own = name.rpartition(".")
-        if own not in ("q_proj", "k_proj", "v_proj"):
+        if own not in ("q_proj", "k_proj", "v_proj") or name not in modules:
             continue
-        size = getattr(model.get_submodule(above), "head_dim", None)
-        features = model.get_submodule(name).out_features
+        size, features = getattr(modules[above], "head_dim", None), modules[name].out_features
         sharded = isinstance(style, dtensor.ColwiseParallel) and style.output_layouts[0] == Shard(
             -1
         )

@@ -64,7 +64,8 @@ def replace_linears(
     if _is_sharded(chunks):
         if plan is not None or overlap is not None or sequence_parallel:
             raise ValueError(
-                "Transformers has sharded the model already: pass no plan, overlap or sequence_parallel"
+                "Transformers has sharded the model already: pass no plan, overlap or "
+                "sequence_parallel"
             )
         from flux.layers import huggingface
 
