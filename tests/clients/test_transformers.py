@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import harness
 from flux.layers import close_pools, eligible, replace_linears
 from flux.layers.dtensor import ColwiseLinear, RowwiseLinear
-from harness import more, run_ranks
+from harness import more, run_ranks, stress_only
 from scripts import ROOT, run_script
 
 if find_spec("transformers") is None:
@@ -245,6 +245,42 @@ def _checkpointed(rank: int, world: int) -> None:
 
 def test_gradient_checkpointing() -> None:
     run_ranks(2, _checkpointed)
+
+
+def _compiled(rank: int, world: int) -> None:
+    tokens = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(1))
+    expected = results(reference("qwen3"), tokens)
+    model = replace_linears(build("qwen3"), mesh=dist.group.WORLD)
+    got = results(torch.compile(model, backend="aot_eager"), tokens)
+    check({name.removeprefix("_orig_mod."): value for name, value in got.items()}, expected)
+    close_pools()
+
+
+@stress_only  # it takes half a minute
+def test_compiled_model_equals_the_whole_one() -> None:
+    run_ranks(2, _compiled)
+
+
+def _later(rank: int, world: int) -> None:
+    """A style that only Transformers knows is applied by Transformers."""
+    from transformers.integrations import tensor_parallel
+
+    class Later(tensor_parallel.ColwiseParallel):
+        pass
+
+    layouts = {"input_layouts": Replicate(), "output_layouts": Replicate()}
+    tensor_parallel.ALL_PARALLEL_STYLES.register("later", Later(**layouts))
+    model = build("llama")
+    replace_linears(model, model.tp_plan | {"lm_head": "later"}, mesh=dist.group.WORLD)
+    assert type(model.lm_head) is torch.nn.Linear and isinstance(model.lm_head.weight, DTensor)
+    assert "style 'later' of lm_head: applied by Transformers itself" in eligible._said
+    tokens = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(1))
+    check(results(model, tokens), results(reference("llama"), tokens))
+    close_pools()
+
+
+def test_style_of_a_later_transformers() -> None:
+    run_ranks(2, _later)
 
 
 def _adapted(rank: int, world: int) -> None:
