@@ -18,6 +18,7 @@ from flux.core.dtypes import DTYPES
 from flux.core.env import MOST_SECONDS
 from flux.core.exclusive import Admission, Exclusive
 from flux.core.integers import ceil_div
+from flux.core.tensors import address_of, reason_without_memory, settled
 from flux.ops.executor import built_together
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.host_collectives import Collective, DisagreementError, HostCollectives
@@ -120,6 +121,11 @@ class Collectives:
             if out is None:
                 return
             self._check(out, None)
+            same = address_of(out) == address_of(x) and x.is_contiguous()
+            if out.untyped_storage()._cdata == x.untyped_storage()._cdata and not same:
+                raise ValueError("Collectives: out overlaps x, and is not x itself")
+            if out.is_neg() or out.is_conj():
+                raise ValueError("Collectives: out must not be lazy: negated or conjugated")
             if out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
                 raise ValueError(
                     f"Collectives: out must be contiguous {tuple(x.shape)} {x.dtype}, got "
@@ -127,7 +133,7 @@ class Collectives:
                 )
 
         def call(number: int) -> torch.Tensor:
-            source, dtype = _real(x.detach())
+            source, dtype = _real(x)
             result = torch.empty_like(source) if out is None else out.detach()
             target = torch.view_as_real(result) if result.is_complex() else result
             plan = self._plan(("all_reduce", x.dtype, x.shape), target.nbytes)
@@ -160,7 +166,7 @@ class Collectives:
                 raise ValueError(f"Collectives: sizes say {sizes[self.rank]} here, x has {own}")
 
         def call(number: int) -> torch.Tensor:
-            source = x.detach().movedim(dim, 0).contiguous()
+            source = settled(x.detach()).movedim(dim, 0).contiguous()
             parts = [source.shape[0]] * self.world if sizes is None else list(sizes)
             rest = source.shape[1:]
             out = source.new_empty(sum(parts), *rest)
@@ -195,7 +201,7 @@ class Collectives:
                 )
 
         def call(number: int) -> torch.Tensor:
-            source, dtype = _real(x.detach().movedim(dim, 0))
+            source, dtype = _real(x.movedim(dim, 0))
             n, rest = source.shape[0], source.shape[1:]
             each = ceil_div(n, self.world)
             parts = (
@@ -224,6 +230,11 @@ class Collectives:
             )
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(f"Collectives: expected a plain tensor, got {type(tensor).__name__}")
+        reason = reason_without_memory(tensor)
+        if reason is not None:
+            raise ValueError(f"Collectives: a tensor must be in memory, but {reason}")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError("Collectives: there is no backward: call them under torch.no_grad")
         if dtypes is not None and tensor.dtype not in dtypes and not tensor.is_complex():
             raise ValueError(f"Collectives: cannot sum {tensor.dtype}")
 
@@ -265,8 +276,8 @@ class Collectives:
                 kind,
                 number,
                 plan.digest,
-                source.data_ptr(),
-                out.data_ptr(),
+                address_of(source),
+                address_of(out),
                 plan.offsets,
                 dtype,
             )
@@ -367,7 +378,7 @@ class Collectives:
 
 def _real(x: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
     """Return a contiguous tensor of real numbers with the elements of ``x``, and its dtype."""
-    x = x.contiguous()
+    x = settled(x.detach()).contiguous()
     if x.is_complex():
-        x = torch.view_as_real(x.resolve_conj())
+        x = torch.view_as_real(x)
     return x, x.dtype

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flux.integrations.vllm.check import CheckError, compare_equal, compare_sum
-from flux.integrations.vllm.choice import PATHS, TRIALS, WARM_UP, Choice
+from flux.integrations.vllm.choice import PATHS, TRIALS, WARM_UP, PathTrial
 
 
 @pytest.mark.parametrize("others", [{"fused": 1.0, "plain": 5.0}, {"fused": 5.0, "plain": 1.0}])
@@ -21,7 +21,7 @@ def test_ranks_keep_the_way_that_is_faster_in_sum(others: dict[str, float]) -> N
         asked.append(numbers)
         return [number + others[path] for number, path in zip(numbers, PATHS, strict=True)]
 
-    choice = Choice(add)
+    choice = PathTrial(add)
     for call in range(2 * (WARM_UP + TRIALS)):
         assert choice.path is None
         path = choice.next()
@@ -35,7 +35,7 @@ def test_ranks_keep_the_way_that_is_faster_in_sum(others: dict[str, float]) -> N
 
 
 @dataclass
-class Peers:
+class RankGroup:
     """The communicator of rank 1, whose only peer has this summand."""
 
     others: torch.Tensor
@@ -63,7 +63,7 @@ def test_the_check_finds_wrong_sums_and_no_others(dtype: torch.dtype) -> None:
     x, weights = torch.randn(2, 96, 512), torch.randn(2, 512, 64)
     own, others = (x @ weights).to(dtype)
     slabs = (torch.cat([slab @ weights[0] for slab in x[0].split(7)]) + others.float()).to(dtype)
-    peers = Peers(others)
+    peers = RankGroup(others)
     compare_sum(peers, "layer 3", own.clone(), slabs)
     for name, fault in FAULTS.items():
         with pytest.raises(CheckError, match=r"rank 1, layer 3, shape \[96, 64\]: \d+ elements"):

@@ -140,6 +140,36 @@ def test_calls_that_differ_raise_on_all_ranks(hosts: str) -> None:
     run_ranks(len(hosts), disagreements, hosts)
 
 
+def unusual_memory(rank: int, world: int, hosts: str) -> None:
+    """Inputs that are lazy count with their values; others that have none are refused."""
+    with HOST.during(hosts[rank]), Collectives(timeout_s=30.0) as ranks:
+        z = torch.tensor([1 + 2j, 3 - 1j])
+        conjugated = z.conj()
+        negated = conjugated.imag  # lazy: -z.imag
+        assert conjugated.is_conj() and negated.is_neg()
+        assert torch.equal(
+            ranks.all_gather(conjugated), torch.cat([z.conj().resolve_conj()] * world)
+        )
+        assert torch.equal(ranks.all_reduce(negated), -world * z.imag)
+        assert torch.equal(ranks.all_reduce(conjugated), world * z.conj().resolve_conj())
+        x = torch.arange(8.0)
+        freed = torch.ones(4)
+        freed.untyped_storage().resize_(0)
+        for wrong, out, match in (
+            (freed, None, "in memory"),
+            (x[:4], x[2:6], "overlaps"),
+            (torch.ones(4, requires_grad=True), None, "no backward"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                ranks.all_reduce(wrong, out)
+        with torch.no_grad():
+            assert ranks.all_reduce(torch.ones(4, requires_grad=True)).tolist() == [world] * 4
+
+
+def test_lazy_tensors_have_their_values_and_freed_ones_are_refused() -> None:
+    run_ranks(2, unusual_memory, "ab")
+
+
 def two_at_once(rank: int, world: int, hosts: str) -> None:
     """Two objects, called by two threads."""
     with HOST.during(hosts[rank]), Collectives() as first, Collectives() as second:

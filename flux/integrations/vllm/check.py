@@ -13,7 +13,7 @@ class CheckError(RuntimeError):
     """A result of Flux's differs from that of vLLM's own path."""
 
 
-class Peers(Protocol):
+class RankGroup(Protocol):
     """A communicator of vLLM's, with its own way to sum."""
 
     world_size: int
@@ -25,7 +25,7 @@ class Peers(Protocol):
 
 
 def compare_sum(
-    peers: Peers,
+    peers: RankGroup,
     what: str,
     summand: torch.Tensor,
     got: torch.Tensor,
@@ -63,7 +63,7 @@ def compare_sum(
         )
 
 
-def compare_equal(peers: Peers, what: str, right: torch.Tensor, got: torch.Tensor) -> None:
+def compare_equal(peers: RankGroup, what: str, right: torch.Tensor, got: torch.Tensor) -> None:
     """Compare rows that were moved and not computed, bit for bit.
 
     Raises:

@@ -16,7 +16,7 @@ TRIALS = 5
 PATHS = ("fused", "plain")
 
 
-class Choice:
+class PathTrial:
     """The way of calls of one size of layer, with similar numbers of rows.
 
     Args:

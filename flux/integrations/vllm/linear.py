@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from flux.core.env import LAYER_TIMEOUT_S, VLLM_CHECK
 from flux.core.spec import DTYPES, FP8
 from flux.integrations.vllm.check import compare_sum
-from flux.integrations.vllm.choice import Choice
+from flux.integrations.vllm.choice import PathTrial
 from flux.ops import GemmAR
 from flux.ops.library import define
 
@@ -36,7 +36,7 @@ between hosts, is faster."""
 
 _layers: weakref.WeakValueDictionary[str, FusedRowParallelLinear] = weakref.WeakValueDictionary()
 _ops: dict[tuple[object, ...], GemmAR] = {}
-_choices: dict[tuple[object, ...], Choice] = {}
+_choices: dict[tuple[object, ...], PathTrial] = {}
 _named: set[str] = set()  # reasons that are in the log
 
 
@@ -146,7 +146,7 @@ def _plain(layer: FusedRowParallelLinear, rows: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _choice_of(layer: FusedRowParallelLinear, rows: torch.Tensor) -> Choice:
+def _choice_of(layer: FusedRowParallelLinear, rows: torch.Tensor) -> PathTrial:
     """Return the choice that layers of this size share, for about so many rows."""
     group = get_tp_group()
     bucket = rows.shape[0].bit_length()
@@ -159,7 +159,7 @@ def _choice_of(layer: FusedRowParallelLinear, rows: torch.Tensor) -> Choice:
             sums: list[float] = group.device_communicator.all_reduce(summand).tolist()
             return sums
 
-        choice = _choices[key] = Choice(add)
+        choice = _choices[key] = PathTrial(add)
     return choice
 
 
