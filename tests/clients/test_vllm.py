@@ -138,5 +138,7 @@ def test_a_killed_worker_ends_vllm_on_every_host(count: int, rank: int, tmp_path
         _, alive = psutil.wait_procs(everything, timeout=30)
         assert not alive, alive
     assert shared_names() <= names
+    # On one host decoding goes through vLLM's shared memory, and vLLM notices by itself.
+    name = f"Worker proc VllmWorker-{rank} died" if count == 1 else f"rank {rank} "
     log = (tmp_path / f"host{0 if count == 1 else 1 - rank}.log").read_text()
-    assert f"rank {rank} " in log, log
+    assert name in log, log
