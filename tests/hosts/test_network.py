@@ -109,7 +109,7 @@ def large(rank: int, world: int, hosts: str) -> None:
         for op_name, n, k in (("ag_gemm", 64, 700), ("gemm_rs", 700, 64), ("gemm_ar", 700, 64)):
             problem = Problem(op_name, 4200, (n,), k)
             with problem.build() as op:
-                for m in (4200, 5, 4096, 3989):
+                for m in (4200, 5, 3989):
                     inputs = Inputs(problem, m, world, seed=m)
                     inputs.check(inputs.call(op, rank), rank)
 
