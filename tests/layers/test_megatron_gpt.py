@@ -27,7 +27,7 @@ def test_same_losses_as_megatron(world: int, sp: bool, tied: bool) -> None:
     """`make stress` has all combinations, 4 layers instead of 2, and 30 steps instead of 6."""
     results = run_ranks(world, check_training, GPTCase(sp, tied), "replace", timeout=200)
     first, last = results[0]
-    assert last < (0.8 if gpt_cases.ALL else 0.95) * first, "it has learnt something"
+    assert last < (0.8 if gpt_cases.ALL else 0.98) * first, "it has learnt something"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_cases as mc
-from gpt_cases import STEPS, GPTCase, batches, build
+from gpt_cases import LAYERS, STEPS, GPTCase, batches, build
 from harness import more, run_ranks
 
 
@@ -23,9 +23,8 @@ def losses(rank: int, world: int, case: GPTCase, slices: int, columns: int) -> l
             if domino:
                 cut_batch(replace(model), slices, columns)
                 types = [type(module) for module in model.modules()]
-                assert (
-                    types.count(ColumnParallelLinear) == 9 and types.count(RowParallelLinear) == 8
-                )
+                assert types.count(ColumnParallelLinear) == 2 * LAYERS + 1
+                assert types.count(RowParallelLinear) == 2 * LAYERS
             ddp = data_parallel(model)
             optimizer = torch.optim.Adam(ddp.parameters(), 2e-3)
             found.append([])
