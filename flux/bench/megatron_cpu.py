@@ -35,6 +35,7 @@ def megatron_on_cpu(tensor_parallel: int, **options: Any) -> Iterator[None]:
         for module, name, stand_in in (
             (torch.cuda, "current_device", lambda: torch.device("cpu")),
             (torch.cuda, "synchronize", lambda *_: None),
+            (torch.cuda, "current_stream", mock.Mock()),  # to wait for what other streams do
             (random, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(0)),
             (random, "_set_cuda_rng_state", lambda *_, **__: None),
         ):
@@ -110,6 +111,42 @@ def gpt(
         max_sequence_length=sequence,
         share_embeddings_and_output_weights=tied,
     )
+
+
+def hybrid(config: Any, vocab_size: int, sequence: int) -> Any:
+    """Return a HybridModel (megatron-core 0.17 and newer) of local modules.
+
+    Attention and MLP layers take turns, ``config.num_layers`` in all.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    parts = get_gpt_layer_local_spec().submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=Norm,
+        self_attention=parts.self_attention,
+        self_attn_bda=parts.self_attn_bda,
+    )
+    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=Norm, mlp=parts.mlp, mlp_bda=parts.mlp_bda)
+    layers = hybrid_block.HybridStackSubmodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+    )
+    with mock.patch.object(hybrid_block, "TENorm", Norm):  # Transformer Engine's, at the end
+        return HybridModel(
+            config=config,
+            hybrid_stack_spec=ModuleSpec(module=hybrid_block.HybridStack, submodules=layers),
+            vocab_size=vocab_size,
+            max_sequence_length=sequence,
+            hybrid_layer_pattern="*-" * (config.num_layers // 2),
+        )
 
 
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:

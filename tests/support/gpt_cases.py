@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_cases as mc
-from flux.bench.megatron_cpu import data_parallel, gpt, step
+from flux.bench.megatron_cpu import data_parallel, gpt, hybrid, step
 from harness import STRESS
 
 ALL = STRESS > 1
@@ -32,11 +32,13 @@ class GPTCase:
     accumulate: bool = False
     recompute: str = ""
     swiglu: bool = False
+    hybrid: bool = False  # a HybridModel, which takes the place of GPTModel in newer releases
 
     def settings(self) -> dict[str, Any]:
         """What the configuration says of it."""
         settings: dict[str, Any] = {
-            "num_layers": LAYERS,
+            # Attention and MLP are layers of their own in a hybrid model.
+            "num_layers": 2 * LAYERS if self.hybrid else LAYERS,
             "sequence_parallel": self.sequence_parallel,
             "gradient_accumulation_fusion": self.accumulate,
         }
@@ -66,7 +68,10 @@ def build(case: GPTCase, tp: int, ours: str = "") -> Any:
 
     config = mc.config(tp, **case.settings())
     torch.manual_seed(41)
-    model = gpt(config, VOCAB, SEQUENCE, tied=case.tied, flux_layers=ours == "spec")
+    if case.hybrid:
+        model = hybrid(config, VOCAB, SEQUENCE)
+    else:
+        model = gpt(config, VOCAB, SEQUENCE, tied=case.tied, flux_layers=ours == "spec")
     return replace_linears(model) if ours == "replace" else model
 
 

@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,13 @@ if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
 # Importing it takes seconds: once, in the server that ranks are forked from.
 harness.PRELOAD += ["megatron.core.models.gpt", "megatron.core.distributed"]
 harness.PRELOAD += ["megatron.core.dist_checkpointing", "torch.distributed.checkpoint"]
+
+
+def has_hybrid_model() -> bool:
+    """Whether this Megatron-core has HybridModel; imports nothing of it."""
+    package = importlib.util.find_spec("megatron")
+    folders = package.submodule_search_locations if package else None
+    return any((Path(folder) / "core/models/hybrid").is_dir() for folder in folders or ())
 
 
 @contextlib.contextmanager
