@@ -15,7 +15,7 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,21 +48,6 @@ def built_once(config: pytest.Config, name: str, build: Callable[[Path], Path]) 
             made = build(Path(tempfile.mkdtemp(dir=folder)))
             result_file.write_text(str(made))
         return Path(result_file.read_text())
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Have one worker rewrite the assertions of a file; the others load what it has written.
-
-    Rewriting takes half of the time of a collection, and all workers collect all files.
-    """
-    if not isinstance(collector, pytest.Module) or not hasattr(collector.config, "workerinput"):
-        return (yield)
-    lock = common_folder(collector.config) / f"collect-{collector.path.name}.lock"
-    with FileLock(lock, timeout=120, poll_interval=0.01):
-        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist then tells that this worker has its tests
