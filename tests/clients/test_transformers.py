@@ -316,20 +316,17 @@ def test_adapters_on_fused_layers() -> None:
 def _refused(rank: int, world: int) -> None:
     group = dist.group.WORLD
     model = build("llama")
-    for plan, match in (
-        ({"model.layers.*.self_attn.k_proj": "colwise"}, "has 4 heads, which 3 ranks cannot share"),
-        (
-            {"model.norm": "folded", "lm_head": "colwise_rep"},
-            "unknown to the installed Transformers",
-        ),
-    ):
-        with pytest.raises(ValueError, match=match):
-            replace_linears(model, plan, mesh=group)
-    replace_linears(
-        model, {"lm_head": "folded", "model.embed_tokens": "embedding_rowwise"}, mesh=group
-    )
-    assert type(model.lm_head) is torch.nn.Linear
-    assert any("'folded', a style unknown to Transformers" in text for text in eligible._said)
+    with pytest.raises(ValueError, match="has 4 heads, which 3 ranks cannot share"):
+        replace_linears(model, {"model.layers.*.self_attn.k_proj": "colwise"}, mesh=group)
+    tokens = torch.arange(12)[None]
+    expected = model(tokens).logits.detach()
+    plan = {"lm_head": "colwise_rep", "model.norm": "folded", "model.embed_tokens": "folded"}
+    replace_linears(model, plan, mesh=group)
+    assert type(model.model.embed_tokens) is torch.nn.Embedding
+    torch.testing.assert_close(whole(model(tokens).logits).detach(), expected)
+    for name in ("model.norm", "model.embed_tokens"):
+        assert any(f"{name} stays whole" in text and "'folded'" in text for text in eligible._said)
+    close_pools()
 
 
 def test_plan_that_cannot_be_applied_raises() -> None:
