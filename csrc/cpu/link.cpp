@@ -27,7 +27,8 @@ Link::Link(int descriptor, int peer)
     : descriptor_(descriptor), peer_(peer), buffer_(kBufferBytes) {}
 
 Link::~Link() {
-  if (descriptor_ >= 0) ::close(descriptor_);  // reads nothing: a forked child shares the connection
+  if (descriptor_ >= 0)
+    ::close(descriptor_);  // reads nothing: a forked child shares the connection
 }
 
 void Link::begin(std::uint64_t call, std::uint32_t digest) {
