@@ -132,7 +132,7 @@ def cpu_needs(spec: OpSpec, topology: Topology, m: int, knobs: Knobs) -> tuple[i
     regions = 1
     if spec.op.reduces:
         order, direction = Order[str(knobs.order)], Direction[str(knobs.direction)]
-        mesh, hosts = topology.mesh, topology.placement
+        mesh, hosts = topology.mesh, topology.uneven
         regions = _C.room_for(order=order, direction=direction, mesh=mesh, hosts=hosts)[1]
     per_region = world * tile_count(knobs.comm_tile_rows, -(-m // world))
     tiles = -(-m // knobs.tile[0]) * max(1, -(-sizes[0] // knobs.tile[1]))
