@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flux.kernels.build import FLAGS, LINK_FLAGS, Target
+from flux.kernels.manifest import NOT_FOR_GPUS
 from flux.machine.toolchain import Tool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,7 +21,7 @@ def ptx_target(checkout: Path = ROOT) -> Target:
     """Return the target for ``compile_kernels.py --emulated``."""
     machine = checkout / "ptx_machine"
     return Target(
-        flags=(*FLAGS, "-lineinfo", "--compress-mode=none"),
+        flags=(*FLAGS, "-lineinfo", "--compress-mode=none", NOT_FOR_GPUS),
         code={
             "80": "-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]",
             "90a": "-gencode=arch=compute_90a,code=[sm_90a,compute_90a]",

@@ -25,8 +25,8 @@ from flux.core.env import VariableError
 
 GROUP = "flux.commands"
 OWN = (
-    *("doctor", "compile", "bench", "bench.model", "bench.suite", "bench.op", "tune", "trace"),
-    *("simulate", "plan", "plan.run", "plan.profile", "plan.search"),
+    *("doctor", "compile", "bench", "bench.model", "bench.serve", "bench.suite", "bench.op"),
+    *("tune", "trace", "simulate", "plan", "plan.run", "plan.profile", "plan.search"),
 )
 """Entry points of this package, in the order of --help. Those of other packages follow by name."""
 

@@ -34,7 +34,8 @@ from flux.kernels.trust import UntrustedError
 
 FORMAT = 1
 """Format of the manifest; incremented when a field changes its meaning."""
-
+NOT_FOR_GPUS = "-DFLUX_NOT_FOR_GPUS"
+"""Flag of targets other than GPUs whose libraries hold machine code all the same."""
 
 LOCK_S = 60.0
 """Seconds to wait for the lock of a library, where the caller sets no other limit."""
@@ -98,8 +99,9 @@ class Library:
 
     @property
     def loads_on_gpus(self) -> bool:
-        """Whether it has machine code of a GPU, not PTX alone."""
-        return any("code=sm_" in flag or "code=[sm_" in flag for flag in self.flags)
+        """Whether it has machine code of a GPU, and was not built for another machine."""
+        code = any("code=sm_" in flag or "code=[sm_" in flag for flag in self.flags)
+        return code and NOT_FOR_GPUS not in self.flags
 
     def as_dict(self) -> dict[str, Any]:
         """Return the manifest, for JSON."""

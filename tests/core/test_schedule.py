@@ -240,7 +240,10 @@ def test_invalid_arguments_raise(arguments: tuple[Any, ...], words: str) -> None
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
-        ({"path": "quick"}, "Knobs.path must be one of fused, medium, unfused, got 'quick'"),
+        (
+            {"path": "quick"},
+            "Knobs.path must be one of fused, medium, unfused, one_shot, got 'quick'",
+        ),
         ({"direction": "both"}, "Knobs.direction must be one of push, pull, got 'both'"),
         ({"order": "ring"}, "Knobs.order must be one of direct, ring1d.*got 'ring'"),
         ({"swizzle": "morton"}, "Knobs.swizzle must be one of.*got 'morton'"),
