@@ -15,6 +15,7 @@ import multi_host
 import one_host as ranks_of_a_host
 import reliability
 import scale
+import serving
 from common import LINK_NAMES, RESULTS, ROOT, load, ratio, unfused_interval
 from drawing import Bar, BarChart, Chart, Group, Line, LineChart, Series
 
@@ -134,6 +135,30 @@ def layer_models() -> Chart:
         "attention, unchanged by flux, has a larger share",
         OVER_MEGATRON,
         (Series("train", "blue"), Series("prefill", "orange")),
+        groups,
+        reference=1.0,
+        interval="95% interval",
+    )
+
+
+def served() -> Chart:
+    """Return flux over stock of whole models, by program, hosts and link."""
+    groups = []
+    for document in serving.documents():
+        bars = tuple(
+            Bar(phase["ratio_to_stock"], tuple(phase["ratio_to_stock_interval"]))
+            for phase in document["phases"]
+        )
+        groups.append(Group(serving.place_of(document), bars, serving.title_of(document)))
+    names = [serving.NAMES[kind].format(size) for kind, size in serving.PHASES]
+    return BarChart(
+        "Whole models: flux over the program's own tensor parallelism",
+        "hosts x ranks of each, and link; Llama with random weights",
+        "time over the program's own tensor parallelism; below 1 is faster",
+        [
+            Series(name, colour)
+            for name, colour in zip(names, ("blue", "violet", "orange", "green"), strict=True)
+        ],
         groups,
         reference=1.0,
         interval="95% interval",
@@ -345,6 +370,7 @@ CHARTS: dict[str, Callable[[], Chart]] = {
     "layers.svg": layer,
     "layers-models.svg": layer_models,
     "one-host.svg": one_host,
+    "serving.svg": served,
     "growth.svg": growth,
     "overhead.svg": overhead,
     "tuning.svg": tuning,

@@ -24,6 +24,7 @@ LINK_NAMES = {
     "750mbit": "750 Mbit/s",
     "1gbit": "1 Gbit/s",
     "2gbit": "2 Gbit/s",
+    "10gbit": "10 Gbit/s",
 }
 
 

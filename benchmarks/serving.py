@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import LINK_NAMES, conditions, markdown, measured, milliseconds, unbroken
+from common import LINK_NAMES, ROOT, conditions, load, markdown, measured, milliseconds, unbroken
 
 RESULTS = Path("benchmarks", "results", "serving")
 PROGRAMS = ("transformers", "vllm")
+TITLES = {"transformers": "Transformers", "vllm": "vLLM"}
 LINKS = ("none", "1gbit", "10gbit")
 LAYOUTS = ("1", "2")
 """Ranks of a host."""
@@ -48,6 +49,12 @@ def run(program: str, link: str, layout: str, repeats: int) -> dict[str, Any]:
     return measured(arguments, path_of(program, link, layout))
 
 
+def documents(programs: Sequence[str] = PROGRAMS) -> list[dict[str, Any]]:
+    """Return the raw JSON of all runs that were made."""
+    paths = [path_of(*case) for case in runs(programs)]
+    return [load(path) for path in paths if (ROOT / path).exists()]
+
+
 def interval_text(ends: Sequence[float] | None) -> str:
     """Return nothing for fewer repeats than an interval needs."""
     return "" if ends is None else f" ({ends[0]:.2f} to {ends[1]:.2f})"
@@ -62,12 +69,42 @@ def place_of(document: dict[str, Any]) -> str:
     return f"2 x {ranks}, {LINK_NAMES.get(link, link)}"
 
 
+def title_of(document: dict[str, Any]) -> str:
+    """Return program and version."""
+    program = document["program"]
+    return f"{TITLES[program]} {document['versions'][program]}"
+
+
+def ratio_of(program: str, link: str, layout: str, kind: str, size: int) -> float:
+    """Return the time of flux over stock in a phase."""
+    phases = load(path_of(program, link, layout))["phases"]
+    (ratio,) = (p["ratio_to_stock"] for p in phases if (p["kind"], p["size"]) == (kind, size))
+    return float(ratio)
+
+
+def conclusion() -> str:
+    """Return what two hosts with a link of 1 Gbit/s gain, in words."""
+    parts = []
+    for program, title in TITLES.items():
+        if (ROOT / path_of(program, "1gbit", "1")).exists():
+            prefill, decode = (
+                [ratio_of(program, "1gbit", "1", *phase) for phase in PHASES if phase[0] == kind]
+                for kind in ("prefill", "decode")
+            )
+            parts.append(
+                f"{title} takes {prefill[0]:.2f} and {prefill[1]:.2f} of its own time to the first "
+                f"token of 512 and 2048 tokens, and {decode[0]:.2f} and {decode[1]:.2f} per output "
+                "token of 1 and 8 sequences"
+            )
+    return f"**Between two hosts at 1 Gbit/s, {'; '.join(parts)}.**"
+
+
 def rows(document: dict[str, Any]) -> Iterable[list[str]]:
     for phase in document["phases"]:
         median = phase["median_ms"]
         alone = phase.get("ratio_to_alone")
         yield [
-            document["program"],
+            unbroken(title_of(document)),
             unbroken(place_of(document)),
             unbroken(NAMES[phase["kind"]].format(phase["size"])),
             f"**{phase['ratio_to_stock']:.2f}**" + interval_text(phase["ratio_to_stock_interval"]),
@@ -80,10 +117,10 @@ HEADER = ["program", "hosts x ranks", "time", "ratio to stock", "stock ms", "flu
 HEADER += ["ratio to one rank alone"]
 
 
-def table(documents: list[dict[str, Any]]) -> str:
+def table(measured_runs: list[dict[str, Any]]) -> str:
     """Return every phase of every run, a line each."""
-    lines = [line for document in documents for line in rows(document)]
-    return f"{markdown(HEADER, lines)}\n\n{conditions(documents[0])}"
+    lines = [line for document in measured_runs for line in rows(document)]
+    return f"{markdown(HEADER, lines)}\n\n{conditions(measured_runs[0])}"
 
 
 def main() -> None:

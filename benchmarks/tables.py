@@ -32,6 +32,7 @@ import op_simulator
 import plan_hosts
 import reliability
 import scale
+import serving
 from common import (
     LINK_NAMES,
     RESULTS,
@@ -111,6 +112,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "domino_hosts": of(domino_hosts.table, domino_hosts.RESULT),
     "op_simulator_variants": of(op_simulator.variants_table, op_simulator.RESULT),
     "op_simulator_hosts": of(op_simulator.two_hosts_table, op_simulator.RESULT),
+    "serving": lambda: serving.table(serving.documents()),
+    "serving_says": serving.conclusion,
     "scale_weak": of(scale.table, scale.RESULT, "weak"),
     "scale_strong": of(scale.table, scale.RESULT, "strong"),
     "scale_across": of(scale.table, scale.RESULT, "across"),

@@ -4,12 +4,14 @@
     flux    with Flux's plugin
     alone   one rank with the whole model
 
-All engines live until the end, each with ranks of its own. An idle engine waits asleep.
+All engines live until the end, each with ranks of its own. Before each turn the others' processes
+have time to fall asleep.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +22,13 @@ import torch
 from flux.bench.serve import ServeConfig
 from flux.bench.serve_report import PhaseTimes
 from flux.bench.serve_transformers import save_model
-from flux.bench.serve_vllm import Answer, EngineFailedError, EngineOptions, HostedEngine
+from flux.bench.serve_vllm import (
+    IDLE_S,
+    Answer,
+    EngineFailedError,
+    EngineOptions,
+    HostedEngine,
+)
 from flux.launch.hosts import Hosts
 from flux.launch.progress import Progress
 from flux.launch.spawn import RankFailedError
@@ -123,10 +131,10 @@ def _measure(
     for index in range(-config.warmup, config.repeats):
         progress(f"{kind} {size}", index + config.warmup, config.warmup + config.repeats)
         shift = index % len(names)
-        answers = {
-            name: engines[name].generate(prompts, count, ANSWER_S)
-            for name in names[shift:] + names[:shift]
-        }
+        answers = {}
+        for name in names[shift:] + names[:shift]:
+            time.sleep(IDLE_S)
+            answers[name] = engines[name].generate(prompts, count, ANSWER_S)
         for name, answer in answers.items():
             different = max(different, _share_of_others(answer, answers["stock"]))
             if index >= 0:
