@@ -20,6 +20,7 @@ from common import LINK_NAMES, RESULTS, ROOT, load, ratio, unfused_interval
 from drawing import Bar, BarChart, Chart, Group, Line, LineChart, Series
 
 from flux.bench.metrics import ratio_interval
+from flux.bench.serve_report import phase_title
 from flux.core.knobs import Op
 
 OVER_UNFUSED = "time over the unfused path's; below 1 is faster"
@@ -150,7 +151,7 @@ def served() -> Chart:
             for phase in document["phases"]
         )
         groups.append(Group(serving.place_of(document), bars, serving.title_of(document)))
-    names = [serving.NAMES[kind].format(size) for kind, size in serving.PHASES]
+    names = [phase_title(kind, size) for kind, size in serving.PHASES]
     return BarChart(
         "Whole models: flux over the program's own tensor parallelism",
         "hosts x ranks of each, and link; Llama with random weights",

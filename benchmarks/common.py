@@ -119,6 +119,11 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
+def interval_text(ends: Sequence[float] | None) -> str:
+    """Nothing of fewer repeats than an interval needs."""
+    return "" if ends is None else f" ({ends[0]:.2f} to {ends[1]:.2f})"
+
+
 def efficiency(method: dict[str, Any]) -> str:
     """Overlap efficiency and its interval, which files of older runs do not have."""
     text = percent(method["overlap_efficiency"])

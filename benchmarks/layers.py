@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import LINK_NAMES, conditions, markdown, measured, milliseconds, unbroken
+from common import LINK_NAMES, conditions, interval_text, markdown, measured, milliseconds, unbroken
 
 RESULTS = Path("benchmarks", "results", "layers")
 # Name of the model, what its sizes are divided by, tokens of a sequence, sequences. With all tokens
@@ -53,11 +53,6 @@ def run(
     arguments += ["--repeats", str(repeats), "--warmup", "2"]
     arguments += ["--hosts", "2", "--link-rate", link] if link != "none" else []
     return measured(arguments, path_of(model, scale, sequence, batch, link))
-
-
-def interval_text(ends: list[float] | None) -> str:
-    """Nothing of fewer repeats than an interval needs."""
-    return "" if ends is None else f" ({ends[0]:.2f} to {ends[1]:.2f})"
 
 
 def rows(document: dict[str, Any]) -> Iterable[list[str]]:

@@ -14,16 +14,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import LINK_NAMES, ROOT, conditions, load, markdown, measured, milliseconds, unbroken
+from common import (
+    LINK_NAMES,
+    ROOT,
+    conditions,
+    interval_text,
+    load,
+    markdown,
+    measured,
+    milliseconds,
+    unbroken,
+)
+
+from flux.bench.serve_report import phase_title
 
 RESULTS = Path("benchmarks", "results", "serving")
-PROGRAMS = ("transformers", "vllm")
 TITLES = {"transformers": "Transformers", "vllm": "vLLM"}
+PROGRAMS = tuple(TITLES)
 LINKS = ("none", "1gbit", "10gbit")
 LAYOUTS = ("1", "2")
 """Ranks of a host."""
 PHASES = (("prefill", 512), ("prefill", 2048), ("decode", 1), ("decode", 8))
-NAMES = {"prefill": "TTFT, prompt {}", "decode": "TPOT, batch {}"}
 
 
 def runs(
@@ -53,11 +64,6 @@ def documents(programs: Sequence[str] = PROGRAMS) -> list[dict[str, Any]]:
     """Return the raw JSON of all runs that were made."""
     paths = [path_of(*case) for case in runs(programs)]
     return [load(path) for path in paths if (ROOT / path).exists()]
-
-
-def interval_text(ends: Sequence[float] | None) -> str:
-    """Return nothing for fewer repeats than an interval needs."""
-    return "" if ends is None else f" ({ends[0]:.2f} to {ends[1]:.2f})"
 
 
 def place_of(document: dict[str, Any]) -> str:
@@ -106,7 +112,7 @@ def rows(document: dict[str, Any]) -> Iterable[list[str]]:
         yield [
             unbroken(title_of(document)),
             unbroken(place_of(document)),
-            unbroken(NAMES[phase["kind"]].format(phase["size"])),
+            unbroken(phase_title(phase["kind"], phase["size"])),
             f"**{phase['ratio_to_stock']:.2f}**" + interval_text(phase["ratio_to_stock_interval"]),
             *(milliseconds(median[form]) for form in ("stock", "flux")),
             "" if alone is None else f"{alone:.2f}",

@@ -8,19 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flux.bench.command_options import report_phases
 from flux.cli import options
 from flux.cli.options import with_options
-from flux.cli.ranks import (
-    check_writable,
-    say_wrong,
-    speaks,
-    torchrun_or_own,
-    watched_ranks,
-)
-from flux.cli.terminal import EXIT_FAILED, command_line, open_console, refuse, writing
+from flux.cli.ranks import torchrun_or_own
+from flux.cli.terminal import command_line, refuse
 
 if TYPE_CHECKING:
-    from flux.bench.model import ModelConfig
     from flux.bench.model_run import PhaseResult
     from flux.launch.progress import Progress
 
@@ -73,6 +67,7 @@ def bench_model(
     Runs on the CPU; needs megatron-core. Both must give the same results, before and after, or the
     exit status is 1.
     """
+    from flux.bench import model_report
     from flux.bench.launch import on_ranks
     from flux.bench.model import ModelConfig
 
@@ -86,26 +81,10 @@ def bench_model(
         config = ModelConfig(world=world, **settings)
     except (ValueError, TypeError) as error:
         refuse(str(error))
-    silent = quiet or json_target == "-" or not speaks()
-    if speaks():
-        check_writable(json_target)
-    with watched_ranks(silent) as progress:
-        results: list[PhaseResult] = on_ranks(_entry, config, None, progress)
-    if speaks():
-        _report(config, results, json_target, silent)
-    if any(phase.complaint for phase in results):
-        raise typer.Exit(EXIT_FAILED)
-
-
-def _report(
-    config: ModelConfig, results: list[PhaseResult], json_target: str | None, silent: bool
-) -> None:
-    from flux.bench import model_report, report
-
-    content = model_report.document(config, results, command_line())
-    if not silent:
-        model_report.show(content, open_console())
-    say_wrong([phase.complaint for phase in results if phase.complaint])
-    if json_target is not None:
-        with writing(json_target):
-            report.write_json(content, json_target)
+    report_phases(
+        lambda progress: on_ranks(_entry, config, None, progress),
+        lambda results: model_report.document(config, results, command_line()),
+        model_report.show,
+        json_target,
+        quiet,
+    )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import typer
+from rich.console import Console
 
 from flux.cli import options
-from flux.cli.ranks import torchrun_or_own
-from flux.cli.terminal import refuse
+from flux.cli.ranks import check_writable, say_wrong, speaks, torchrun_or_own, watched_ranks
+from flux.cli.terminal import EXIT_FAILED, open_console, refuse, writing
 
 if TYPE_CHECKING:
     from flux.bench.config import BenchConfig
+    from flux.launch.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -101,3 +106,51 @@ def _knobs(how: RunOptions) -> dict[str, Any]:
 
         Knobs(**knobs)
     return knobs
+
+
+class Phase(Protocol):
+    """The result of one phase of a model."""
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong, or nothing."""
+        ...
+
+
+P = TypeVar("P", bound=Phase)
+
+
+def report_phases(
+    measure: Callable[[Progress], list[P]],
+    document: Callable[[list[P]], dict[str, Any]],
+    show: Callable[[dict[str, Any], Console], None],
+    json_target: str | None,
+    quiet: bool,
+) -> None:
+    """Measure the phases of a model and report them; exit with 1 if a result is wrong.
+
+    Args:
+        measure: runs the benchmark.
+        document: returns the results as one JSON object.
+        show: prints that object as a table.
+        json_target: where to write it; "-" is stdout, None is nowhere.
+        quiet: print no table and no progress.
+    """
+    from flux.bench.report import write_json
+
+    silent = quiet or json_target == "-" or not speaks()
+    if speaks():
+        check_writable(json_target)
+    with watched_ranks(silent) as progress:
+        results = measure(progress)
+    complaints = [phase.complaint for phase in results if phase.complaint]
+    if speaks():
+        content = document(results)
+        if not silent:
+            show(content, open_console())
+        say_wrong(complaints)
+        if json_target is not None:
+            with writing(json_target):
+                write_json(content, json_target)
+    if complaints:
+        raise typer.Exit(EXIT_FAILED)

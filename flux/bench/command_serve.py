@@ -7,15 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flux.bench.command_options import report_phases
 from flux.cli import options
-from flux.cli.ranks import (
-    check_writable,
-    say_wrong,
-    speaks,
-    torchrun_or_own,
-    watched_ranks,
-)
-from flux.cli.terminal import EXIT_FAILED, command_line, open_console, refuse, writing
+from flux.cli.ranks import torchrun_or_own
+from flux.cli.terminal import command_line, refuse
 
 if TYPE_CHECKING:
     from flux.bench.serve_report import PhaseTimes
@@ -74,7 +69,7 @@ def bench_serve(
     Random weights. Measures the time to the first token and the time per output token, interleaved.
     All forms must give the same tokens, or the exit status is 1.
     """
-    from flux.bench import serve_engines
+    from flux.bench import serve_engines, serve_report
     from flux.bench.launch import on_ranks
     from flux.bench.serve import ServeConfig
 
@@ -113,28 +108,17 @@ def bench_serve(
         )
     except (ValueError, TypeError) as error:
         refuse(str(error))
-    silent = quiet or json_target == "-" or not speaks()
-    if speaks() and json_target not in (None, "-"):
-        check_writable(json_target)
-    with watched_ranks(silent) as progress:
-        results: list[PhaseTimes]
+
+    def measure(progress: Progress) -> list[PhaseTimes]:
         if program == "vllm":
-            results = serve_engines.measure_engines(config, progress)
-        else:
-            results = on_ranks(_entry, config, None, progress)
-    if speaks():
-        _report(config, results, json_target, silent)
-    if any(phase.complaint for phase in results):
-        raise typer.Exit(EXIT_FAILED)
+            return serve_engines.measure_engines(config, progress)
+        results: list[PhaseTimes] = on_ranks(_entry, config, None, progress)
+        return results
 
-
-def _report(config: Any, results: list[PhaseTimes], json_target: str | None, silent: bool) -> None:
-    from flux.bench import report, serve_report
-
-    content = serve_report.document(config, results, command_line())
-    if not silent:
-        serve_report.show(content, open_console())
-    say_wrong([phase.complaint for phase in results if phase.complaint])
-    if json_target is not None:
-        with writing(json_target):
-            report.write_json(content, json_target)
+    report_phases(
+        measure,
+        lambda results: serve_report.document(config, results, command_line()),
+        serve_report.show,
+        json_target,
+        quiet,
+    )

@@ -15,8 +15,13 @@ from flux.bench import metrics
 from flux.bench.serve import ServeConfig
 from flux.machine import host
 
-TITLES = {"prefill": "TTFT, prompt {}", "decode": "TPOT, batch {}"}
+_TITLES = {"prefill": "TTFT, prompt {}", "decode": "TPOT, batch {}"}
 """Time to the first token, and per output token: the terms of serving engines."""
+
+
+def phase_title(kind: str, size: int) -> str:
+    """Return the name of a phase in tables."""
+    return _TITLES[kind].format(size)
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ def table(content: dict[str, Any]) -> Table:
     for name in ratios:
         shown.add_column(f"flux / {name}", justify="right", no_wrap=True)
     for phase in content["phases"]:
-        name = TITLES[phase["kind"]].format(phase["size"])
+        name = phase_title(phase["kind"], phase["size"])
         if "wrong" in phase:
             empty = [""] * len(forms)  # columns of times
             shown.add_row(name, *empty, Text("wrong result", style="bold red"))
