@@ -78,6 +78,8 @@ class EngineOptions:
             "node_rank": host,
             "master_addr": f"{SUBNET}.1" if hosts > 1 else "127.0.0.1",
             "master_port": port,
+            # Without them vLLM assumes one CPU device, and so one rank, on each host.
+            "device_ids": list(range(self.ranks // hosts)) if hosts > 1 else None,
             "dtype": self.dtype,
             "max_model_len": self.max_tokens,
             "max_num_batched_tokens": self.max_tokens,
