@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -165,3 +168,38 @@ def test_quickstart_runs(tmp_path: Path) -> None:
     path = tmp_path / "quickstart.py"
     path.write_text(quickstart, encoding="utf-8")
     assert float(run_script(path, ranks=2)) > 0
+
+
+SPAWNING = """
+import multiprocessing, sys
+from flux.integrations import symm_mem
+
+def report(pipe):
+    try:
+        symm_mem.enable(float32_partials=False)
+    except ValueError as error:
+        pipe.send((symm_mem.enabled(), sys.argv[1:], str(error)))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=report, args=(theirs,))
+    process.start()
+    print(ours.recv() if ours.poll(60) else "nothing")
+    process.join()
+"""
+
+
+def test_processes_that_a_program_spawns_have_the_ops(tmp_path: Path) -> None:
+    (tmp_path / "spawning.py").write_text(SPAWNING)
+    program = ["flux.integrations.symm_mem", "--float32-partials", "spawning", "argument"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", *program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.startswith("(('cpu',), ['argument'], 'enabled with float32"), done
