@@ -15,7 +15,7 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,31 @@ def built_once(config: pytest.Config, name: str, build: Callable[[Path], Path]) 
             made = build(Path(tempfile.mkdtemp(dir=folder)))
             result_file.write_text(str(made))
         return Path(result_file.read_text())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Have each worker of a run begin with another part of a folder.
+
+    In a fresh checkout, half of a collection's time goes into rewriting the assertions of test
+    files. What one worker has rewritten, the others load.
+    """
+    report = yield
+    worker = getattr(collector.config, "workerinput", None)
+    if worker is not None and isinstance(collector, pytest.Dir):
+        number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+        first = len(report.result) * (number % count) // count
+        report.result = [*report.result[first:], *report.result[:first]]
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort files: all workers need the same order."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path)
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist then tells that this worker has its tests

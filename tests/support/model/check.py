@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from flux import _C
 from model.program import NOTHING, Item, Program, Step, Symbol, blocks_of
@@ -99,13 +100,14 @@ class _Node:
     hazard: int = 0
 
 
-@dataclass(frozen=True)
-class _Move:
+class _Move(NamedTuple):
     """A step, or (literal) the half of an access that begins it."""
 
     step: Step
     begins: bool
     eager: bool  # reduced: taken as soon as it can be
+    waits: bool
+    is_access: bool
 
 
 def conflicts_of(steps: list[Step]) -> list[int]:
@@ -163,11 +165,12 @@ class _Space:
         return counts
 
     def _moves(self, step: Step) -> list[_Move]:
+        rest = (step.kind in (Kind.await_, Kind.join), step.is_access)
         if self.mode is Mode.literal:
             halves = [True, False] if step.is_access else [False]
-            return [_Move(step, begins, False) for begins in halves]
+            return [_Move(step, begins, False, *rest) for begins in halves]
         harmless = not self.conflicts[step.number] & self.concurrent[step.number]
-        return [_Move(step, False, harmless)]
+        return [_Move(step, False, harmless, *rest)]
 
     def _nodes(self, items: list[Item]) -> list[_Node]:
         nodes: list[_Node] = []
@@ -203,13 +206,12 @@ class _Space:
         whole = self.mode is Mode.reduced and not move.eager
         if move.begins:
             return
-        if whole or (self.mode is Mode.literal and move.step.is_access):
+        if whole or (self.mode is Mode.literal and move.is_access):
             node.under_way |= 1 << number
             node.hazard |= self.conflicts[number]
 
 
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     """Where every stream is, and what words and cells hold."""
 
     nodes: tuple[int, ...]
@@ -255,30 +257,31 @@ class _Machine:
         """Without races, and until one is found, places alone say what words and cells hold."""
         return state.nodes if self.mode is Mode.reduced else state
 
-    def enabled(self, state: _State, step: Step) -> bool:
+    def enabled(self, state: _State, move: _Move) -> bool:
+        if not move.waits:
+            return True
+        step = move.step
         if step.kind is Kind.await_:
             return self.reached(state.words[step.word], step.value)
-        if step.kind is Kind.join:
-            stream, after = self.events[step.event]
-            return state.nodes[stream] >= after
-        return True
+        stream, after = self.events[step.event]
+        return state.nodes[stream] >= after
 
     def choices(self, state: _State) -> Iterator[tuple[int, _Move, int]]:
         """(stream, move, node after it) of everything that can happen next."""
         for stream, at in enumerate(state.nodes):
             for move, after in self.streams[stream][at].moves:
-                if self.enabled(state, move.step):
+                if self.enabled(state, move):
                     yield stream, move, after
 
     def go(self, state: _State, stream: int, move: _Move, after: int) -> _State:
         nodes = (*state.nodes[:stream], after, *state.nodes[stream + 1 :])
         step, words, cells = move.step, state.words, state.cells
-        if step.kind in (Kind.raise_, Kind.reset):
+        if move.is_access:
+            cells = self._access(cells, move)
+        elif not move.waits and step.kind in (Kind.raise_, Kind.reset):
             if step.kind is Kind.raise_:
                 self._check_raise(words[step.word], step)
             words = (*words[: step.word], step.value, *words[step.word + 1 :])
-        elif step.is_access:
-            cells = self._access(cells, move)
         return _State(nodes, words, cells)
 
     def _check_raise(self, before: int, step: Step) -> None:
@@ -318,15 +321,15 @@ class _Machine:
             for stream, nodes in enumerate(self.streams):
                 node = nodes[state.nodes[stream]]
                 while node.eager:
-                    earlier = next(
-                        ((m, a) for m, a in node.eager if self.enabled(state, m.step)), None
-                    )
-                    if earlier is None:
+                    for move, after in node.eager:
+                        if self.enabled(state, move):
+                            break
+                    else:
                         break
-                    state = self.go(state, stream, *earlier)
+                    state = self.go(state, stream, move, after)
                     if log:
-                        log(earlier[0])
-                    node = nodes[earlier[1]]
+                        log(move)
+                    node = nodes[after]
                     going = True
         return state
 
