@@ -306,9 +306,9 @@ void leaving_after_a_complete_call_harms_nobody() {
 // How often the moment is tried for. ThreadSanitizer finds races by their order, in a few rounds,
 // and makes each round slower; the plain program has to meet the moment itself.
 #ifdef __SANITIZE_THREAD__
-constexpr int kRounds = 500;
+constexpr int kRounds = 250;
 #else
-constexpr int kRounds = 5000;
+constexpr int kRounds = 2500;
 #endif
 
 // The same, but the peer raises its signal and leaves between two checks of the waiting rank. Here

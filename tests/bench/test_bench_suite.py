@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +32,7 @@ from flux.launch.progress import Progress
 from flux.launch.spawn import RankFailedError
 from harness import stress_only
 from peer_cases import Stub
-from scripts import ROOT, SUPPORT, start_interruptible, under_torchrun
+from scripts import ROOT, SUPPORT, start_forked_command, under_torchrun
 
 SHAPES = """
 model = "tiny"
@@ -463,20 +461,18 @@ def test_resume_rejects_a_file_of_another_run(
 @pytest.mark.timeout(180)
 def test_an_interrupted_suite_keeps_its_results(shapes: str, tmp_path: Path) -> None:
     target = tmp_path / "out.json"
-    command = [sys.executable, "-m", "flux", "bench", "suite", "--shapes", shapes]
+    command = ["-m", "flux", "bench", "suite", "--shapes", shapes]
     command += ["--json", str(target), "--m", "64,65,66,67", "--repeats", "60"]
-    process = start_interruptible(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        deadline = time.monotonic() + 100
-        while not _done(target):
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-            time.sleep(0.05)
-        os.kill(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130
-    assert "run the same command with --resume to continue" in " ".join(errors.split())
+    process = start_forked_command(command, tmp_path)
+    errors = tmp_path / "err"
+    deadline = time.monotonic() + 100
+    while not _done(target):
+        assert process.is_alive() and time.monotonic() < deadline, errors.read_text()
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 130
+    assert "run the same command with --resume to continue" in " ".join(errors.read_text().split())
     states = [entry["status"] for entry in read(target)["entries"]]
     assert states[0] == "done" and "done" not in states[states.index("pending") :]
 

@@ -22,6 +22,7 @@ from flux import PeerDiedError, PeerFailedError, PeerTimeoutError
 from flux.transport.exchange import Exchange
 from harness import BUSY, fresh_ranks, shared_mappings
 from reference import OPS
+from scripts import programs
 
 SIZES: dict[str, Any] = {"max_m": 8, "n": 8, "k": 8}
 SLACK_S = 1.5 * BUSY
@@ -161,8 +162,7 @@ sys.exit(3)
 
 def test_program_ends_normally_while_a_rank_waits(tmp_path: Path) -> None:
     """A thread that came back from torch meanwhile aborted the process."""
-    command = [sys.executable, "-c", ENDS, str(tmp_path / "store")]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    (done,) = programs(ENDS, tmp_path, [[str(tmp_path / "store")]])
     assert done.returncode == 3, done.stderr
 
 

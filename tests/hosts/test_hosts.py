@@ -37,7 +37,7 @@ from flux.launch.hosts import (
 from flux.launch.spawn import run_ranks
 from harness import BUSY
 from reference import Inputs, Problem
-from scripts import Ended, forked, start_interruptible
+from scripts import Ended, forked, start_forked_command
 
 MakeHosts = Callable[..., Hosts]
 
@@ -158,14 +158,19 @@ with Hosts(2, "1gbit") as hosts:
 @pytest.mark.alone  # others that make hosts remove these, too
 @needs_hosts
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
-def test_hosts_of_a_dead_process_are_removed(sign: signal.Signals) -> None:
+def test_hosts_of_a_dead_process_are_removed(sign: signal.Signals, tmp_path: Path) -> None:
     """At once when it could still clean up, else by whoever makes hosts next."""
-    process = start_interruptible([sys.executable, "-c", KILLED], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    names = set(process.stdout.readline().split())
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    process = start_forked_command([str(script)], tmp_path)
+    printed = tmp_path / "out"
+    while not (printed.exists() and printed.read_text().endswith("\n")):
+        assert process.is_alive(), (tmp_path / "err").read_text()
+        time.sleep(0.02)
+    names = set(printed.read_text().split())
     assert len(names) == 2 and names <= namespaces()
-    process.send_signal(sign)
-    process.wait(30)
+    os.kill(process.pid, sign)
+    process.join(30)
     assert bool(names & namespaces()) == (sign == signal.SIGKILL)
     remove_leftovers()
     assert not names & namespaces()

@@ -83,6 +83,7 @@ def test_fresh_ranks_end_with_their_block() -> None:
 
 KILLED = """
 import os, signal, harness
+harness.PRELOAD[:] = ["torch"]  # the rest takes seconds to import
 ranks = harness.Ranks(2)
 print(*ranks.pids, flush=True)
 os.kill(ranks.pids[0], signal.SIGSTOP)  # as ranks are between tests

@@ -26,7 +26,7 @@ OTHERS = ("schedule/routes", "schedule/schedule", "cpu/processes", "cpu/reduce")
 UNITS = {"plain": PROGRAM, "tsan": (*PROGRAM, *ENGINE, *OTHERS)}
 FLAGS = {"plain": [], "tsan": ["-fsanitize=thread"]}
 KINDS = pytest.mark.parametrize("kind", FLAGS)
-CALLS = {"plain": 300 * STRESS, "tsan": 50 * STRESS}  # per op and world
+CALLS = {"plain": 150 * STRESS, "tsan": 25 * STRESS}  # per op and world
 COMPILER = os.environ.get("CXX") or "g++"
 
 pytestmark = pytest.mark.timeout(400 * STRESS)  # of a busy machine; 15 s each otherwise

@@ -37,6 +37,7 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if unused:
             self.layers[1].spare = nn.Linear(WIDTH, WIDTH)
+            self.spare = nn.Parameter(torch.ones(3))  # of the unit that backward reaches last
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens) * self.scale.sum()

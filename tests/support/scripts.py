@@ -304,18 +304,14 @@ def programs(
 # -- what tests call -------------------------------------------------------------------------------
 
 
-def under_torchrun(*command: str, timeout_s: float, real: bool = False) -> str:
+def under_torchrun(*command: str, timeout_s: float) -> str:
     """What two ranks of ``command`` print; AssertionError with their complaints if they fail.
 
     Args:
         *command: as for python.
         timeout_s: limit of the whole run.
-        real: start torchrun itself.
     """
-    run = _interpreted if real else forked
-    if real and command[0] == "-m":
-        command = ("-m", "--", *command[1:])  # torchrun takes some of flux's options as its own
-    done = run(*command, ranks=2, timeout_s=timeout_s, settings={"OMP_NUM_THREADS": "1"})
+    done = forked(*command, ranks=2, timeout_s=timeout_s, settings={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 

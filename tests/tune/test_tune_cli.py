@@ -22,7 +22,7 @@ from flux.select.cache import Cache
 from flux.select.keys import Key
 from flux.select.space import candidates, load_space
 from flux.select.winners import Entry, Winner
-from flux.tune import kernels
+from flux.tune import halving, kernels
 from kernel_sandbox import Sandbox
 
 KEY = Key("ag_gemm", "float32", 64, 32, "1x2", "0123456789abcdef", "cpu 0.1.0 r1", "torch 2.13")
@@ -140,8 +140,11 @@ def test_unwritable_results_end_the_run_before_measuring(
 
 
 @pytest.mark.timeout(240)
-def test_an_op_uses_the_winner_of_a_tuned_shape(cache: Cache, tmp_path: Path) -> None:
+def test_an_op_uses_the_winner_of_a_tuned_shape(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the command to the op, in processes that share nothing but the cache."""
+    monkeypatch.setattr(halving, "ROUNDS", (1, 2, 3, 4))
     space = tmp_path / "space.toml"
     space.write_text(
         'backend = "cpu"\nprune_above = 1000\n[gemm_rs]\ntile_rows = ["m"]\n'

@@ -266,6 +266,14 @@ class _Machine:
         stream, after = self.events[step.event]
         return state.nodes[stream] >= after
 
+    def _first_enabled(
+        self, state: _State, moves: list[tuple[_Move, int]]
+    ) -> tuple[_Move, int] | None:
+        for pair in moves:
+            if self.enabled(state, pair[0]):
+                return pair
+        return None
+
     def choices(self, state: _State) -> Iterator[tuple[int, _Move, int]]:
         """(stream, move, node after it) of everything that can happen next."""
         for stream, at in enumerate(state.nodes):
@@ -320,12 +328,8 @@ class _Machine:
             going = False
             for stream, nodes in enumerate(self.streams):
                 node = nodes[state.nodes[stream]]
-                while node.eager:
-                    for move, after in node.eager:
-                        if self.enabled(state, move):
-                            break
-                    else:
-                        break
+                while (first := self._first_enabled(state, node.eager)) is not None:
+                    move, after = first
                     state = self.go(state, stream, move, after)
                     if log:
                         log(move)
