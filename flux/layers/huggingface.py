@@ -9,6 +9,7 @@ not, and the log ("flux.layers") names it once.
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Mapping
@@ -103,10 +104,16 @@ def _take_off(module: nn.Module) -> bool:
                 del hooks[key]
     forward = vars(module).get("forward")
     if forward is not None:
-        if not forward.__qualname__.endswith("install_forward.<locals>.tp_forward"):
+        if not _is_installed(forward):
             return False
         del module.forward
     return True
+
+
+def _is_installed(forward: Any) -> bool:
+    """Return whether Transformers has made a forward for one module under a style."""
+    name = getattr(forward, "__qualname__", "")
+    return isinstance(name, str) and name.endswith("install_forward.<locals>.tp_forward")
 
 
 def _sum_gradients(module: nn.Module, model: Any) -> None:
@@ -264,7 +271,10 @@ class TransformersStyle(ParallelStyle):
             return self._apply_as_transformers_4(module, device_mesh)
         if "mla_kv_a_proj" in self.entries.values():
             module.config = self.config  # Transformers reads the sizes of the product's parts there
+        had_forward = "forward" in vars(module)
         tensor_parallel.apply_tensor_parallelism(module, device_mesh, self.entries)
+        if not had_forward and "" in self.entries and _is_installed(vars(module).get("forward")):
+            module.forward = InstalledForward(module, _registry()[self.entries[""]], device_mesh)
         return module
 
     def _apply_as_transformers_4(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -288,6 +298,35 @@ class TransformersStyle(ParallelStyle):
                 ) from error
             module.register_parameter(name, nn.Parameter(part))
         return module
+
+
+class InstalledForward:
+    """The forward that Transformers installs in one module. A deep copy of the module gets its own.
+
+    Transformers' function holds the module: in a copy it would read the original's parameters.
+
+    Args:
+        module: whose forward it is.
+        style: of Transformers.
+        mesh: of the module's parameters.
+    """
+
+    def __init__(self, module: Any, style: Any, mesh: DeviceMesh) -> None:
+        self._module, self._style, self._mesh = module, style, mesh
+        self._forward: Any = vars(module).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call Transformers' forward; after a copy, install one first."""
+        if self._forward is None:
+            del self._module.forward
+            self._style.install_forward(self._module, self._mesh)
+            self._forward, self._module.forward = self._module.forward, self
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InstalledForward:
+        twin = copy.copy(self)
+        twin._module, twin._forward = copy.deepcopy(self._module, memo), None
+        return twin
 
 
 def _raise_in_backward(module: nn.Module, args: Any, output: Any) -> Any:

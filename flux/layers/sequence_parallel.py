@@ -9,17 +9,17 @@ weights with one gathered input, before the block runs. Inside it they return th
 block gets an input of the whole shape, which only they may read: it holds NaN. The block's
 row-parallel layer is a GemmRS.
 
-Shards need no state, because their shape tells them apart from whole activations, and contains
-what is needed to gather them: [ceil(S/W), B, 1, 1, ..., 1, features], with two 1s, and one more
-for each token of padding. So a layer can be computed again at any time (activation checkpointing).
-Padding follows the last tokens, is zero at first and never returned.
-
 The first layer shards if the shape suits: the same choice on all ranks. Sequences shorter than W,
-compiled graphs and modules that were replaced keep activations whole.
+compiled graphs, modules that were replaced and hooks of users keep activations whole.
+
+The last layer's result is gathered. A model of Transformers that computes the logits of the last
+tokens alone (logits_to_keep, without gradients) gets these tokens from the rank that has them, and
+NaN for the others.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import torch
@@ -27,16 +27,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.modules import module as internals
 
-from flux.backends.unfused import all_gather
 from flux.core.dtypes import DTYPES, name_of
 from flux.core.env import LAYER_TIMEOUT_S
 from flux.layers import dtensor
 from flux.layers.autograd import once
 from flux.layers.config import LayerOps, LinearConfig
 from flux.layers.eligible import say_once
+from flux.layers.huggingface import is_pretrained
 from flux.layers.linear import sum_grad
 from flux.layers.sequence_plan import SequencePlan
+from flux.layers.sequence_shards import (
+    MOST_PADDING,
+    as_shard,
+    gather_tokens,
+    is_shard,
+    last_owner,
+    last_tokens,
+    own_tokens,
+    padding_of,
+    shard_tokens,
+)
 from flux.machine.detection import detect
 from flux.machine.host import memory_identity
 from flux.ops import AGGemm, torch_internals
@@ -44,81 +56,6 @@ from flux.ops.gradients import Grad, as_rows, column_grads, fresh, weight_grad
 from flux.select.sequence import BlockSizes, SequenceChoice
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.placement import Placement
-
-MOST_PADDING = 32
-"""Tokens of padding, each a dimension: tensors have at most 64."""
-
-
-def is_shard(x: object) -> bool:
-    """Return whether a tensor is a shard: [ceil(S/W), B, 1, 1, ..., 1, features]."""
-    return isinstance(x, torch.Tensor) and x.dim() > 4 and all(n == 1 for n in x.shape[2:-1])
-
-
-def _padding(shard: torch.Tensor) -> int:
-    return shard.dim() - 5
-
-
-def _as_shard(rows: torch.Tensor, padding: int) -> torch.Tensor:
-    """Return rows [ceil(S/W), B, features] with their padding in the shape."""
-    return rows.view(*rows.shape[:2], *[1] * (2 + padding), rows.shape[-1])
-
-
-def _own(x: torch.Tensor, group_name: str) -> torch.Tensor:
-    """Return this rank's shard of x [B, S, features]."""
-    group = resolve_group(group_name)
-    world, length = group.size(), x.shape[1]
-    most = -(-length // world)
-    own = x[:, group.rank() * most : (group.rank() + 1) * most].transpose(0, 1)
-    rows = x.new_zeros(most, *own.shape[1:])
-    rows[: own.shape[0]] = own
-    return _as_shard(rows, world * most - length)
-
-
-def _whole(shard: torch.Tensor, group_name: str) -> torch.Tensor:
-    """Return x [B, S, features] of all ranks' shards."""
-    group = resolve_group(group_name)
-    rows = shard.new_empty(shard.shape[0] * group.size(), shard.shape[1], shard.shape[-1])
-    all_gather(rows, shard.reshape(-1, *rows.shape[1:]), group=group)
-    return rows[: rows.shape[0] - _padding(shard)].transpose(0, 1).contiguous()
-
-
-class _Shard(torch.autograd.Function):
-    """The own tokens of activations that all ranks have."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
-        ctx.group_name = group_name
-        return _own(x, group_name)
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _whole(grad, ctx.group_name), None
-
-
-class _Gather(torch.autograd.Function):
-    """All tokens, on all ranks, for readers that are the same on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, group_name: str) -> torch.Tensor:
-        ctx.group_name = group_name
-        return _whole(shard, group_name)
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _own(grad, ctx.group_name), None
-
-
-def shard_tokens(x: torch.Tensor, group_name: str) -> torch.Tensor:
-    """Return this rank's shard of x [B, S, features], which all ranks have."""
-    return cast(torch.Tensor, cast(Any, _Shard).apply(x, group_name))
-
-
-def gather_tokens(shard: torch.Tensor, group_name: str) -> torch.Tensor:
-    """Return x [B, S, features] of all ranks' shards. Collective."""
-    return cast(torch.Tensor, cast(Any, _Gather).apply(shard, group_name))
-
 
 # -- products of one gathered input ----------------------------------------------------------------
 
@@ -191,7 +128,7 @@ class SequenceRowwise(dtensor.RowwiseLinear):
         x = self.own_features(input).transpose(0, 1)
         if padding:
             x = functional.pad(x, (0, 0, 0, 0, 0, padding))
-        z = _as_shard(self.row(x, True), padding)
+        z = as_shard(self.row(x, True), padding)
         bias = self.local("bias", x)
         return z if bias is None else z + sum_grad(bias, self.group_name)
 
@@ -229,7 +166,7 @@ class Block:
         self._end()
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        self.padding = _padding(x)
+        self.padding = padding_of(x)
         reason = self.row.reason_unsupported(x, 1) or self.columns[0].reason_unsupported(x, 0)
         if reason is not None:
             say_once(f"{type(self).__name__}: torch's own path, because {reason}")
@@ -269,9 +206,9 @@ class SequenceDropout(nn.Dropout):
         """Apply it to a shard or to whole activations."""
         if not (is_shard(input) and self.training and self.p):
             return super().forward(input)
-        length = input.shape[0] * resolve_group(self.group_name).size() - _padding(input)
+        length = input.shape[0] * resolve_group(self.group_name).size() - padding_of(input)
         ones = input.new_ones(input.shape[1], length, input.shape[-1])
-        return input * _own(functional.dropout(ones, self.p), self.group_name)
+        return input * own_tokens(functional.dropout(ones, self.p), self.group_name)
 
 
 class ReplicatedParameters:
@@ -303,6 +240,7 @@ class Stack:
     def __init__(self, model: nn.Module, plan: SequencePlan, choice: SequenceChoice | None) -> None:
         modules = dict(model.named_modules())
         self.features, self._choice = plan.features, choice
+        self._kept = 0  # how many of the last tokens the model reads of its decoder; 0: all
         row = modules[plan.blocks[0].row]
         assert isinstance(row, SequenceRowwise)
         self._row, self.group_name = row, row.group_name
@@ -312,6 +250,26 @@ class Stack:
             (modules[name.rpartition(".")[0]], name.rpartition(".")[2], modules[name])
             for name in (*names, *plan.layers, *plan.replicated)
         ]
+        insides = tuple(f"{block.name}." for block in plan.blocks)
+        self._observable = [(name, modules[name]) for name in (*names, *plan.dropouts)]
+        self._observable += [
+            (name, module)
+            for name, module in modules.items()
+            if f"{name}.".startswith(tuple(f"{layer}." for layer in plan.layers))
+            and not f"{name}.".startswith(insides)
+        ]
+
+    def begin(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Note how many tokens' logits a call of the model computes."""
+        kept, states = kwargs.get("logits_to_keep"), kwargs.get("output_hidden_states")
+        if states is None:
+            states = getattr(module.config, "output_hidden_states", False)
+        all_read = states or torch.is_grad_enabled() or type(kept) is not int
+        self._kept = 0 if all_read else max(kept, 0)
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forget it."""
+        self._kept = 0
 
     def shard(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Shard the first layer's input, if that is possible and pays."""
@@ -333,20 +291,25 @@ class Stack:
         length = x.shape[1]
         if length < self.world or -length % self.world > MOST_PADDING:
             return False
-        if self._choice is not None and not self._choice.pays(x.shape[0] * length):
+        if self._choice is not None and not self._choice.pays(x.shape[0] * length, not self._kept):
             return False
         reason = self._row.reason_unsupported(x, 1)
         if any(parent._modules.get(name) is not module for parent, name, module in self._placed):
             reason = "modules of the sequence-parallel plan were replaced"
+        reason = reason or _reason_observed(self._observable)
         if reason is not None:
             say_once(f"sequence parallelism: activations stay whole, because {reason}")
         return reason is None
 
     def gather(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Gather the last layer's result."""
-        if isinstance(output, tuple):
-            return (self.gathered(output[0]), *output[1:])
-        return self.gathered(output)
+        """Gather the last layer's result, or the tokens of it that are read."""
+        x = output[0] if isinstance(output, tuple) else output
+        owner = last_owner(x, self.world, self._kept) if self._kept and is_shard(x) else None
+        if owner is None:
+            whole = self.gathered(x)
+        else:
+            whole = last_tokens(x, self.group_name, owner, self._kept)
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
     def gather_all(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Gather results of layers that the decoder returns (output_hidden_states)."""
@@ -367,6 +330,24 @@ class Stack:
         if is_shard(x) and x.shape[-1] == self.features:
             return gather_tokens(x, self.group_name)
         return x
+
+
+def _reason_observed(modules: list[tuple[str, nn.Module]]) -> str | None:
+    """Return which module has a hook or a forward that is neither ours nor Transformers'.
+
+    It may read or change activations, and would take a shard for all of them. Ranks that differ in
+    their hooks run different ops, which time out.
+    """
+    if internals._global_forward_hooks or internals._global_forward_pre_hooks:
+        return "hooks of all modules are registered"
+    for name, module in modules:
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        hooks += [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+        hooks += [vars(module)["forward"]] if "forward" in vars(module) else []
+        origins = [str(getattr(hook, "__module__", "")) for hook in hooks]
+        if not all(origin.startswith(("flux.", "transformers.")) for origin in origins):
+            return f"{name} has a hook"
+    return None
 
 
 def insert(model: nn.Module, plan: SequencePlan, choice: SequenceChoice | None) -> None:
@@ -397,6 +378,10 @@ def insert(model: nn.Module, plan: SequencePlan, choice: SequenceChoice | None) 
     modules[plan.layers[0]].register_forward_pre_hook(stack.shard, with_kwargs=True)
     modules[plan.layers[-1]].register_forward_hook(stack.gather)
     modules[plan.decoder].register_forward_hook(stack.gather_all)
+    options = inspect.signature(type(model).forward).parameters
+    if is_pretrained(model) and plan.decoder and "logits_to_keep" in options:
+        model.register_forward_pre_hook(stack.begin, with_kwargs=True)
+        model.register_forward_hook(stack.end, always_call=True)
 
 
 def modelled_choice(

@@ -3,6 +3,7 @@
     whole     columns: GEMM           rows: GemmAR       norms, sums of all tokens
     shards    columns: AGGemm         rows: GemmRS       norms, sums of own tokens     one AllGather
 
+The AllGather at the end is not needed where only the last tokens' logits are computed.
 The same bytes move, but on shards half of them are hidden behind the columns' GEMM.
 """
 
@@ -49,16 +50,22 @@ class SequenceChoice:
         self._blocks = Counter(blocks)
         self._sizes = dtype, world, nodes
         self._cluster = cluster
-        self._pays: dict[int, bool] = {}
+        self._pays: dict[tuple[int, bool], bool] = {}
 
-    def pays(self, tokens: int) -> bool:
-        """Return whether shards are faster than whole activations."""
-        if tokens not in self._pays:
-            whole, shards = self.times_ms(tokens)
-            self._pays[tokens] = shards < whole
-        return self._pays[tokens]
+    def pays(self, tokens: int, gathers: bool = True) -> bool:
+        """Return whether shards are faster than whole activations.
 
-    def times_ms(self, tokens: int) -> tuple[float, float]:
+        Args:
+            tokens: of all sequences.
+            gathers: whether all tokens are gathered at the end.
+        """
+        key = tokens, gathers
+        if key not in self._pays:
+            whole, shards = self.times_ms(tokens, gathers)
+            self._pays[key] = shards < whole
+        return self._pays[key]
+
+    def times_ms(self, tokens: int, gathers: bool = True) -> tuple[float, float]:
         """Return the modelled times of all blocks, in ms: on whole activations, on shards."""
         cluster, world = self._cluster, self._sizes[1]
         whole = shards = 0.0
@@ -73,7 +80,7 @@ class SequenceChoice:
             shards += count * (self._op_ms(gather) + self._op_ms(scatter))
             whole += count * row_ms * tokens
             shards += count * row_ms * ceil_div(tokens, world)
-        return whole, shards + cost.library_ms(gather, cluster)
+        return whole, shards + (cost.library_ms(gather, cluster) if gathers else 0.0)
 
     def _op_ms(self, problem: Problem) -> float:
         knobs = cost.choose(problem, self._cluster)

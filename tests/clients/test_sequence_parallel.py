@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flux.layers import close_pools, replace_linears, sequence_parallel_plan
-from flux.layers.sequence_parallel import is_shard
+from flux.layers import close_pools, replace_linears, sequence_parallel_plan, sequence_shards
 from flux.ops.pool import pool_of
 from harness import more, run_ranks
+from sequence_cases import shards_seen
 from test_transformers import MODELS, build, check, reference, results, tokens_of
 
 if find_spec("transformers") is None:
@@ -33,9 +33,7 @@ def _equal(rank: int, world: int, name: str) -> None:
     torch.manual_seed(1)
     expected, model = reference(name), build(name)
     replace_linears(model, mesh=dist.group.WORLD, sequence_parallel=True)
-    layer = model.get_submodule(sequence_parallel_names(name)[-1])
-    seen: list[bool] = []
-    layer.register_forward_pre_hook(lambda _, args: seen.append(is_shard(args[0])))
+    seen = shards_seen(model.get_submodule(sequence_parallel_names(name)[-1]))
     tokens = torch.randint(101, (2, 13))  # a length that no world divides
     check(results(model, tokens), results(expected, tokens))
     assert seen == [True, True]
@@ -58,6 +56,46 @@ def _equal(rank: int, world: int, name: str) -> None:
     assert seen == [True, True, *[False] * 7, True, *[False] * 7]  # a prompt, and single tokens
     assert {op.spec.label for op in pool_of(None).ops} == {"AGGemm", "GemmRS", "GemmAR"}
     close_pools()
+
+
+def _last_tokens(rank: int, world: int) -> None:
+    expected, model = reference("llama"), build("llama")
+    replace_linears(model, mesh=dist.group.WORLD, sequence_parallel=True)
+    tokens = torch.randint(101, (2, 13), generator=torch.Generator().manual_seed(1))
+    gathered: list[int] = []
+
+    def gather(out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        gathered.append(out.shape[0])
+        return all_gather(out, *args, **kwargs)
+
+    all_gather, sequence_shards.all_gather = sequence_shards.all_gather, gather
+    try:
+        for count in (1, 6, 7, 13, 0, torch.tensor([0, 12])):  # the last rank has six
+            for options in ({}, {"output_hidden_states": True}):
+                with torch.no_grad():
+                    got = model(tokens, logits_to_keep=count, **options)
+                    want = expected(tokens, logits_to_keep=count, **options)
+                pairs = [(got.logits, want.logits)]
+                pairs += zip(got.hidden_states or (), want.hidden_states or (), strict=True)
+                for x, y in pairs:
+                    assert (x - y).abs().max() <= 3e-5 * y.abs().max(), (count, options)
+                few = type(count) is int and 0 < count <= 6 and not options
+                assert (len(gathered) == 0) == few, (count, options, gathered)
+                del gathered[:]
+        got = model(tokens, logits_to_keep=1).logits.sum()  # a backward needs all tokens
+        got.backward()
+        assert gathered == [14, 14] and not model.model.norm.weight.grad.isnan().any()
+        seen: list[torch.Tensor] = []
+        model.model.norm.register_forward_hook(lambda _, args, y: seen.append(y))
+        tokens_of(model, tokens, max_new_tokens=1)
+        assert seen[0][:, :-1].isnan().all() and not seen[0][:, -1].isnan().any()
+    finally:
+        sequence_shards.all_gather = all_gather
+    close_pools()
+
+
+def test_last_tokens_are_read_from_the_rank_that_has_them() -> None:
+    run_ranks(2, _last_tokens)
 
 
 def sequence_parallel_names(name: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ Every model has two layers of width 64. References are in float64, on one rank.
 
 from __future__ import annotations
 
+import copy
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -196,6 +197,23 @@ def _sharded(rank: int, world: int, path: str) -> None:
 
 def test_model_that_transformers_sharded_equals_the_whole_one(tmp_path: Path) -> None:
     run_ranks(2, _sharded, str(tmp_path))
+
+
+def _copied(rank: int, world: int) -> None:
+    """A deep copy, such as a model to compare with in training, has parameters of its own."""
+    tokens = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(1))
+    for name in ("tied", "qwen3_moe"):
+        model = replace_linears(build(name), mesh=dist.group.WORLD)
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        check(results(twin, tokens), results(reference(name), tokens))
+    close_pools()
+
+
+def test_copy_is_independent() -> None:
+    run_ranks(2, _copied)
 
 
 def _caches(rank: int, world: int) -> None:

@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import harness
 from flux.layers import close_pools, replace_linears, sequence_parallel_plan
-from flux.layers import sequence_parallel as sequences
 from flux.machine.cluster import Cluster, DeviceSpec, Link, NetworkSpec
 from flux.ops.pool import pool_of
 from flux.select.sequence import BlockSizes, SequenceChoice
 from harness import more, run_ranks
+from sequence_cases import shards_seen
 
 harness.PRELOAD += ["torch.distributed.tensor.parallel", "torch._dynamo"]
 
@@ -128,17 +128,9 @@ def _pair() -> tuple[Model, Model]:
     return whole, model
 
 
-def _shards(model: Model) -> list[bool]:
-    """Note for each call of the last layer's norm whether it sees a shard."""
-    seen: list[bool] = []
-    norm = model.layers[1].before
-    norm.register_forward_hook(lambda _, args, __: seen.append(sequences.is_shard(args[0])))
-    return seen
-
-
 def _trained(rank: int, world: int) -> None:
     whole, model = _pair()
-    seen = _shards(model)
+    seen = shards_seen(model.layers[1].before)
     for batch, length in ((2, 2 * world), (1, world + 1), (3, 3 * world - 1), (2, 1)):
         tokens = torch.randint(VOCAB, (batch, length), generator=torch.manual_seed(length))
         for m in (whole, model):
@@ -171,10 +163,13 @@ def _chosen(rank: int, world: int) -> None:
     torch.manual_seed(1)
     replace_linears(mixing, mesh=dist.group.WORLD, sequence_parallel="auto")
     assert not any(type(m) is nn.Linear for m in mixing.modules())
-    SequenceChoice.pays, before = lambda self, tokens: tokens >= 12, SequenceChoice.pays
+    SequenceChoice.pays, before = (
+        lambda self, tokens, gathers=True: tokens >= 12,
+        SequenceChoice.pays,
+    )
     try:
         replace_linears(model, mesh=dist.group.WORLD, sequence_parallel="auto")
-        seen = _shards(model)
+        seen = shards_seen(model.layers[1].before)
         for batch, length in ((2, 5), (2, 6), (1, 12)):
             _compare(whole, model, torch.randint(VOCAB, (batch, length)))
     finally:
@@ -198,7 +193,7 @@ def _kept_whole(rank: int, world: int) -> None:
     """What shards cannot serve takes the way of whole activations, with the same results."""
     whole, model = _pair()
     tokens = torch.randint(VOCAB, (2, 6), generator=torch.manual_seed(1))
-    seen = _shards(model)
+    seen = shards_seen(model.layers[1].before)
     inner = model.layers[0].mlp.up_proj
 
     class Wrapper(nn.Module):  # as PEFT's
@@ -229,11 +224,23 @@ def _kept_whole(rank: int, world: int) -> None:
     finally:
         del type(row).reason_unsupported
     assert seen == [True]
+    # A user's hook may read every token, or change one.
+    del seen[:]
+    changes = [
+        m.layers[0].register_forward_hook(lambda _, args, y: y.index_fill(1, torch.tensor(5), 0.5))
+        for m in (whole, model)
+    ]
+    _compare(whole, model, tokens)
+    for change in changes:
+        change.remove()
+    assert seen == [False]
+    mlp = model.layers[0].mlp
+    mlp.__class__ = type("Other", (MLP,), {"forward": lambda self, x: MLP.forward(self, x + 0)})
     with pytest.raises(RuntimeError, match="something other than its block's input"):
-        hook = model.layers[0].mlp.register_forward_pre_hook(lambda _, args: (args[0] + 0,))
         model(tokens)
-    hook.remove()
+    mlp.__class__ = MLP
     _compare(whole, model, tokens)  # nothing stays behind
+    assert seen == [False, True]
     close_pools()
 
 
