@@ -6,7 +6,7 @@ arguments and defaults here are compared with the module's own signatures in
 tests/project/test_package.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypedDict
 
 class FailureDict(TypedDict):
@@ -246,6 +246,9 @@ class Collectives:
         bias: int = 0,
         columns: int = 0,
         scale: float = 1.0,
+        round_bytes: int = 0,
+        produce: Callable[[int, int], None] | None = None,
+        consume: Callable[[int, int], None] | None = None,
         engine: Engine | None = None,
     ) -> str: ...
     def report(self) -> CollectiveReportDict: ...

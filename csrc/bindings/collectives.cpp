@@ -37,10 +37,20 @@ std::unique_ptr<Collectives> make_collectives(int rank, std::vector<int> hosts,
                                        keep(std::move(memory)), slot_bytes);
 }
 
+// A function of Python, or None. `function` must outlive what is returned.
+Progressed progressed(const py::object& function) {
+  if (function.is_none()) return nullptr;
+  return [&function](std::size_t begin, std::size_t end) {
+    const py::gil_scoped_acquire gil;
+    function(begin, end);
+  };
+}
+
 const char* run(Collectives& collectives, int kind, std::uint64_t number, std::uint32_t digest,
                 std::uintptr_t in, std::uintptr_t out, std::vector<std::size_t> offsets, int dtype,
                 double timeout_s, double spin_s, std::uintptr_t bias, std::size_t columns,
-                double scale, Engine* engine) {
+                double scale, std::size_t round_bytes, const py::object& produce,
+                const py::object& consume, Engine* engine) {
   CollectiveCall call;
   call.kind = static_cast<Collective>(kind);
   call.number = number;
@@ -52,6 +62,9 @@ const char* run(Collectives& collectives, int kind, std::uint64_t number, std::u
   call.bias = reinterpret_cast<const char*>(bias);
   call.columns = columns;
   call.scale = scale;
+  call.round_bytes = round_bytes;
+  call.produce = progressed(produce);
+  call.consume = progressed(consume);
   call.timeout = nanoseconds(timeout_s);
   call.spin = nanoseconds(spin_s);
   const auto interrupted = [] {
@@ -115,7 +128,8 @@ void bind_collectives(py::module_& m) {
       .def("run", &run, py::kw_only(), py::arg("kind"), py::arg("number"), py::arg("digest"),
            py::arg("input"), py::arg("out"), py::arg("offsets"), py::arg("dtype"),
            py::arg("timeout_s"), py::arg("spin_s"), py::arg("bias") = 0, py::arg("columns") = 0,
-           py::arg("scale") = 1.0, py::arg("engine") = nullptr)
+           py::arg("scale") = 1.0, py::arg("round_bytes") = 0, py::arg("produce") = py::none(),
+           py::arg("consume") = py::none(), py::arg("engine") = nullptr)
       .def("report", &report)
       .def("refuse", &Collectives::refuse, py::arg("number"), py::arg("why"),
            py::call_guard<WithoutGil>())

@@ -20,7 +20,9 @@ constexpr std::size_t kTwoPhasesOfTwo = 2 << 20;
 // Time to tell peers why this rank leaves.
 constexpr std::chrono::milliseconds kTell{100};
 
-std::size_t round_up(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+std::size_t round_up(std::size_t bytes, std::size_t unit = kAlign) {
+  return (bytes + unit - 1) / unit * unit;
+}
 
 }  // namespace
 
@@ -63,8 +65,7 @@ Collectives::Collectives(int rank, std::vector<int> host_of, std::vector<SignalP
       data_(std::move(data)),
       processes_(std::move(processes)),
       memory_(std::move(memory)),
-      slot_bytes_(slot_bytes),
-      rounds_(2) {
+      slot_bytes_(slot_bytes) {
   for (const int descriptor : descriptors) {
     const int peer = static_cast<int>(links_.size());
     links_.push_back(descriptor < 0 ? nullptr : std::make_unique<Link>(descriptor, peer));
@@ -138,13 +139,14 @@ Outcome Collectives::run(const CollectiveCall& call, const std::function<bool()>
   const int hosts = placement_.hosts();
   const bool twice = call.kind == Collective::kAllReduce &&
                      ((hosts > 2 && bytes >= kTwoPhases) ||
-                      (hosts == 2 && lanes_ == 1 && bytes >= kTwoPhasesOfTwo));
+                      (hosts == 2 && lanes_ == 1 && bytes >= kTwoPhasesOfTwo && !call.produce));
   CollectiveCall phase = call;
   call_ = &phase;
-  for (Round& plan : rounds_) plan = Round{};
   phase.number = 2 * call.number;
   if (twice) {
-    const std::size_t each = round_up((bytes + world() - 1) / world());
+    // Whole rows, so that none is produced for two owners.
+    const std::size_t row = call.produce ? call.columns * size_of(call.dtype) : kAlign;
+    const std::size_t each = round_up((bytes + world() - 1) / world(), row);
     for (int rank = 0; rank <= world(); ++rank) {
       phase.offsets[static_cast<std::size_t>(rank)] =
           std::min(bytes, each * static_cast<std::size_t>(rank));
@@ -159,14 +161,15 @@ Outcome Collectives::run(const CollectiveCall& call, const std::function<bool()>
       phase.number = 2 * call.number + 1;
       phase.in = phase.out;
       phase.out = call.out;
-      for (Round& plan : rounds_) plan = Round{};
+      phase.produce = nullptr;
       run_rounds();
     }
   } catch (const Left& left) {
-    for (const auto& link : links_) {
-      if (link != nullptr) link->abandon();
-    }
+    abandon();
     return left.outcome;
+  } catch (...) {  // of produce or consume
+    abandon();
+    throw;
   }
   return Outcome::kDone;
 }
@@ -184,29 +187,79 @@ char* Collectives::out_slot(int rank, std::size_t round) const {
   return data_[rank] + sizeof(Flags) + (2 + (rotation_ + round) % 2) * slot_bytes_;
 }
 
+void Collectives::abandon() {
+  for (const auto& link : links_) {
+    if (link != nullptr) link->abandon();
+  }
+}
+
+// Where a round of what a host sends arrives, if it is summed.
+char* Collectives::received(int host, std::size_t round) {
+  const std::size_t of_round =
+      shares_ ? parity(round) * slot_bytes_ : round % ahead_ * round_up(per_owner_);
+  return received_.data() + static_cast<std::size_t>(host) * 2 * slot_bytes_ + of_round;
+}
+
+// Chooses how many rounds there are, how large they are, and how far A may be ahead of B.
+void Collectives::cut() {
+  const bool sums_all = call_->kind == Collective::kAllReduce;
+  std::size_t longest = call_->offsets.back(), most = slot_bytes_, asked = call_->round_bytes;
+  if (sums_all) {
+    asked *= static_cast<std::size_t>(world());
+  } else {
+    longest = 0;
+    for (int rank = 0; rank < world(); ++rank) {
+      longest = std::max(longest, call_->offsets[rank + 1] - call_->offsets[rank]);
+    }
+    most = slot_bytes_ / static_cast<std::size_t>(world()) / kAlign * kAlign;
+  }
+  per_owner_ = asked == 0 ? most : std::min(asked, most);
+  count_ = std::max<std::size_t>(1, (longest + per_owner_ - 1) / per_owner_);
+  ahead_ = 2;
+  if (!shares_) {
+    ahead_ = call_->kind == Collective::kAllGather ? count_
+                                                   : 2 * slot_bytes_ / round_up(per_owner_);
+  }
+  ahead_ = std::min(ahead_, count_);
+  rounds_.assign(ahead_, Round{});
+}
+
 void Collectives::run_rounds() {
   publish_entry(pad(rank_), static_cast<std::uint32_t>(call_->number), call_->digest);
   for (const auto& link : links_) {
     if (link != nullptr) link->begin(call_->number, call_->digest);
   }
-  std::size_t longest = call_->offsets.back(), each = slot_bytes_;
-  if (call_->kind != Collective::kAllReduce) {
-    longest = 0;
-    for (int rank = 0; rank < world(); ++rank) {
-      longest = std::max(longest, call_->offsets[rank + 1] - call_->offsets[rank]);
-    }
-    each = slot_bytes_ / static_cast<std::size_t>(world()) / kAlign * kAlign;
-  }
-  per_owner_ = each;
-  const std::size_t count = std::max<std::size_t>(1, (longest + each - 1) / each);
-  step_in(0);
-  for (std::size_t round = 0; round < count; ++round) {
-    if (round + 1 < count) step_in(round + 1);
+  cut();
+  std::size_t entered = 0;
+  const std::size_t own = call_->offsets[rank_], own_end = call_->offsets[rank_ + 1];
+  for (std::size_t round = 0; round < count_; ++round) {
+    while (entered < std::min(count_, round + ahead_)) step_in(entered++);
+    if (round == 0) consume(own, own_end);
     step_sum(round);
     step_out(round);
+    if (count_ == 1) {
+      consume(0, own);
+      consume(own_end, call_->offsets.back());
+    } else {
+      for (const Part& part : plan_of(round).parts) {
+        if (part.index != rank_) consume(part.at, part.at + part.bytes);
+      }
+    }
   }
   for (const Round& plan : rounds_) await_sent(plan);
-  rotation_ += count;
+  rotation_ += count_;
+}
+
+void Collectives::produce(std::size_t begin, std::size_t end) {
+  if (!call_->produce || begin == end) return;
+  call_->produce(begin, end);
+  progress();
+}
+
+void Collectives::consume(std::size_t begin, std::size_t end) {
+  if (!call_->consume || begin == end) return;
+  call_->consume(begin, end);
+  progress();
 }
 
 // The parts of a round: lanes of an AllReduce, owners of the others. Parts without bytes are left
@@ -226,7 +279,9 @@ void Collectives::plan_round(std::size_t round, Round* plan) {
     }
     return;
   }
-  for (int owner = 0; owner < world(); ++owner) {
+  // From the next rank on, so that not all ranks send to the same one first.
+  for (int step = 1; step <= world(); ++step) {
+    const int owner = (rank_ + step) % world();
     const std::size_t end = call_->offsets[owner + 1];
     const std::size_t at = std::min(end, call_->offsets[owner] + round * per_owner_);
     const std::size_t bytes = std::min(per_owner_, end - at);
@@ -237,10 +292,19 @@ void Collectives::plan_round(std::size_t round, Round* plan) {
 }
 
 void Collectives::step_in(std::size_t round) {
-  Round& plan = rounds_[round % 2];
-  if (round > 1) await_sent(plan);
+  Round& plan = plan_of(round);
+  if (round >= ahead_) await_sent(plan);
   plan_round(round, &plan);
   const Collective kind = call_->kind;
+  // Ranks that share memory publish a round as a whole: a part of the only one is of no use.
+  const bool whole = kind == Collective::kAllReduce || (shares_ && count_ == 1);
+  if (whole) {
+    const std::size_t begin = round * per_owner_, end = call_->offsets.back();
+    produce(begin, count_ == 1 ? end : std::min(begin + per_owner_, end));
+  }
+  const auto produce_part = [&](const Part& part) {
+    if (!whole) produce(part.at, part.at + part.bytes);
+  };
   const int host = placement_.host(rank_), hosts = placement_.hosts();
   if (shares_) {
     for (const int peer : members_) {
@@ -251,6 +315,7 @@ void Collectives::step_in(std::size_t round) {
     char* slot = in_slot(rank_, round);
     for (const Part& part : plan.parts) {
       if (kind != Collective::kAllGather) {
+        produce_part(part);
         std::memcpy(slot + part.in_slot, call_->in + part.at, part.bytes);
       } else if (part.index == rank_) {
         std::memcpy(slot, own_part(part), part.bytes);
@@ -262,13 +327,7 @@ void Collectives::step_in(std::size_t round) {
     if (shares_) await_inputs(round);
     return;
   }
-  const std::size_t parity = (rotation_ + round) % 2;
-  char* own_sums = sums_.data() + parity * slot_bytes_;
-  const auto received = [&](int from) {
-    return received_.data() + (parity * static_cast<std::size_t>(hosts) +
-                               static_cast<std::size_t>(placement_.host(from))) *
-                                  slot_bytes_;
-  };
+  char* own_sums = sums_.data() + parity(round) * slot_bytes_;
   const auto send = [&](int to, const char* source, std::size_t bytes) {
     Link& link = *links_[to];
     link.post(source, bytes);
@@ -283,7 +342,10 @@ void Collectives::step_in(std::size_t round) {
   const int lane = placement_.lane(rank_);
   // The sum of this host's ranks.
   const auto summed = [&](const Part& part) -> const char* {
-    if (!shares_) return call_->in + part.at;
+    if (!shares_) {
+      produce_part(part);
+      return call_->in + part.at;
+    }
     sum_of_host(part, round, own_sums + part.in_slot);
     return own_sums + part.in_slot;
   };
@@ -295,16 +357,17 @@ void Collectives::step_in(std::size_t round) {
         if (other == host) continue;
         const int peer = handler(other, part.index);
         send(peer, source, part.bytes);
-        receive(peer, received(peer) + part.in_slot, part.bytes);
+        receive(peer, received(other, round) + part.in_slot, part.bytes);
       }
     } else if (kind == Collective::kReduceScatter) {
       if (part.index == rank_) {
         for (int other = 0; other < hosts; ++other) {
           if (other != host)
-            receive(handler(other, lane), received(handler(other, lane)), part.bytes);
+            receive(handler(other, lane), received(other, round), part.bytes);
         }
       } else if (is_remote(part.index) && handler(host, placement_.lane(part.index)) == rank_) {
         send(part.index, summed(part), part.bytes);
+        if (call_->produce) progress();  // before the next part is computed
       }
     } else if (part.index == rank_) {
       for (int other = 0; other < hosts; ++other) {
@@ -331,11 +394,14 @@ void Collectives::sum_of_host(const Part& part, std::size_t round, char* to) {
 }
 
 void Collectives::step_sum(std::size_t round) {
-  const Round& plan = rounds_[round % 2];
+  const Round& plan = plan_of(round);
+  if (!shares_ && call_->kind == Collective::kReduceScatter && round == 0) {
+    const std::size_t begin = call_->offsets[rank_], end = call_->offsets[rank_ + 1];
+    produce(begin, end);  // at once: nobody waits for a part of it
+  }
   for (const auto& [link, count] : plan.needs) await_arrived(*link, count);
   const Collective kind = call_->kind;
   const int host = placement_.host(rank_), hosts = placement_.hosts();
-  const std::size_t parity = (rotation_ + round) % 2;
   // What is sent from the caller's memory is not overwritten before it is with the kernel.
   if (!shares_ && call_->in == call_->out) await_sent(plan);
   for (const Part& part : plan.parts) {
@@ -345,13 +411,11 @@ void Collectives::step_sum(std::size_t round) {
     if (!own) continue;
     std::vector<const void*> sources;
     for (int other = 0; other < hosts; ++other) {
-      const char* received = received_.data() + (parity * static_cast<std::size_t>(hosts) +
-                                                 static_cast<std::size_t>(other)) *
-                                                    slot_bytes_;
       if (other != host) {
-        sources.push_back(received + (kind == Collective::kAllReduce ? part.in_slot : 0));
+        sources.push_back(received(other, round) +
+                          (kind == Collective::kAllReduce ? part.in_slot : 0));
       } else if (shares_ && kind == Collective::kAllReduce && hosts > 1) {
-        sources.push_back(sums_.data() + parity * slot_bytes_ + part.in_slot);
+        sources.push_back(sums_.data() + parity(round) * slot_bytes_ + part.in_slot);
       } else {
         for (const int member : members_) {
           sources.push_back(member == rank_ ? call_->in + part.at
@@ -368,7 +432,7 @@ void Collectives::step_sum(std::size_t round) {
 }
 
 void Collectives::step_out(std::size_t round) {
-  const Round& plan = rounds_[round % 2];
+  const Round& plan = plan_of(round);
   const Collective kind = call_->kind;
   if (kind == Collective::kAllGather) {
     for (const Part& part : plan.parts) {

@@ -16,7 +16,14 @@
 //   C  copies what others of its host have published.
 // The order is A0, A1 B0 C0, A2 B1 C1, ...: while one round is on the wire, the next one is summed.
 // With little data there is one round, and so one message per link and direction: all ranks send
-// once, and sum in the same order, so they return the same bits.
+// once, and sum in the same order, so they return the same bits. A rank that is alone on its host
+// sends from the caller's memory. So it runs A of as many rounds in advance as its buffers for what
+// arrives have room for: A0, A1, A2, ... B0, A.. B1, ...
+//
+// A multiply before or after the collective is cut along the rounds (`produce`, `consume`). The kernel
+// keeps sending and receiving during a multiply, as far as the buffers of the sockets allow:
+//   sums       multiply rows of others, send them; the same for the next round; ... own rows last
+//   AllGather  send the own rows; multiply the own rows; multiply each round's rows as they come
 //
 // Memory ordering and reuse. Slots alternate between two, over all rounds of all completed calls. A
 // rank raises a flag behind its IN, OUT and C (DONE) of each round: a release store of (call, round)
@@ -27,8 +34,8 @@
 //         round, which follows their DONE of the one before.
 //   OUT   of round g is written, by the sum or by a link, after the IN flags of all ranks of the host
 //         for g. Each of those follows that rank's C of g-2.
-//   links see link.h. The private buffers of round g are used again once the frames of g-2 have been
-//         sent (for what is sent), or summed (for what is received: only then is g opened).
+//   links see link.h. The private buffers of round g are used again once the frames of g - ahead_
+//         (2 with shared memory) have been sent, or summed: only then is g opened.
 // If one rank completes a call, all ranks have entered it with the same digest: its result depends
 // on data of every rank, which each hop passes on only after it has compared digests. So ranks that
 // disagree all leave the call without a result, and the next call's number tells its data from theirs.
@@ -49,6 +56,8 @@ namespace flux::host {
 
 enum class Collective : int { kAllReduce = 0, kReduceScatter = 1, kAllGather = 2 };
 
+using Progressed = std::function<void(std::size_t begin, std::size_t end)>;
+
 // What a call works on. Sizes in bytes.
 struct CollectiveCall {
   Collective kind = Collective::kAllReduce;
@@ -61,6 +70,10 @@ struct CollectiveCall {
   const char* bias = nullptr;        // `columns` elements added to every row of the result
   std::size_t columns = 0;           // elements of a row, where there is a bias
   double scale = 1.0;
+  std::size_t round_bytes = 0;  // of each rank's part in a round, at most; 0: as many as fit
+  // Called on the caller's thread with a range of bytes, once for each byte; or null.
+  Progressed produce;  // of `in`: is about to be sent or summed
+  Progressed consume;  // of `out`: has arrived (AllGather), or is the own part, which is in `in`
   std::chrono::nanoseconds timeout{0};
   std::chrono::nanoseconds spin{0};
 };
@@ -150,9 +163,16 @@ class Collectives {
   const char* own_part(const Part& part) const;
   char* in_slot(int rank, std::size_t round) const;
   char* out_slot(int rank, std::size_t round) const;
+  std::size_t parity(std::size_t round) const { return (rotation_ + round) % 2; }
+  char* received(int host, std::size_t round);
+  Round& plan_of(std::size_t round) { return rounds_[round % ahead_]; }
   std::uint64_t token(std::size_t round) const { return (call_->number << 24) | (round + 1); }
 
   void run_rounds();
+  void cut();
+  void produce(std::size_t begin, std::size_t end);
+  void consume(std::size_t begin, std::size_t end);
+  void abandon();
   void plan_round(std::size_t round, Round* plan);
   void step_in(std::size_t round);
   void step_sum(std::size_t round);
@@ -188,7 +208,7 @@ class Collectives {
   std::shared_ptr<void> memory_;
   const std::size_t slot_bytes_;
   std::vector<char> sums_;      // two slots: sums of this host, as they are sent
-  std::vector<char> received_;  // two slots for each host
+  std::vector<char> received_;  // for each host: room of two slots, for ahead_ rounds
 
   std::mutex busy_;  // held during a call
   std::atomic<bool> ending_{false};
@@ -198,7 +218,9 @@ class Collectives {
   Engine* engine_ = nullptr;
   std::size_t rotation_ = 0;  // rounds of completed calls
   std::vector<Round> rounds_;
-  std::size_t per_owner_ = 0;  // bytes of each rank's part in a round
+  std::size_t count_ = 0;      // of rounds
+  std::size_t ahead_ = 2;      // rounds whose A may run before the B of the first of them
+  std::size_t per_owner_ = 0;  // bytes of each rank's part in a round; AllReduce: of the vector
   CollectiveReport report_;
   std::chrono::nanoseconds delay_{0};
   std::uint64_t delay_state_ = 0;

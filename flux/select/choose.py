@@ -25,6 +25,7 @@ from flux.machine.cluster import Cluster, digest, world_shape
 from flux.machine.detection import detect
 from flux.select import cost
 from flux.select.cache import look_up
+from flux.select.heuristic import ONE_SHOTS
 from flux.select.keys import Key, versions
 from flux.select.winners import Entry, Winner, fit, most_tiles
 from flux.transport.exchange import Exchange
@@ -245,12 +246,9 @@ def modelled(spec: OpSpec, topology: Topology, cluster: Cluster, apart: bool = F
         topology.nodes,
     )
     paths = ("fused", "medium", "unfused") if topology.nodes == 1 else ("fused", "unfused")
-    if apart:
-        paths = (*paths, "one_shot")
     direction = "push" if apart else None
-    return Modelled(
-        problem, cluster, tuple(Knobs(path=path, direction=direction) for path in paths)
-    )
+    ways = tuple(Knobs(path=path, direction=direction) for path in paths)
+    return Modelled(problem, cluster, (*ways, *ONE_SHOTS) if apart else ways)
 
 
 def usable(entry: Entry, topology: Topology, kind: str, apart: bool = False) -> Entry | None:

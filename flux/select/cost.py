@@ -4,7 +4,8 @@
     links       alpha-beta: a latency for every hop, and bytes / bandwidth
 
     unfused   library collective | GEMM                      the sum
-    one_shot  GEMM | one message to each host                the sum, with a latency of its own
+    one_shot  GEMM | one message to each host                the sum, with a latency of its own;
+                                                             cut along rounds: as fused
     medium    | chunk | chunk | chunk | chunk |              W steps, each as long as the longer of
               | GEMM  | GEMM  | GEMM  | GEMM  |              its chunk's GEMM and transfer
     fused     copies  ~~~~~~~~~~~~~~~                        the longer of the two, and the first
@@ -43,6 +44,7 @@ from flux.select.hardware import (
     LIBRARY_LATENCY_US,
     LIBRARY_SHARE,
     NETWORK_CALL_US,
+    NETWORK_CPU_MS_PER_MB,
     ONE_SHOT_US,
     SIGNAL_US,
     SLAB_COST_ROWS,
@@ -313,6 +315,40 @@ def one_shot_ms(problem: Problem, cluster: Cluster) -> float:
     return across / bytes_per_ms(cluster.network.gbs) + inside + latency_us * 1e-3
 
 
+def _one_shot_exposed_ms(
+    problem: Problem, cluster: Cluster, knobs: Knobs, whole: float, comm: float
+) -> float:
+    """Return the time that a call of path = one_shot takes beyond its GEMM, which may be cut.
+
+    One core multiplies, sends and receives. A sum's first message leaves behind the first slab, and
+    an AllGather's last slab follows the last message. Ranks that share memory, and those of an
+    AllReduce, have no rows of their own to multiply while the last round is on the wire.
+    """
+    assert knobs.tile is not None and knobs.comm_tile_rows is not None
+    if knobs.tile[0] >= problem.m:
+        return comm
+    alone = problem.world == problem.nodes
+    rounds = ceil_div(problem.chunk, knobs.comm_tile_rows)
+    if problem.op.all_reduces:
+        slabs = rounds
+    elif rounds > 1 or (alone and problem.op.reduces):
+        slabs = rounds * (problem.world - 1) + 1
+    else:
+        slabs = 2 if problem.op.gathers else 1
+    cut = whole * (slabs - 1) * SLAB_COST_ROWS / problem.m
+    slab = (whole + cut) / slabs
+    tail = 0.0 if problem.op.gathers or (alone and not problem.op.all_reduces) else comm / rounds
+    busy = network_cpu_ms(problem)
+    return max(cut + busy + tail, comm + slab - whole)
+
+
+def network_cpu_ms(problem: Problem) -> float:
+    """Return the time of a core, on a CPU, to send and receive a rank's bytes between hosts."""
+    hosts, passes = problem.nodes, 2 if problem.op.all_reduces else 1
+    rows = passes * (hosts - 1) * problem.chunk
+    return NETWORK_CPU_MS_PER_MB * rows * problem.row_bytes * 1e-6
+
+
 # -- calls -----------------------------------------------------------------------------------------
 
 
@@ -351,14 +387,14 @@ def predict(
         return Prediction(whole, comm, comm)
     if knobs.path == "one_shot":
         comm = one_shot_ms(problem, cluster)
-        return Prediction(whole, comm, comm)
+        return Prediction(whole, comm, _one_shot_exposed_ms(problem, cluster, knobs, whole, comm))
     assert knobs.comm_tile_rows is not None and knobs.tile is not None
     tiles = ceil_div(problem.chunk, knobs.comm_tile_rows)
     transfers = (world - 1) * tiles
     comm = transfer_ms(problem, cluster) + transfers * SIGNAL_US[kind] * 1e-3
     overhead = _cut_ms(problem, cluster, knobs, whole)
     if kind == "cpu" and problem.nodes > 1:
-        overhead += NETWORK_CALL_US * 1e-3
+        overhead += NETWORK_CALL_US * 1e-3 + network_cpu_ms(problem)
     if kind == "cpu" and knobs.copy_streams:
         overhead += ENGINE_US * 1e-3
     if kind == "cpu" and problem.nodes == 1:

@@ -68,6 +68,9 @@ gloo that wake for each message. GemmAR at M = 1 took 0.8 to 1.1 ms longer than 
 (benchmarks/results/hosts/one_shot.json)."""
 ONE_SHOT_US = 100.0
 """The same of path = one_shot."""
+NETWORK_CPU_MS_PER_MB = 1.3
+"""Time of a core to send a megabyte to another host and to receive one. The multiply beside it has
+to do without it (benchmarks/results/hosts/one_shot.json)."""
 LIBRARY_LATENCY_US = {"cpu": 2000.0, "cuda": 15.0}
 """Time until the first byte of a library's collective moves. On the CPU from benchmarks/results/cpu
 at M = 1."""

@@ -12,6 +12,9 @@ rank, CPU time; `benchmarks/one_host.py --parts slabs`):
   the memory. So a ReduceScatter is cut from 1024 rows on.
 * Between hosts (two with one rank each, 1 Gbit/s) each communication tile costs 0.1 to 2 ms of the
   core that multiplies, so tiles are few there, up to 8 or 16 MiB each.
+* One shot: in rounds, the GEMM of the first slab delays the first message, and each slab packs the
+  weight again, which costs as much as SLAB_COST_ROWS more rows. The sum of both is least for slabs
+  of sqrt(SLAB_COST_ROWS * M) rows: 160 of 512, 320 of 2048.
 * Handing work to the copy thread costs two wake-ups, 50 to 100 us together. In that time the
   calling thread copies about 256 KiB itself. With one GEMM tile there is no computation to overlap
   with.
@@ -39,11 +42,13 @@ rank, CPU time; `benchmarks/one_host.py --parts slabs`):
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isqrt
 from typing import TYPE_CHECKING
 
 from flux.core.integers import ceil_div, round_up
 from flux.core.knobs import Knobs, Op
 from flux.core.schedule import ClusterTile
+from flux.select.hardware import SLAB_COST_ROWS
 
 if TYPE_CHECKING:
     from flux.core.problem import Problem
@@ -59,6 +64,14 @@ NETWORK_TILE_BYTES = {Op.ag_gemm: 16 << 20, Op.gemm_rs: 8 << 20, Op.gemm_ar: 8 <
 MIN_NETWORK_SLAB_ROWS = 512
 FEW_ROWS = 64
 INLINE_BYTES = 256 << 10
+
+ALL_ROWS = 2**31 - 1
+ONE_SHOTS = (
+    Knobs(path="one_shot"),
+    Knobs(path="one_shot", comm_tile_rows=ALL_ROWS),
+    Knobs(path="one_shot", tile=(ALL_ROWS, ALL_ROWS)),
+)
+"""Path one_shot in rounds, in one round, and with a GEMM that is not cut."""
 
 # GPU
 GPU_COMM_TILE_BYTES = 2 << 20
@@ -163,6 +176,8 @@ def _cpu_defaults(
 ) -> Knobs:
     """Return default sizes, with fixed ones cut down to the matrix, and other defaults."""
     chunk = ceil_div(m, world)
+    if knobs.path == "one_shot":
+        return _one_shot_defaults(op, m, local_n, world, knobs)
     medium = knobs.path == "medium"
     # A tile that is stored directly into its owner's memory must not straddle two owners.
     by_chunk = medium or (knobs.store == "direct" and op.reduces)
@@ -188,6 +203,23 @@ def _cpu_defaults(
         comm_tile_rows=comm_rows,
         store="direct" if aligned and not medium else "staged",
         copy_streams=int(moved > INLINE_BYTES and not alone and not one_tile),
+    )
+
+
+def _one_shot_defaults(op: Op, m: int, local_n: int, world: int, knobs: Knobs) -> Knobs:
+    """Return the rows of a round, and of the slab of the GEMM that belongs to it."""
+    chunk = ceil_div(m, world)
+    in_round = world if op.all_reduces else 1  # of the communication tiles, one of each rank
+    slab = isqrt(int(SLAB_COST_ROWS) * m)
+    rounds = 1 if m <= FEW_ROWS else ceil_div(chunk * in_round, slab)
+    comm_rows = min(knobs.comm_tile_rows or ceil_div(chunk, rounds), chunk)
+    rows, columns = knobs.tile or (m if m <= FEW_ROWS else comm_rows * in_round, local_n)
+    return Knobs(
+        tile=(min(rows, m), min(columns, local_n)),
+        raster=1,
+        comm_tile_rows=comm_rows,
+        store="staged",
+        copy_streams=0,
     )
 
 

@@ -28,7 +28,7 @@ from flux.kernels.legality import GemmProblem, reason_unsupported
 from flux.machine.cluster import Cluster
 from flux.select.cost import predict
 from flux.select.cycles import cost
-from flux.select.heuristic import resolved
+from flux.select.heuristic import ONE_SHOTS, resolved
 from flux.select.kernel import best_of
 from flux.select.schedule import make_schedule
 
@@ -290,6 +290,11 @@ def candidates(
     }
     if space.backend == "cpu" and problem.nodes > 1:
         fixed["one_shot"] = Knobs(path="one_shot")
+        ways = [resolved(problem, knobs) for knobs in ONE_SHOTS]
+        if ways[1] != ways[0]:
+            fixed["one_round"] = ways[1]
+        if ways[2] not in ways[:2]:
+            fixed["one_gemm"] = ways[2]
     kept = []
     seen: dict[object, str] = {}
     for name, knobs in fixed.items():

@@ -197,7 +197,7 @@ def fit(knobs: Knobs, measured_m: int, m: int, world: int) -> Knobs:
 
     A chunk is cut into no more communication tiles than at ``measured_m``.
     """
-    if m == measured_m or not knobs.is_tiled:
+    if m == measured_m or knobs.path == "unfused":
         return knobs
     before, now = ceil_div(measured_m, world), ceil_div(m, world)
     comm, tile = knobs.comm_tile_rows, knobs.tile

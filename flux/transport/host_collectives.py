@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from flux import _C
@@ -133,9 +133,14 @@ class HostCollectives:
         bias: int = 0,
         columns: int = 0,
         scale: float = 1.0,
+        round_bytes: int = 0,
+        produce: Callable[[int, int], None] | None = None,
+        consume: Callable[[int, int], None] | None = None,
         engine: _C.Engine | None = None,
     ) -> None:
         """Make a call; the arguments are those of ``CollectiveCall`` in csrc/cpu/collectives.h.
+
+        What ``produce`` or ``consume`` raises ends the call; this object must be closed then.
 
         Raises:
             DisagreementError: peers make another call, or none; this object stays usable.
@@ -157,6 +162,9 @@ class HostCollectives:
             bias=bias,
             columns=columns,
             scale=scale,
+            round_bytes=round_bytes,
+            produce=produce,
+            consume=consume,
             engine=engine,
         )
         if outcome == "done":

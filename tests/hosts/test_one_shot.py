@@ -17,20 +17,23 @@ import flux
 from flux import Knobs, PeerTimeoutError
 from flux.core.env import HOST
 from flux.select.choose import Modelled
+from flux.select.heuristic import ONE_SHOTS
 from harness import BUSY, fresh_ranks, run_ranks
 from reference import Inputs, Problem
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 
 
-def few_rows(rank: int, world: int, hosts: str) -> None:
+def many_calls(rank: int, world: int, hosts: str, in_rounds: bool) -> None:
     """M in random order, with pauses of this rank's own and inside calls."""
     rng, own = random.Random(3), random.Random(rank)
+    knobs = Knobs(path="one_shot", comm_tile_rows=5, tile=(1, 1)) if in_rounds else ONE_SHOTS[0]
     with HOST.during(hosts[rank]):
         for op_name in OPS:
             problem = Problem(op_name, 70, (24,), 40)
-            with problem.build(tuning=Knobs(path="one_shot")) as op:
+            with problem.build(tuning=knobs) as op:
                 backend: Any = op._backend
+                assert backend.one_shot._in_rounds(op.schedule(60)) == in_rounds
                 for call in range(25):
                     if call == 15:
                         backend.one_shot.collectives.native.set_delay(3e-4, rank)
@@ -40,9 +43,10 @@ def few_rows(rank: int, world: int, hosts: str) -> None:
                     inputs.check(inputs.call(op, rank), rank, "two_levels")
 
 
+@pytest.mark.parametrize("in_rounds", [False, True])
 @pytest.mark.parametrize("hosts", ["ab", "aabb", "aab", "abc"])
-def test_few_rows_match_float64(hosts: str) -> None:
-    run_ranks(len(hosts), few_rows, hosts)
+def test_calls_match_float64(hosts: str, in_rounds: bool) -> None:
+    run_ranks(len(hosts), many_calls, hosts, in_rounds)
 
 
 def with_options(rank: int, world: int) -> None:
@@ -97,16 +101,19 @@ def test_calls_may_change_between_paths(hosts: str) -> None:
         assert paths == {"fused", "unfused", "one_shot"}
 
 
-def chosen(rank: int, world: int) -> tuple[str, str]:
+def chosen(rank: int, world: int) -> list[tuple[str, bool]]:
     with (
         HOST.during("ab"[rank]),
         flux.GemmAR(max_m=1 << 15, n=1024, k=2048) as op,
     ):
-        return op.schedule(1).knobs.path, op.schedule(1 << 15).knobs.path
+        knobs = [(m, op.schedule(m).knobs) for m in (1, 1 << 15)]
+        return [(each.path, each.tile[0] < m) for m, each in knobs if each.tile is not None]
 
 
-def test_the_cost_model_takes_one_shot_for_few_rows_only() -> None:
-    assert run_ranks(2, chosen) == [("one_shot", "fused")] * 2
+def test_the_cost_model_does_not_cut_the_gemm_of_few_rows() -> None:
+    for few, many in run_ranks(2, chosen):
+        assert few == ("one_shot", False)
+        assert many[1]
 
 
 def disagreements(rank: int, world: int, hosts: str) -> None:

@@ -1,8 +1,14 @@
-"""Path one_shot: one GEMM, and before or after it one collective (transport/host_collectives.py).
+"""Path one_shot: a GEMM, and before or after it a collective (transport/host_collectives.py).
 
 With few rows a call between hosts takes as long as its messages: headers, a message per tile and
 direction, and the threads that wake for each. Here each rank sends its part once, and the calling
 thread itself sends and receives. What ranks must agree on travels with the data.
+
+With more rows the collective has rounds of ``comm_tile_rows`` rows of each rank, and the GEMM is
+cut along them: the kernel sends one round's rows while the next one is multiplied.
+
+    GemmRS, GemmAR   multiply, send; multiply, send; ... multiply the own rows; sum what arrives
+    AGGemm           send all own rows; multiply them; multiply each round's rows as they arrive
 
 A call counts in the engine, too, without an entry in the pads. A rank that finds out that another
 one makes a different call, or refuses this one, enters it there, as the others do then: see
@@ -18,11 +24,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from flux import _C
-from flux.backends.epilogue import Multiplier, pack, unpack
+from flux.backends.epilogue import Multiplier, pack, scale_of_rows, unpack
 from flux.core.backend import OverlapHooks
 from flux.core.call import Call
 from flux.core.errors import PeerTimeoutError
-from flux.core.recorder import GEMM_LANE, HostStamps, Recorder, Work
+from flux.core.integers import ceil_div
+from flux.core.recorder import GEMM_LANE, Recorder, Work
 from flux.core.schedule import TileSchedule
 from flux.core.spec import DTYPES, OpSpec
 from flux.core.tensors import address_of
@@ -86,14 +93,15 @@ class OneShot:
         native = DTYPES[spec.out_dtype].native
         assert native is not None  # results are never float8
         self._dtype = native
-        self.stamps: HostStamps | None = None
+        self._lane: _C.Lane | None = None
+        self._since = 0
         self.collectives = HostCollectives(
             exchange, placement, timeout_s, spin_s, most_bytes=spec.max_m * self._row_bytes
         )
 
     def trace(self, recorder: Recorder | None) -> None:
         """Record calls from now on; None: no more. Between calls."""
-        self.stamps = None if recorder is None else HostStamps(recorder.lane(GEMM_LANE))
+        self._lane = None if recorder is None else recorder.lane(GEMM_LANE)
 
     def call(
         self,
@@ -112,12 +120,12 @@ class OneShot:
                 outs = [backend.empty(call.m, columns) for columns in call.columns]
                 if gather:
                     outs.append(call.x.new_empty(call.m, spec.k, dtype=spec.dtype))
-                self.gather(call, outs, gather, hooks)
+                self.gather(call, schedule, outs, gather, hooks)
                 return outs
             partial = backend.empty(call.m, spec.n[0])
             own = _C.core.row_count(call.m, self._world, self._rank)
             out = partial if spec.op.all_reduces else backend.empty(own, spec.n[0])
-            self.reduce(call, partial, out)
+            self.reduce(call, schedule, partial, out)
             hooks.meanwhile()
             return [out]
         except DisagreementError:
@@ -132,36 +140,58 @@ class OneShot:
             backend.close(failed=True, culprit=culprit)
             raise type(error)(text) from None
 
-    def reduce(self, call: Call, partial: torch.Tensor, out: torch.Tensor) -> None:
+    def reduce(
+        self, call: Call, schedule: TileSchedule, partial: torch.Tensor, out: torch.Tensor
+    ) -> None:
         """Multiply into ``partial`` [M, N], and sum it over the ranks into ``out``.
 
         Args:
             call: the arguments.
+            schedule: whose knobs say how many rows a round has.
             partial: memory for this rank's partial results; for GemmAR it may be ``out``.
             out: the result: [M, N], or of GemmRS the own rows.
         """
         spec, bias = self._spec, call.biases[0]
-        began = self._began()
-        Multiplier(spec, call)(call.x, partial, scale_x=call.scale_x)
-        self._ended(Work.gemm, began, 0)
-        kind = Collective.all_reduce if spec.op.all_reduces else Collective.reduce_scatter
+        multiply, row = Multiplier(spec, call), self._row_bytes
+        in_rounds = self._in_rounds(schedule)
+
+        def produce(begin: int, end: int) -> None:
+            """Multiply the rows whose first byte is in the range."""
+            first, last = ceil_div(begin, row), ceil_div(end, row)
+            if first < last:
+                self._stamp(Work.collective)
+                scale = scale_of_rows(call, first, last)
+                multiply(call.x[first:last], partial[first:last], scale_x=scale)
+                self._stamp(Work.gemm)
+
+        self._begin()
+        if not in_rounds:
+            multiply(call.x, partial, scale_x=call.scale_x)
+            self._stamp(Work.gemm)
         self._run(
-            kind,
+            Collective.all_reduce if spec.op.all_reduces else Collective.reduce_scatter,
             spec.digest(call.m, bias is not None),
             partial,
             out,
-            call.m,
+            schedule,
             bias=0 if bias is None else address_of(bias),
             scale=1.0 / self._world if spec.reduce == "avg" else 1.0,
+            produce=produce if in_rounds else None,
         )
 
     def gather(
-        self, call: Call, outs: list[torch.Tensor], gather: bool, hooks: OverlapHooks
+        self,
+        call: Call,
+        schedule: TileSchedule,
+        outs: list[torch.Tensor],
+        gather: bool,
+        hooks: OverlapHooks,
     ) -> None:
         """Gather the rows of x, and multiply them.
 
         Args:
             call: the arguments.
+            schedule: whose knobs say how many rows a round has.
             outs: memory for the result of each weight, [M, columns]; then, with ``gather``, for the
                 gathered input, [M, K].
             gather: see ``outs``.
@@ -173,16 +203,56 @@ class OneShot:
         gathered = x.new_empty(call.m, x.shape[1])
         if x_full is not None and not spec.scales_travel:
             gathered = x_full
-        self._run(Collective.all_gather, spec.digest(call.m, biased=False), x, gathered, call.m)
-        hooks.both()
-        began = self._began()
-        rows, scale = unpack(spec, gathered) if spec.scales_travel else (gathered, call.scale_x)
-        if x_full is not None and gathered is not x_full:
-            x_full.copy_(rows)
-        multiply = Multiplier(spec, call)
-        for weight, (bias, out) in enumerate(zip(call.biases, outs, strict=False)):
-            multiply(rows, out, weight=weight, scale_x=scale, bias=bias)
-        self._ended(Work.gemm, began, 0)
+        multiplier, row = Multiplier(spec, call), self._row_bytes
+        own = tuple(_C.core.row_begin(call.m, self._world, self._rank + i) for i in (0, 1))
+        waiting = foreign = call.m - (own[1] - own[0])  # rows of other ranks
+
+        def multiply(first: int, last: int) -> None:
+            rows, scale = x if (first, last) == own else gathered[first:last], call.scale_x
+            if spec.scales_travel:
+                rows, scale = unpack(spec, rows)
+            if x_full is not None and gathered is not x_full:
+                x_full[first:last] = rows
+            for weight, (bias, out) in enumerate(zip(call.biases, outs, strict=False)):
+                multiplier(rows, out[first:last], weight=weight, scale_x=scale, bias=bias)
+
+        def consume(begin: int, end: int) -> None:
+            """Multiply the rows whose last byte is in the range."""
+            nonlocal waiting
+            first, last = begin // row, end // row
+            if first == last:
+                return
+            self._stamp(Work.collective)
+            if (first, last) != own:
+                if waiting == foreign:
+                    hooks.meanwhile()
+                waiting -= last - first
+                if waiting == 0:
+                    hooks.arrived()
+            multiply(first, last)
+            self._stamp(Work.gemm)
+
+        in_rounds = self._in_rounds(schedule)
+        self._begin()
+        self._run(
+            Collective.all_gather,
+            spec.digest(call.m, biased=False),
+            x,
+            gathered,
+            schedule,
+            consume=consume if in_rounds else None,
+        )
+        if not in_rounds:
+            hooks.both()
+            self._begin()
+            multiply(0, call.m)
+            self._stamp(Work.gemm)
+
+    def _in_rounds(self, schedule: TileSchedule) -> bool:
+        """Return whether the GEMM is cut along the rounds of the collective."""
+        tile = schedule.knobs.tile
+        assert tile is not None
+        return tile[0] < schedule.shape[0]
 
     def _run(
         self,
@@ -190,18 +260,21 @@ class OneShot:
         digest: int,
         source: torch.Tensor,
         out: torch.Tensor,
-        m: int,
+        schedule: TileSchedule,
+        *,
         bias: int = 0,
         scale: float = 1.0,
+        produce: Callable[[int, int], None] | None = None,
+        consume: Callable[[int, int], None] | None = None,
     ) -> None:
-        row, world = self._row_bytes, self._world
+        row, world, m = self._row_bytes, self._world, schedule.shape[0]
         if kind == Collective.all_reduce:
             offsets = [0] + [m * row] * world
         else:
             offsets = [_C.core.row_begin(m, world, rank) * row for rank in range(world)] + [m * row]
         self._engine.skip()
         self._number += (self._engine.epoch - self._number) & 0xFFFFFFFF
-        began = self._began()
+        assert schedule.knobs.comm_tile_rows is not None
         self.collectives.run(
             kind,
             self._number,
@@ -213,16 +286,24 @@ class OneShot:
             bias=bias,
             columns=self._spec.n[0],
             scale=scale,
+            round_bytes=schedule.knobs.comm_tile_rows * row if produce or consume else 0,
+            produce=produce,
+            consume=consume,
             engine=self._engine,
         )
-        self._ended(Work.collective, began, m * row)
+        self._stamp(Work.collective, m * row)
 
-    def _began(self) -> int:
-        return 0 if self.stamps is None else self.stamps.began()
+    # -- trace: pieces of the collective and of the GEMM take turns ----------------------------
 
-    def _ended(self, work: Work, began: int, nbytes: int) -> None:
-        if self.stamps is not None:
-            self.stamps.ended(work, began, nbytes)
+    def _begin(self) -> None:
+        if self._lane is not None:
+            self._since = self._lane.now()
+
+    def _stamp(self, work: Work, nbytes: int = 0) -> None:
+        """Record what was done since the last stamp."""
+        if self._lane is not None:
+            self._lane.add(work, self._since, nbytes=nbytes)
+            self._since = self._lane.now()
 
 
 def problem_with(network: Network | None, culprit: int) -> str:
