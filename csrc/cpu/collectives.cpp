@@ -77,13 +77,14 @@ Collectives::Collectives(int rank, std::vector<int> host_of, std::vector<SignalP
     throw std::invalid_argument("slots of " + std::to_string(slot_bytes_) +
                                 " bytes are too small for " + std::to_string(world()) + " ranks");
   }
-  if (placement_.hosts() > 1) {
-    sums_.resize(2 * slot_bytes_);
-    received_.resize(2 * slot_bytes_ * static_cast<std::size_t>(placement_.hosts()));
-  }
+  if (placement_.hosts() > 1 && shares_) sums_.resize(2 * slot_bytes_);
 }
 
-Collectives::~Collectives() { close(PadState::kClosed, -1); }
+Collectives::~Collectives() {
+  // A forked child has a copy of this object but not the thread, and destroying it would wait.
+  if (getpid() != pid_) static_cast<void>(mover_.release());
+  close(PadState::kClosed, -1);
+}
 
 void Collectives::close(PadState state, int culprit) {
   if (getpid() != pid_) return;  // a forked child must not speak for its parent
@@ -92,6 +93,7 @@ void Collectives::close(PadState state, int culprit) {
   const std::lock_guard<std::mutex> lock(busy_);
   if (closed_) return;
   closed_ = true;
+  mover_.reset();
   pad(rank_).culprit.store(static_cast<std::uint32_t>(culprit), std::memory_order_relaxed);
   pad(rank_).state.store(static_cast<std::uint32_t>(state), std::memory_order_seq_cst);
   notify(pad(rank_));
@@ -167,7 +169,7 @@ Outcome Collectives::run(const CollectiveCall& call, const std::function<bool()>
   } catch (const Left& left) {
     abandon();
     return left.outcome;
-  } catch (...) {  // of produce or consume
+  } catch (...) {  // what produce or consume threw
     abandon();
     throw;
   }
@@ -195,9 +197,10 @@ void Collectives::abandon() {
 
 // Where a round of what a host sends arrives, if it is summed.
 char* Collectives::received(int host, std::size_t round) {
-  const std::size_t of_round =
-      shares_ ? parity(round) * slot_bytes_ : round % ahead_ * round_up(per_owner_);
-  return received_.data() + static_cast<std::size_t>(host) * 2 * slot_bytes_ + of_round;
+  const std::size_t each = shares_ ? slot_bytes_ : round_up(per_owner_);
+  const std::size_t index = shares_ ? parity(round) : round % ahead_;
+  return received_.get() +
+         (static_cast<std::size_t>(host) * std::max(ahead_, std::size_t{2}) + index) * each;
 }
 
 // Chooses how many rounds there are, how large they are, and how far A may be ahead of B.
@@ -213,15 +216,33 @@ void Collectives::cut() {
     }
     most = slot_bytes_ / static_cast<std::size_t>(world()) / kAlign * kAlign;
   }
-  per_owner_ = asked == 0 ? most : std::min(asked, most);
+  // Equal on all ranks, also where only some of them share memory.
+  per_owner_ = asked == 0 ? most : std::min(asked, lanes_ > 1 ? most : longest);
   count_ = std::max<std::size_t>(1, (longest + per_owner_ - 1) / per_owner_);
   ahead_ = 2;
   if (!shares_) {
-    ahead_ = call_->kind == Collective::kAllGather ? count_
-                                                   : 2 * slot_bytes_ / round_up(per_owner_);
+    const bool all = asked > 0 || call_->kind == Collective::kAllGather;
+    ahead_ = std::min(count_, all ? count_ : 2 * slot_bytes_ / round_up(per_owner_));
   }
-  ahead_ = std::min(ahead_, count_);
   rounds_.assign(ahead_, Round{});
+  const std::size_t room = static_cast<std::size_t>(placement_.hosts()) *
+                           std::max(ahead_, std::size_t{2}) *
+                           (shares_ ? slot_bytes_ : round_up(per_owner_));
+  if (placement_.hosts() > 1 && call_->kind != Collective::kAllGather && room > received_bytes_) {
+    received_.reset();
+    received_.reset(new char[room]);
+    received_bytes_ = room;
+  }
+}
+
+// Whether B of a round would not wait.
+bool Collectives::is_ready(std::size_t round) {
+  const Round& plan = plan_of(round);
+  const auto reached = [](const Frames& frames, std::uint32_t (Link::*count)() const) {
+    return std::all_of(frames.begin(), frames.end(),
+                       [&](const auto& frame) { return (frame.first->*count)() >= frame.second; });
+  };
+  return reached(plan.needs, &Link::arrived) && reached(plan.posts, &Link::sent);
 }
 
 void Collectives::run_rounds() {
@@ -231,9 +252,14 @@ void Collectives::run_rounds() {
   }
   cut();
   std::size_t entered = 0;
+  // An AllReduce needs nothing but the round itself for its sum.
+  const bool early = !shares_ && call_->kind == Collective::kAllReduce;
   const std::size_t own = call_->offsets[rank_], own_end = call_->offsets[rank_ + 1];
   for (std::size_t round = 0; round < count_; ++round) {
-    while (entered < std::min(count_, round + ahead_)) step_in(entered++);
+    while (entered < std::min(count_, round + ahead_) &&
+           !(early && entered > round && is_ready(round))) {
+      step_in(entered++);
+    }
     if (round == 0) consume(own, own_end);
     step_sum(round);
     step_out(round);
@@ -248,18 +274,6 @@ void Collectives::run_rounds() {
   }
   for (const Round& plan : rounds_) await_sent(plan);
   rotation_ += count_;
-}
-
-void Collectives::produce(std::size_t begin, std::size_t end) {
-  if (!call_->produce || begin == end) return;
-  call_->produce(begin, end);
-  progress();
-}
-
-void Collectives::consume(std::size_t begin, std::size_t end) {
-  if (!call_->consume || begin == end) return;
-  call_->consume(begin, end);
-  progress();
 }
 
 // The parts of a round: lanes of an AllReduce, owners of the others. Parts without bytes are left
@@ -362,8 +376,7 @@ void Collectives::step_in(std::size_t round) {
     } else if (kind == Collective::kReduceScatter) {
       if (part.index == rank_) {
         for (int other = 0; other < hosts; ++other) {
-          if (other != host)
-            receive(handler(other, lane), received(other, round), part.bytes);
+          if (other != host) receive(handler(other, lane), received(other, round), part.bytes);
         }
       } else if (is_remote(part.index) && handler(host, placement_.lane(part.index)) == rank_) {
         send(part.index, summed(part), part.bytes);

@@ -5,9 +5,8 @@
 //                                 link 1-3
 //
 // Inside a host ranks meet in shared memory. Between hosts every byte travels once, on a link between
-// the two ranks of the same lane, and each rank that needs it sends or receives it by itself: there
-// is no thread beside the caller's, and no message in advance. The caller's thread polls for a short
-// time and then sleeps.
+// the two ranks of the same lane, and each rank that needs it sends or receives it by itself. There
+// is no message in advance. The caller's thread polls for a short time and then sleeps.
 //
 // A call is cut into rounds. In each a rank
 //   A  copies its input into its slot (IN), sums the slots of its host where it is the one to send
@@ -18,10 +17,13 @@
 // With little data there is one round, and so one message per link and direction: all ranks send
 // once, and sum in the same order, so they return the same bits. A rank that is alone on its host
 // sends from the caller's memory. So it runs A of as many rounds in advance as its buffers for what
-// arrives have room for: A0, A1, A2, ... B0, A.. B1, ...
+// arrives have room for: A0, A1, A2, ... B0, A.. B1, ... If the caller computes between rounds, they
+// have room for all rounds.
 //
-// A multiply before or after the collective is cut along the rounds (`produce`, `consume`). The kernel
-// keeps sending and receiving during a multiply, as far as the buffers of the sockets allow:
+// A multiply before or after the collective is cut along the rounds (`produce`, `consume`). During a
+// multiply the kernel sends and receives what its buffers have room for. With more data than that, a
+// thread (Mover) moves bytes between those buffers and the caller's memory every millisecond, and only
+// during a multiply: the links are under its lock then, and the caller's at all other times.
 //   sums       multiply rows of others, send them; the same for the next round; ... own rows last
 //   AllGather  send the own rows; multiply the own rows; multiply each round's rows as they come
 //
@@ -42,10 +44,12 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cpu/engine.h"
@@ -93,6 +97,26 @@ struct CollectiveReport {
   std::uint64_t expected = 0;  // rounds of the awaited data
   std::uint64_t observed = 0;
   std::string text;  // of the connection, or why a peer refused
+};
+
+// Calls a function every millisecond on a thread of its own, while it is asked to.
+class Mover {
+ public:
+  explicit Mover(std::function<void()> move);
+  ~Mover();  // ends the thread
+  // Begins and ends the calls. None is made once `end` has returned.
+  void begin();
+  void end();
+
+ private:
+  void main();
+
+  const std::function<void()> move_;
+  std::mutex lock_;  // held during a call
+  std::condition_variable changed_;
+  bool moving_ = false;
+  bool ending_ = false;
+  std::thread thread_;
 };
 
 class Collectives {
@@ -170,8 +194,10 @@ class Collectives {
 
   void run_rounds();
   void cut();
+  bool is_ready(std::size_t round);
   void produce(std::size_t begin, std::size_t end);
   void consume(std::size_t begin, std::size_t end);
+  void compute(const Progressed& function, std::size_t begin, std::size_t end);
   void abandon();
   void plan_round(std::size_t round, Round* plan);
   void step_in(std::size_t round);
@@ -207,10 +233,13 @@ class Collectives {
   std::shared_ptr<Processes> processes_;
   std::shared_ptr<void> memory_;
   const std::size_t slot_bytes_;
-  std::vector<char> sums_;      // two slots: sums of this host, as they are sent
-  std::vector<char> received_;  // for each host: room of two slots, for ahead_ rounds
+  std::vector<char> sums_;  // two slots: sums of this host, as they are sent
+  // For each host: room for ahead_ rounds of what it sends.
+  std::unique_ptr<char[]> received_;
+  std::size_t received_bytes_ = 0;
 
-  std::mutex busy_;  // held during a call
+  std::mutex busy_;               // held during a call
+  std::unique_ptr<Mover> mover_;  // once a call needed it
   std::atomic<bool> ending_{false};
   bool closed_ = false;
   const CollectiveCall* call_ = nullptr;

@@ -1,4 +1,5 @@
-// The waits of collectives.h: for flags of this host, for links, and for what ends a call early.
+// The waits of collectives.h: for flags of this host, for links, and for what ends a call early; and
+// what goes on while the caller computes.
 #include <poll.h>
 
 #include <algorithm>
@@ -11,7 +12,76 @@ namespace {
 // A rank that waits for one that waits itself is more patient, so that the first one reports.
 constexpr std::chrono::milliseconds kHop{300};
 
+// Bytes under way to this rank from which the kernel's buffer may be too small.
+constexpr std::size_t kMuch = std::size_t{256} << 10;
+
 }  // namespace
+
+Mover::Mover(std::function<void()> move) : move_(std::move(move)), thread_([this] { main(); }) {}
+
+Mover::~Mover() {
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    ending_ = true;
+  }
+  changed_.notify_one();
+  thread_.join();
+}
+
+void Mover::begin() {
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    moving_ = true;
+  }
+  changed_.notify_one();
+}
+
+void Mover::end() {
+  const std::lock_guard<std::mutex> lock(lock_);
+  moving_ = false;
+}
+
+void Mover::main() {
+  std::unique_lock<std::mutex> lock(lock_);
+  while (!ending_) {
+    if (!moving_) {
+      changed_.wait(lock);
+    } else {
+      move_();
+      changed_.wait_for(lock, std::chrono::milliseconds(1));
+    }
+  }
+}
+
+void Collectives::produce(std::size_t begin, std::size_t end) {
+  if (call_->produce && begin != end) compute(call_->produce, begin, end);
+}
+
+void Collectives::consume(std::size_t begin, std::size_t end) {
+  if (call_->consume && begin != end) compute(call_->consume, begin, end);
+}
+
+// Makes the caller compute a range, while bytes move on.
+void Collectives::compute(const Progressed& function, std::size_t begin, std::size_t end) {
+  std::size_t much = 0;
+  for (const auto& link : links_) {
+    if (link != nullptr) much += link->awaited() + (link->sent() < link->posted() ? kMuch : 0);
+  }
+  if (much < kMuch) {
+    function(begin, end);
+  } else {
+    if (mover_ == nullptr) mover_ = std::make_unique<Mover>([this] { progress(); });
+    mover_->begin();
+    try {
+      function(begin, end);
+    } catch (...) {
+      mover_->end();
+      throw;
+    }
+    mover_->end();
+  }
+  progress();
+}
 
 void Collectives::leave(Outcome outcome, CollectiveReport report) {
   report_ = std::move(report);

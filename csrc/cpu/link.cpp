@@ -53,6 +53,12 @@ void Link::open(char* target, std::size_t bytes) {
   held_ = false;
 }
 
+std::size_t Link::awaited() const {
+  std::size_t bytes = in_payload_ && wanted_ ? left_ : 0;
+  for (const Target& target : targets_) bytes += target.bytes;
+  return bytes;
+}
+
 bool Link::progress() {
   if (descriptor_ < 0 || ended_) return false;
   const bool wrote = !queue_.empty() && push();

@@ -66,6 +66,7 @@ class Link {
   // Number of rounds of this call that were opened, and that have arrived.
   std::uint32_t opened() const { return opened_; }
   std::uint32_t arrived() const { return arrived_; }
+  std::size_t awaited() const;  // bytes of rounds that were opened
 
   // Sends and receives what is possible without waiting; returns whether anything moved.
   bool progress();

@@ -33,7 +33,7 @@ def many_calls(rank: int, world: int, hosts: str, in_rounds: bool) -> None:
             problem = Problem(op_name, 70, (24,), 40)
             with problem.build(tuning=knobs) as op:
                 backend: Any = op._backend
-                assert backend.one_shot._in_rounds(op.schedule(60)) == in_rounds
+                assert backend.one_shot._in_rounds(op.schedule(64)) == in_rounds
                 for call in range(25):
                     if call == 15:
                         backend.one_shot.collectives.native.set_delay(3e-4, rank)

@@ -18,7 +18,8 @@ one makes a different call, or refuses this one, enters it there, as the others 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -154,11 +155,10 @@ class OneShot:
         spec, bias = self._spec, call.biases[0]
         multiply, row = Multiplier(spec, call), self._row_bytes
         in_rounds = self._in_rounds(schedule)
+        slabs = _Slabs(schedule, spec.op.all_reduces)
 
         def produce(begin: int, end: int) -> None:
-            """Multiply the rows whose first byte is in the range."""
-            first, last = ceil_div(begin, row), ceil_div(end, row)
-            if first < last:
+            for first, last in slabs.of(begin // row, ceil_div(end, row)):
                 self._stamp(Work.collective)
                 scale = scale_of_rows(call, first, last)
                 multiply(call.x[first:last], partial[first:last], scale_x=scale)
@@ -217,22 +217,20 @@ class OneShot:
                 multiplier(rows, out[first:last], weight=weight, scale_x=scale, bias=bias)
 
         def consume(begin: int, end: int) -> None:
-            """Multiply the rows whose last byte is in the range."""
             nonlocal waiting
-            first, last = begin // row, end // row
-            if first == last:
-                return
-            self._stamp(Work.collective)
-            if (first, last) != own:
-                if waiting == foreign:
-                    hooks.meanwhile()
-                waiting -= last - first
-                if waiting == 0:
-                    hooks.arrived()
-            multiply(first, last)
-            self._stamp(Work.gemm)
+            for first, last in slabs.completed_by(begin // row, end // row):
+                self._stamp(Work.collective)
+                if (first, last) != own:
+                    if waiting == foreign:
+                        hooks.meanwhile()
+                    waiting -= last - first
+                    if waiting == 0:
+                        hooks.arrived()
+                multiply(first, last)
+                self._stamp(Work.gemm)
 
         in_rounds = self._in_rounds(schedule)
+        slabs = _Slabs(schedule, whole=False)
         self._begin()
         self._run(
             Collective.all_gather,
@@ -304,6 +302,59 @@ class OneShot:
         if self._lane is not None:
             self._lane.add(work, self._since, nbytes=nbytes)
             self._since = self._lane.now()
+
+
+class _Slabs:
+    """The slabs of rows that a GEMM is cut into, each of which is computed once.
+
+    A slab can span several rounds: those of ranks that share memory are no larger than their slots.
+    Consecutive slabs that are due together are one.
+
+    Args:
+        schedule: whose ``comm_tile_rows`` are the rows of a slab of each rank.
+        whole: slabs are cut from all rows, not from each rank's.
+    """
+
+    def __init__(self, schedule: TileSchedule, whole: bool) -> None:
+        m, rows = schedule.shape[0], schedule.knobs.comm_tile_rows
+        assert rows is not None
+        chunk = ceil_div(m, schedule.world)
+        part, slab = (m, rows * schedule.world) if whole else (chunk, rows)
+        self._begins = [
+            b for base in range(0, m, part) for b in range(base, min(base + part, m), slab)
+        ]
+        self._ends = [*self._begins[1:], m]
+        self._rows = [0] * len(self._ends)  # of each slab that were named so far
+
+    def of(self, first: int, last: int) -> Iterable[tuple[int, int]]:
+        """Return the ranges of slabs that have rows in a range, except those returned before."""
+        due = [i for i in self._overlapping(first, last) if self._rows[i] == 0]
+        for i in due:
+            self._rows[i] = self._ends[i] - self._begins[i]
+        return self._ranges(due)
+
+    def completed_by(self, first: int, last: int) -> Iterable[tuple[int, int]]:
+        """Return the ranges of slabs whose last missing rows are in a range."""
+        due = []
+        for i in self._overlapping(first, last):
+            self._rows[i] += min(last, self._ends[i]) - max(first, self._begins[i])
+            if self._rows[i] == self._ends[i] - self._begins[i]:
+                due.append(i)
+        return self._ranges(due)
+
+    def _overlapping(self, first: int, last: int) -> range:
+        if first >= last:
+            return range(0)
+        return range(bisect_right(self._begins, first) - 1, bisect_left(self._begins, last))
+
+    def _ranges(self, slabs: list[int]) -> Iterable[tuple[int, int]]:
+        ranges: list[tuple[int, int]] = []
+        for i in slabs:
+            begin = self._begins[i]
+            if ranges and ranges[-1][1] == begin:
+                begin = ranges.pop()[0]
+            ranges.append((begin, self._ends[i]))
+        return ranges
 
 
 def problem_with(network: Network | None, culprit: int) -> str:
