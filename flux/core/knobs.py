@@ -113,9 +113,11 @@ class Knobs:
 
     Attributes:
         path: ``fused`` (tiles), ``medium`` (one chunk per rank around a ring, as in
-            TransformerEngine), ``unfused`` (library collective and one GEMM) or ``one_shot`` (CPU:
-            one GEMM, and one message to each host; for few rows between hosts).
-        tile: (rows, columns) of a GEMM tile of the local output.
+            TransformerEngine), ``unfused`` (library collective and one GEMM) or ``one_shot`` (CPU,
+            between hosts: parts go straight to their ranks, in rounds of ``comm_tile_rows``, and
+            the GEMM is cut along the rounds).
+        tile: (rows, columns) of a GEMM tile of the local output. one_shot: M rows or more leave the
+            GEMM whole; smaller tiles have no meaning of their own.
         raster: rows of tiles per sweep; a sweep goes column by column.
         comm_tile_rows: rows of a communication tile, in [1, ceil(M/W)].
         direction: ``push`` | ``pull``.
