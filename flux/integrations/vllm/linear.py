@@ -25,7 +25,7 @@ from flux.ops.library import define
 
 logger = logging.getLogger("vllm.flux")
 
-ROWWISE_METHODS = ("UnquantizedLinearMethod", "AutoAWQLinearMethod", "AutoGPTQLinearMethod")
+ROWWISE_METHODS = ("UnquantizedLinearMethod", "AutoAWQMarlinLinearMethod", "AutoGPTQLinearMethod")
 """Products of vLLM's whose rows do not depend on each other."""
 ROWWISE_SCHEMES = ("CompressedTensorsW8A8Int8", "CompressedTensorsWNA16")
 """The same, of its method for compressed tensors: activations are scaled row by row, or not."""
