@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,33 +74,43 @@ def test_columns_are_added_while_a_rank_reads_late(world: int, late: int) -> Non
 
 
 class Scaled(nn.Module):
-    def __init__(self, late: bool) -> None:
+    def __init__(self, before: Callable[[], None]) -> None:
         super().__init__()
-        self.weight, self.late = nn.Parameter(torch.ones(6, 4)), late
+        self.weight, self.before = nn.Parameter(torch.ones(6, 4)), before
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.late:
-            time.sleep(0.2)
+        self.before()
         return x * self.weight.sum()
 
 
-def reads_late(rank: int, world: int) -> None:
+def reads_late(rank: int, world: int, folder: str) -> None:
     """Weights change when a fast rank is a pass ahead of a slow one, which must not see them."""
-    late = rank == 1
-    model = nn.Sequential(Scaled(late), Scaled(late), Scaled(False))
+
+    def until_rank_0_is_ahead() -> None:
+        deadline = time.monotonic() + 20.0
+        while rank == 1 and not Path(folder, str(value + 1)).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.2 * rank)
+
+    model = nn.Sequential(*(Scaled(until_rank_0_is_ahead) for _ in range(3)))
     plan = RuntimePlan(shared_memory=True, prefetch=3, timeout_s=30.0)
     parallelize(model, init_device_mesh("cpu", (1, world)), plan)
     assert sharded(model).routes.memory is not None
     for value in (1.0, 2.0, 3.0):
+        if rank == 0:
+            Path(folder, str(value)).touch()
         with torch.no_grad():
             for p in model.parameters():
                 p.to_local().fill_(value)
             assert float(model(torch.ones(()))) == (24.0 * value) ** 3, value
+    if rank == 0:
+        Path(folder, "4.0").touch()
     sharded(model).close()
 
 
-def test_a_fast_rank_does_not_change_weights_that_another_reads() -> None:
-    run_ranks(2, reads_late)
+def test_a_fast_rank_does_not_change_weights_that_another_reads(tmp_path: Path) -> None:
+    run_ranks(2, reads_late, str(tmp_path))
 
 
 def several_hosts(rank: int, world: int) -> None:
