@@ -85,7 +85,8 @@ def quick_inductor() -> Iterator[None]:
     from torch._inductor import config
 
     if STRESS > 1 or not hasattr(config, "fallback_by_default"):  # torch 2.9
-        yield
+        with config.patch(fx_graph_cache=False):  # passes do not run for a graph from the cache
+            yield
         return
     with config.patch(fallback_by_default=True):
         yield
