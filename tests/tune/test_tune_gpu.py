@@ -201,7 +201,7 @@ def test_candidates_share_what_memory_is_free(here: None, emulator: Path, tmp_pa
     """With room for the anchor, one, and one that is checked beside them: a fourth would fail."""
     search, _ = tune(tmp_path, tune_gpus.Counting(emulator))
     assert search.winner is not None and set(excluded(search)) == {tune_gpus.MISSING}
-    assert len(search.candidates) > 6
+    assert len(search.candidates) > 4  # more than there is room for
 
 
 @pytest.mark.timeout(300)
