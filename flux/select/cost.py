@@ -312,7 +312,8 @@ def one_shot_ms(problem: Problem, cluster: Cluster) -> float:
         across = (hosts - 1) * lanes * problem.chunk * problem.row_bytes
     inside = 0.0 if lanes == 1 else 3 * nbytes / bytes_per_ms(cluster.link.gbs)
     latency_us = ONE_SHOT_US + (cluster.network.latency_us if hosts > 1 else 0.0)
-    return across / bytes_per_ms(cluster.network.gbs) + inside + latency_us * 1e-3
+    across_ms = max(across / bytes_per_ms(cluster.network.gbs), network_cpu_ms(problem))
+    return across_ms + inside + latency_us * 1e-3
 
 
 def _one_shot_exposed_ms(
@@ -383,7 +384,7 @@ def predict(
         return Prediction(whole, 0.0, 0.0)
     kind = cluster.device.kind
     if knobs.path == "unfused":
-        comm = library_ms(problem, cluster)
+        comm = max(library_ms(problem, cluster), network_cpu_ms(problem) if kind == "cpu" else 0.0)
         return Prediction(whole, comm, comm)
     if knobs.path == "one_shot":
         comm = one_shot_ms(problem, cluster)
