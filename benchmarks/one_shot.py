@@ -27,7 +27,7 @@ from flux.launch.hosts import Hosts
 from flux.launch.spawn import run_ranks
 from flux.machine import host
 
-ROWS = (1, 8, 64, 256)
+ROWS = (1, 8, 64, 256, 1024)
 N = K = 1024
 SIZES = (4, 1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)  # bytes
 OPS: dict[str, Any] = {"gemm_ar": flux.GemmAR, "gemm_rs": flux.GemmRS, "ag_gemm": flux.AGGemm}

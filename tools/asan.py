@@ -32,6 +32,7 @@ def test_ranks_have_the_instrumented_module() -> None:
     paths = [module(0, 1), *run_ranks(2, module)]
     assert all("build/asan" in path for path in paths), paths
 """
+PROGRAMS = ("test_engine", "test_collectives")
 CALLS = 40  # per op and world, of the native tests
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 NETWORK = "tests/hosts/test_network.py"
@@ -92,19 +93,23 @@ def main() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     libraries = runtimes()
     sources = [path for part in ("cpu", "schedule") for path in ROOT.glob(f"csrc/{part}/*.cpp")]
-    tests = sorted(ROOT.glob("csrc/tests/*.cpp"))
+    programs = {name: sorted(ROOT.glob(f"csrc/tests/{name}*.cpp")) for name in PROGRAMS}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, [*sources, *tests]))
-    program = BUILD / "test_engine"
-    run([COMPILER, *SANITIZE, *objects, "-pthread", "-o", program])
-    package(objects[: len(sources)])
+        units = [*sources, *(unit for of_program in programs.values() for unit in of_program)]
+        objects = dict(zip(units, pool.map(compiled, units), strict=True))
+    library = [objects[unit] for unit in sources]
+    for name, of_program in programs.items():
+        linked = [*library, *(objects[unit] for unit in of_program)]
+        run([COMPILER, *SANITIZE, *linked, "-pthread", "-o", BUILD / name])
+    package(library)
     options = {
         # Python frees little of its own at the end, and torch nothing.
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
         "UBSAN_OPTIONS": "print_stacktrace=1:abort_on_error=1",
     }
-    run([program, "faults"], **options)
-    run([program, CALLS], **options)
+    run([BUILD / "test_engine", "faults"], **options)
+    for name in PROGRAMS:
+        run([BUILD / name, CALLS], **options)
     python = {**options, "LD_PRELOAD": libraries, "PYTHONPATH": str(BUILD)}
     which = BUILD / "test_which_module.py"
     which.write_text(WHICH_MODULE)

@@ -331,7 +331,7 @@ void Collectives::step_in(std::size_t round) {
       if (kind != Collective::kAllGather) {
         produce_part(part);
         std::memcpy(slot + part.in_slot, call_->in + part.at, part.bytes);
-      } else if (part.index == rank_) {
+      } else if (part.index == rank_ && part.bytes > 0) {
         std::memcpy(slot, own_part(part), part.bytes);
       }
     }
