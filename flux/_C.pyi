@@ -249,6 +249,7 @@ class Collectives:
         round_bytes: int = 0,
         produce: Callable[[int, int], None] | None = None,
         consume: Callable[[int, int], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
         engine: Engine | None = None,
     ) -> str: ...
     def report(self) -> CollectiveReportDict: ...

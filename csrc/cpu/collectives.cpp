@@ -164,6 +164,7 @@ Outcome Collectives::run(const CollectiveCall& call, const std::function<bool()>
       phase.in = phase.out;
       phase.out = call.out;
       phase.produce = nullptr;
+      phase.meanwhile = nullptr;
       run_rounds();
     }
   } catch (const Left& left) {
@@ -252,6 +253,7 @@ void Collectives::run_rounds() {
   }
   cut();
   std::size_t entered = 0;
+  bool waits = false;
   // An AllReduce needs nothing but the round itself for its sum.
   const bool early = !shares_ && call_->kind == Collective::kAllReduce;
   const std::size_t own = call_->offsets[rank_], own_end = call_->offsets[rank_ + 1];
@@ -261,6 +263,13 @@ void Collectives::run_rounds() {
       step_in(entered++);
     }
     if (round == 0) consume(own, own_end);
+    // At once: nobody waits for a part of it.
+    const bool sums_own = !shares_ && call_->kind == Collective::kReduceScatter;
+    if (round == 0 && sums_own) produce(own, own_end);
+    if (entered == count_ && !waits) {
+      waits = true;
+      if (call_->meanwhile) compute(call_->meanwhile);
+    }
     step_sum(round);
     step_out(round);
     if (count_ == 1) {
@@ -408,10 +417,6 @@ void Collectives::sum_of_host(const Part& part, std::size_t round, char* to) {
 
 void Collectives::step_sum(std::size_t round) {
   const Round& plan = plan_of(round);
-  if (!shares_ && call_->kind == Collective::kReduceScatter && round == 0) {
-    const std::size_t begin = call_->offsets[rank_], end = call_->offsets[rank_ + 1];
-    produce(begin, end);  // at once: nobody waits for a part of it
-  }
   for (const auto& [link, count] : plan.needs) await_arrived(*link, count);
   const Collective kind = call_->kind;
   const int host = placement_.host(rank_), hosts = placement_.hosts();

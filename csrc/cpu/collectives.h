@@ -78,6 +78,8 @@ struct CollectiveCall {
   // Called on the caller's thread with a range of bytes, once for each byte; or null.
   Progressed produce;  // of `in`: is about to be sent or summed
   Progressed consume;  // of `out`: has arrived (AllGather), or is the own part, which is in `in`
+  // Called once, when this rank has nothing left to send or to compute before others' data arrive.
+  std::function<void()> meanwhile;
   std::chrono::nanoseconds timeout{0};
   std::chrono::nanoseconds spin{0};
 };
@@ -197,7 +199,7 @@ class Collectives {
   bool is_ready(std::size_t round);
   void produce(std::size_t begin, std::size_t end);
   void consume(std::size_t begin, std::size_t end);
-  void compute(const Progressed& function, std::size_t begin, std::size_t end);
+  void compute(const std::function<void()>& function);
   void abandon();
   void plan_round(std::size_t round, Round* plan);
   void step_in(std::size_t round);

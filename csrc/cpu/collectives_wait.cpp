@@ -54,26 +54,26 @@ void Mover::main() {
 }
 
 void Collectives::produce(std::size_t begin, std::size_t end) {
-  if (call_->produce && begin != end) compute(call_->produce, begin, end);
+  if (call_->produce && begin != end) compute([&] { call_->produce(begin, end); });
 }
 
 void Collectives::consume(std::size_t begin, std::size_t end) {
-  if (call_->consume && begin != end) compute(call_->consume, begin, end);
+  if (call_->consume && begin != end) compute([&] { call_->consume(begin, end); });
 }
 
-// Makes the caller compute a range, while bytes move on.
-void Collectives::compute(const Progressed& function, std::size_t begin, std::size_t end) {
+// Makes the caller compute, while bytes move on.
+void Collectives::compute(const std::function<void()>& function) {
   std::size_t much = 0;
   for (const auto& link : links_) {
     if (link != nullptr) much += link->awaited() + (link->sent() < link->posted() ? kMuch : 0);
   }
   if (much < kMuch) {
-    function(begin, end);
+    function();
   } else {
     if (mover_ == nullptr) mover_ = std::make_unique<Mover>([this] { progress(); });
     mover_->begin();
     try {
-      function(begin, end);
+      function();
     } catch (...) {
       mover_->end();
       throw;

@@ -97,6 +97,8 @@ class Ranks {
       computed += end - begin;
       if (draw(rng) == 0) std::this_thread::sleep_for(milliseconds(2));
     };
+    int waits = 0;
+    call.meanwhile = [&] { ++waits; };
     if (gathers) fill(own, own_end);
     if (what.round_rows == 0) {
       if (!gathers) fill(0, rows * kRow);
@@ -111,6 +113,7 @@ class Ranks {
         ranks_[static_cast<std::size_t>(rank)]->run(call, [] { return false; }, nullptr);
     CHECK_TRUE(outcome == Outcome::kDone, "rank " + to_string(rank) + " call " + to_string(number) +
                                               ": outcome " + to_string(static_cast<int>(outcome)));
+    CHECK_TRUE(waits == 1, "meanwhile was called " + to_string(waits) + " times");
     CHECK_TRUE(what.round_rows == 0 || computed == rows * kRow,
                "bytes computed: " + to_string(computed) + " of " + to_string(rows * kRow));
     const std::vector<float>& result = in_place ? in : out;

@@ -136,11 +136,12 @@ class HostCollectives:
         round_bytes: int = 0,
         produce: Callable[[int, int], None] | None = None,
         consume: Callable[[int, int], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
         engine: _C.Engine | None = None,
     ) -> None:
         """Make a call; the arguments are those of ``CollectiveCall`` in csrc/cpu/collectives.h.
 
-        What ``produce`` or ``consume`` raises ends the call; this object must be closed then.
+        What the functions raise ends the call; this object must be closed then.
 
         Raises:
             DisagreementError: peers make another call, or none; this object stays usable.
@@ -165,6 +166,7 @@ class HostCollectives:
             round_bytes=round_bytes,
             produce=produce,
             consume=consume,
+            meanwhile=meanwhile,
             engine=engine,
         )
         if outcome == "done":

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -74,6 +75,40 @@ def with_options(rank: int, world: int) -> None:
 
 def test_options_give_what_the_fused_path_gives() -> None:
     run_ranks(4, with_options)
+
+
+def work_of_the_caller(rank: int, world: int, in_rounds: bool) -> None:
+    """The last rank comes late; the others' own work is done by then."""
+    knobs = Knobs(path="one_shot", comm_tile_rows=2, tile=(1, 1) if in_rounds else (99, 99))
+    x, w = torch.ones(8, 4), torch.ones(4, 4)
+    calls: list[str] = []
+    times: list[float] = []
+
+    def note(what: str) -> None:
+        calls.append(what)
+        times.append(time.monotonic())
+
+    with (
+        HOST.during("aab"[rank]),
+        flux.GemmRS(max_m=24, n=4, k=4 * world, tuning=knobs) as rs,
+        flux.AGGemm(max_m=24, n=4 * world, k=4, tuning=knobs) as ag,
+    ):
+        meanwhile, arrived = partial(note, "meanwhile"), partial(note, "arrived")
+        dist.barrier()
+        time.sleep(0.5 if rank == world - 1 else 0.0)
+        times.append(time.monotonic())
+        out = rs.overlapped(x.repeat(3, 1), w, meanwhile)
+        y, x_full = ag.overlapped(x, w, meanwhile, arrived)
+    assert torch.equal(out, torch.full((8, 4), 4.0 * world))
+    assert torch.equal(y, torch.full((24, 4), 4.0)) and torch.equal(x_full, x.repeat(3, 1))
+    assert calls == ["meanwhile", "meanwhile", "arrived"]
+    if rank == 0 and not in_rounds:
+        assert times[1] - times[0] < 0.25
+
+
+@pytest.mark.parametrize("in_rounds", [False, True])
+def test_work_of_the_caller_is_done_while_rows_are_under_way(in_rounds: bool) -> None:
+    run_ranks(3, work_of_the_caller, in_rounds)
 
 
 def changing_paths(rank: int, world: int, hosts: str) -> set[str]:

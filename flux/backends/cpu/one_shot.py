@@ -26,7 +26,7 @@ import torch
 
 from flux import _C
 from flux.backends.epilogue import Multiplier, pack, scale_of_rows, unpack
-from flux.core.backend import OverlapHooks
+from flux.core.backend import OverlapHooks, nothing
 from flux.core.call import Call
 from flux.core.errors import PeerTimeoutError
 from flux.core.integers import ceil_div
@@ -126,8 +126,7 @@ class OneShot:
             partial = backend.empty(call.m, spec.n[0])
             own = _C.core.row_count(call.m, self._world, self._rank)
             out = partial if spec.op.all_reduces else backend.empty(own, spec.n[0])
-            self.reduce(call, schedule, partial, out)
-            hooks.meanwhile()
+            self.reduce(call, schedule, partial, out, hooks.meanwhile)
             return [out]
         except DisagreementError:
             # The ranks meet in the engine instead, where they find out what differs.
@@ -142,7 +141,12 @@ class OneShot:
             raise type(error)(text) from None
 
     def reduce(
-        self, call: Call, schedule: TileSchedule, partial: torch.Tensor, out: torch.Tensor
+        self,
+        call: Call,
+        schedule: TileSchedule,
+        partial: torch.Tensor,
+        out: torch.Tensor,
+        meanwhile: Callable[[], None],
     ) -> None:
         """Multiply into ``partial`` [M, N], and sum it over the ranks into ``out``.
 
@@ -151,6 +155,7 @@ class OneShot:
             schedule: whose knobs say how many rows a round has.
             partial: memory for this rank's partial results; for GemmAR it may be ``out``.
             out: the result: [M, N], or of GemmRS the own rows.
+            meanwhile: of the caller's hooks.
         """
         spec, bias = self._spec, call.biases[0]
         multiply, row = Multiplier(spec, call), self._row_bytes
@@ -177,6 +182,7 @@ class OneShot:
             bias=0 if bias is None else address_of(bias),
             scale=1.0 / self._world if spec.reduce == "avg" else 1.0,
             produce=produce if in_rounds else None,
+            meanwhile=meanwhile,
         )
 
     def gather(
@@ -205,7 +211,7 @@ class OneShot:
             gathered = x_full
         multiplier, row = Multiplier(spec, call), self._row_bytes
         own = tuple(_C.core.row_begin(call.m, self._world, self._rank + i) for i in (0, 1))
-        waiting = foreign = call.m - (own[1] - own[0])  # rows of other ranks
+        waiting = call.m - (own[1] - own[0])  # rows of other ranks
 
         def multiply(first: int, last: int) -> None:
             rows, scale = x if (first, last) == own else gathered[first:last], call.scale_x
@@ -221,8 +227,6 @@ class OneShot:
             for first, last in slabs.completed_by(begin // row, end // row):
                 self._stamp(Work.collective)
                 if (first, last) != own:
-                    if waiting == foreign:
-                        hooks.meanwhile()
                     waiting -= last - first
                     if waiting == 0:
                         hooks.arrived()
@@ -239,9 +243,10 @@ class OneShot:
             gathered,
             schedule,
             consume=consume if in_rounds else None,
+            meanwhile=hooks.meanwhile,
         )
         if not in_rounds:
-            hooks.both()
+            hooks.arrived()
             self._begin()
             multiply(0, call.m)
             self._stamp(Work.gemm)
@@ -264,7 +269,13 @@ class OneShot:
         scale: float = 1.0,
         produce: Callable[[int, int], None] | None = None,
         consume: Callable[[int, int], None] | None = None,
+        meanwhile: Callable[[], None] = nothing,
     ) -> None:
+        def hook() -> None:
+            self._stamp(Work.collective)
+            meanwhile()
+            self._begin()
+
         row, world, m = self._row_bytes, self._world, schedule.shape[0]
         if kind == Collective.all_reduce:
             offsets = [0] + [m * row] * world
@@ -287,6 +298,7 @@ class OneShot:
             round_bytes=schedule.knobs.comm_tile_rows * row if produce or consume else 0,
             produce=produce,
             consume=consume,
+            meanwhile=None if meanwhile is nothing else hook,
             engine=self._engine,
         )
         self._stamp(Work.collective, m * row)
