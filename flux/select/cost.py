@@ -49,7 +49,7 @@ from flux.select.hardware import (
     SIGNAL_US,
     SLAB_COST_ROWS,
 )
-from flux.select.heuristic import resolved
+from flux.select.heuristic import ONE_SHOTS, resolved
 
 TWO_PHASES_BYTES = 64 << 10
 """As in csrc/cpu/collectives.cpp."""
@@ -461,8 +461,11 @@ def _cut_ms(problem: Problem, cluster: Cluster, knobs: Knobs, whole: float) -> f
 def choose(problem: Problem, cluster: Cluster, candidates: Sequence[Knobs] | None = None) -> Knobs:
     """Return the candidate of least predicted time, the first of equals.
 
-    By default: the heuristic's knobs, one chunk per rank, and the unfused path.
+    By default: the heuristic's knobs, one chunk per rank, and the unfused path; between hosts, on
+    CPUs, the ways of path one_shot, too.
     """
     if candidates is None:
         candidates = (Knobs(), Knobs(path="medium"), Knobs(path="unfused"))
+        if cluster.device.kind == "cpu" and problem.nodes > 1:
+            candidates = (*candidates, *ONE_SHOTS)
     return min(candidates, key=lambda knobs: predict(problem, cluster, knobs).total)
