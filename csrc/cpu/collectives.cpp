@@ -196,12 +196,14 @@ void Collectives::abandon() {
   }
 }
 
+std::size_t Collectives::received_each() const {
+  return shares_ ? slot_bytes_ : round_up(per_owner_);
+}
+
 // Where a round of what a host sends arrives, if it is summed.
 char* Collectives::received(int host, std::size_t round) {
-  const std::size_t each = shares_ ? slot_bytes_ : round_up(per_owner_);
   const std::size_t index = shares_ ? parity(round) : round % ahead_;
-  return received_.get() +
-         (static_cast<std::size_t>(host) * std::max(ahead_, std::size_t{2}) + index) * each;
+  return received_.get() + (static_cast<std::size_t>(host) * ahead_ + index) * received_each();
 }
 
 // Chooses how many rounds there are, how large they are, and how far A may be ahead of B.
@@ -223,14 +225,13 @@ void Collectives::cut() {
   ahead_ = 2;
   if (!shares_) {
     const bool all = asked > 0 || call_->kind == Collective::kAllGather;
-    ahead_ = std::min(count_, all ? count_ : 2 * slot_bytes_ / round_up(per_owner_));
+    ahead_ = std::min(count_, all ? count_ : 2 * slot_bytes_ / received_each());
   }
   rounds_.assign(ahead_, Round{});
-  const std::size_t room = static_cast<std::size_t>(placement_.hosts()) *
-                           std::max(ahead_, std::size_t{2}) *
-                           (shares_ ? slot_bytes_ : round_up(per_owner_));
+  const std::size_t room = static_cast<std::size_t>(placement_.hosts()) * ahead_ * received_each();
   if (placement_.hosts() > 1 && call_->kind != Collective::kAllGather && room > received_bytes_) {
-    received_.reset();
+    received_.reset();  // never both at a time
+    received_bytes_ = 0;
     received_.reset(new char[room]);
     received_bytes_ = room;
   }

@@ -191,6 +191,8 @@ class Collectives {
   char* out_slot(int rank, std::size_t round) const;
   std::size_t parity(std::size_t round) const { return (rotation_ + round) % 2; }
   char* received(int host, std::size_t round);
+  // Bytes of a round of what a host sends. Slots do not change with the size of a round.
+  std::size_t received_each() const;
   Round& plan_of(std::size_t round) { return rounds_[round % ahead_]; }
   std::uint64_t token(std::size_t round) const { return (call_->number << 24) | (round + 1); }
 

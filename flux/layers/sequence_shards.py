@@ -79,39 +79,26 @@ def last_tokens(shard: torch.Tensor, group_name: str, owner: int, count: int) ->
     return x
 
 
-class _Shard(torch.autograd.Function):
-    """The own tokens of activations that all ranks have."""
+class _Move(torch.autograd.Function):
+    """Gather the tokens, or take the own ones of what all ranks have; the gradient goes back."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
-        ctx.group_name = group_name
-        return own_tokens(x, group_name)
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _whole(grad, ctx.group_name), None
-
-
-class _Gather(torch.autograd.Function):
-    """All tokens, on all ranks, for readers that are the same on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, group_name: str) -> torch.Tensor:
-        ctx.group_name = group_name
-        return _whole(shard, group_name)
+    def forward(ctx: Any, x: torch.Tensor, group_name: str, gathers: bool) -> torch.Tensor:
+        ctx.group_name, ctx.gathers = group_name, gathers
+        return _whole(x, group_name) if gathers else own_tokens(x, group_name)
 
     @staticmethod
     @once
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return own_tokens(grad, ctx.group_name), None
+        back = own_tokens if ctx.gathers else _whole
+        return back(grad, ctx.group_name), None, None
 
 
 def shard_tokens(x: torch.Tensor, group_name: str) -> torch.Tensor:
     """Return this rank's shard of x [B, S, features], which all ranks have."""
-    return cast(torch.Tensor, cast(Any, _Shard).apply(x, group_name))
+    return cast(torch.Tensor, cast(Any, _Move).apply(x, group_name, False))
 
 
 def gather_tokens(shard: torch.Tensor, group_name: str) -> torch.Tensor:
     """Return x [B, S, features] of all ranks' shards. Collective."""
-    return cast(torch.Tensor, cast(Any, _Gather).apply(shard, group_name))
+    return cast(torch.Tensor, cast(Any, _Move).apply(shard, group_name, True))

@@ -70,7 +70,7 @@ ONE_SHOT_US = 100.0
 """The same of path = one_shot."""
 NETWORK_CPU_MS_PER_MB = 1.3
 """Time of a core to send a megabyte to another host and to receive one. The multiply beside it has
-to do without it (benchmarks/results/hosts/one_shot.json)."""
+to do without it: 25 to 90 ms for 17 to 67 MB (docs/contribute/results/hosts.md)."""
 LIBRARY_LATENCY_US = {"cpu": 2000.0, "cuda": 15.0}
 """Time until the first byte of a library's collective moves. On the CPU from benchmarks/results/cpu
 at M = 1."""

@@ -160,9 +160,10 @@ class OneShot:
         spec, bias = self._spec, call.biases[0]
         multiply, row = Multiplier(spec, call), self._row_bytes
         in_rounds = self._in_rounds(schedule)
-        slabs = _Slabs(schedule, spec.op.all_reduces)
+        slabs = _Slabs(schedule, spec.op.all_reduces) if in_rounds else None
 
         def produce(begin: int, end: int) -> None:
+            assert slabs is not None
             for first, last in slabs.of(begin // row, ceil_div(end, row)):
                 self._stamp(Work.collective)
                 scale = scale_of_rows(call, first, last)
@@ -222,8 +223,12 @@ class OneShot:
             for weight, (bias, out) in enumerate(zip(call.biases, outs, strict=False)):
                 multiplier(rows, out[first:last], weight=weight, scale_x=scale, bias=bias)
 
+        in_rounds = self._in_rounds(schedule)
+        slabs = _Slabs(schedule, whole=False) if in_rounds else None
+
         def consume(begin: int, end: int) -> None:
             nonlocal waiting
+            assert slabs is not None
             for first, last in slabs.completed_by(begin // row, end // row):
                 self._stamp(Work.collective)
                 if (first, last) != own:
@@ -233,8 +238,6 @@ class OneShot:
                 multiply(first, last)
                 self._stamp(Work.gemm)
 
-        in_rounds = self._in_rounds(schedule)
-        slabs = _Slabs(schedule, whole=False)
         self._begin()
         self._run(
             Collective.all_gather,
