@@ -96,8 +96,8 @@ Stream Driver::create_stream() {
   return reinterpret_cast<Stream>(stream);
 }
 
-void Driver::destroy_stream(Stream stream) {
-  check(entries_->stream_destroy(reinterpret_cast<void*>(stream)), "cuStreamDestroy");
+void Driver::destroy_stream(Stream stream) noexcept {
+  entries_->stream_destroy(reinterpret_cast<void*>(stream));
 }
 
 void Driver::synchronize(Stream stream) {
@@ -151,8 +151,8 @@ double Driver::elapsed_ns(Event begin, Event end) {
   return static_cast<double>(ms) * 1e6;
 }
 
-void Driver::destroy_event(Event event) {
-  check(entries_->event_destroy(reinterpret_cast<void*>(event)), "cuEventDestroy");
+void Driver::destroy_event(Event event) noexcept {
+  entries_->event_destroy(reinterpret_cast<void*>(event));
 }
 
 void Driver::record(Event event, Stream stream) {

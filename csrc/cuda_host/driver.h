@@ -33,10 +33,12 @@ class Driver {
   // Throws std::runtime_error if the library does not exist or lacks an entry point.
   explicit Driver(const std::string& library);
 
-  // All of these throw std::runtime_error with the driver's message if a driver call fails.
+  // All but the noexcept ones throw std::runtime_error with the driver's message if a driver call
+  // fails. Destructors call those. After a fault of the device every call fails, also the release of
+  // a handle: an exception there would end the process and hide the message about the fault.
   // A stream of the current context, of the highest priority: tiles must not queue behind kernels.
   Stream create_stream();
-  void destroy_stream(Stream stream);
+  void destroy_stream(Stream stream) noexcept;
   // A stream on which no wait is put, for operations that must run while other streams wait. All
   // ops share it. It is created before any of them waits: streams share hardware queues, and a new
   // stream may be behind a stream that waits. It lives as long as a caller holds it.
@@ -53,7 +55,7 @@ class Driver {
   // Time between two timed events that have passed, in ns. The driver's unit is half a microsecond
   // or less.
   double elapsed_ns(Event begin, Event end);
-  void destroy_event(Event event);
+  void destroy_event(Event event) noexcept;
   void record(Event event, Stream stream);
   void await_event(Stream stream, Event event);
   void copy(Stream stream, Address to, Address from, std::size_t bytes);

@@ -157,7 +157,7 @@ int cuStreamDestroy_v2(void* stream) {
   if (destroyed != stream) return kLaunchFailure;
   leave_capture(destroyed);
   delete destroyed;
-  return 0;
+  return device().failed() ? kLaunchFailure : 0;
 }
 int cuStreamSynchronize(void* stream) {
   log_call("synchronize", stream);
@@ -179,7 +179,7 @@ int cuEventDestroy_v2(void* handle) {
   auto* event = static_cast<Event*>(handle);
   device().timed_events -= event->timed;
   delete event;
-  return 0;
+  return device().failed() ? kLaunchFailure : 0;
 }
 int cuEventRecord(void* handle, void* stream) {
   auto* event = static_cast<Event*>(handle);

@@ -256,3 +256,16 @@ def test_close_ends_waits_for_calls(device: EmulatedDevice, op: str) -> None:
             ops[0].wait()
         closer.join()
         assert ops[0].closed
+
+
+def test_streams_and_events_are_released_after_a_fault(device: EmulatedDevice) -> None:
+    """Every call of the driver fails from then on. An exception in a destructor would end the
+    process."""
+    before = device.streams(), device.timed_events()
+    stream, events = device.driver.create_stream(), _C.StreamTrace(device.driver, 1)
+    device.library.emulator_fail(b"an illegal address")
+    with pytest.raises(RuntimeError, match="an illegal address"):
+        device.driver.ready(stream)
+    device.driver.destroy_stream(stream)
+    events.close()
+    assert (device.streams(), device.timed_events()) == before
