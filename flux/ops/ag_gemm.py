@@ -69,7 +69,7 @@ class AGGemm(TensorParallelOp):
         backend: str | None = None,
         transport: str | None = None,
         tuning: str | Knobs = "cache",
-        timeout_s: float = 60.0,
+        timeout_s: float = 600.0,
         topology: Topology | None = None,
         activation: str = "none",
         scaling: str = "none",

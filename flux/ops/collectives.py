@@ -71,7 +71,7 @@ class Collectives:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | str | None = None, *, timeout_s: float = 60.0
+        self, group: dist.ProcessGroup | str | None = None, *, timeout_s: float = 600.0
     ) -> None:
         self._closed = True
         self._ending = False

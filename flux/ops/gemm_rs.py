@@ -54,7 +54,7 @@ class GemmRS(TensorParallelOp):
         backend: str | None = None,
         transport: str | None = None,
         tuning: str | Knobs = "cache",
-        timeout_s: float = 60.0,
+        timeout_s: float = 600.0,
         topology: Topology | None = None,
         scaling: str = "none",
     ) -> None:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from flux.ops.control import ControlPad
     from flux.ops.early_gather import EarlyGather
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 600.0
 """Seconds that a functional call waits for a peer."""
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
 

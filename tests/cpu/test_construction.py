@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
@@ -18,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from flux import PeerDiedError, PeerFailedError, PeerTimeoutError
+from flux import Collectives, PeerDiedError, PeerFailedError, PeerTimeoutError
+from flux.core.env import LAYER_TIMEOUT_S
+from flux.ops.pool import OpPool
 from flux.transport.exchange import Exchange
 from harness import BUSY, fresh_ranks, shared_mappings
 from reference import OPS
@@ -277,3 +280,10 @@ def _fails_late(rank: int, world: int) -> None:
 def test_op_numbers_agree_among_ranks_after_a_failure() -> None:
     with fresh_ranks(2) as ranks:
         ranks.run(_fails_late, timeout=60.0)
+
+
+def test_ops_wait_as_long_for_a_peer_as_layers() -> None:
+    """A checkpoint or a compilation on one rank takes longer than a minute."""
+    for kind in (*OPS.values(), Collectives, OpPool.recent, OpPool.agree):
+        default = inspect.signature(kind).parameters["timeout_s"].default
+        assert default == LAYER_TIMEOUT_S.default, kind
