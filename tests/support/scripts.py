@@ -74,7 +74,7 @@ def _become(
         file = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
-    # Under PYTHONUNBUFFERED a line and its end are two writes, between which another rank may print.
+    # Under PYTHONUNBUFFERED a line and its end are two writes: another rank may print in between.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=False)
     os.environ.clear()
