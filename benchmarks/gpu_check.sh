@@ -105,6 +105,7 @@ print(sys.version, torch.__version__, torch.version.cuda, torch.cuda.get_device_
 }
 
 # What TMA does with rows outside of a tensor map. Negative rows may be anything: they are only said.
+# And whether it stores into pinned memory of the host, on which loopback relies.
 tma_store() {
   local row add
   "$nvcc" -std=c++17 -gencode=arch=compute_90a,code=sm_90a benchmarks/gpu_tma_store.cu \
@@ -112,7 +113,8 @@ tma_store() {
   for row in -5 -200; do
     for add in 0 1; do "$out/tma_store" "$row" "$add" || echo "  status $?"; done
   done
-  "$out/tma_store"
+  "$out/tma_store" || return
+  "$out/tma_store" host
 }
 
 # flux._C, with the pybind11 that torch brings: CMake and pip want packages that may not be here.

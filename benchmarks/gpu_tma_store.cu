@@ -10,6 +10,8 @@
 //
 // Without arguments: boxes at row 0 and after it, which must be clipped (exit status 0 if they are).
 // With ROW ADD: that one case. A fault loses the context, so each negative row has its own process.
+// With "host": plain stores into pinned memory of the host, where peers of a LoopbackWorld have their
+// slots. No document says that TMA can store there, or that it cannot.
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -17,6 +19,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <string>
 #include <vector>
 
 namespace {
@@ -81,22 +84,29 @@ CUtensorMap map_of(void* tensor) {
   std::exit(2);
 }
 
-// Whether memory holds what a store that is clipped at the tensor's borders leaves.
-bool run(int row, bool add) {
+// Whether memory holds what a store that is clipped at the tensor's borders leaves. `host`: memory of
+// the host, which the device addresses as the host does.
+bool run(int row, bool add, bool host) {
   const std::size_t count = static_cast<std::size_t>(kRows + 2 * kAround) * kColumns;
   std::vector<__nv_bfloat16> values(count, __float2bfloat16(kBefore));
   __nv_bfloat16* memory = nullptr;
-  check(cudaMalloc(&memory, count * sizeof(*memory)), "cudaMalloc");
-  check(cudaMemcpy(memory, values.data(), count * sizeof(*memory), cudaMemcpyHostToDevice), "copy");
+  const std::size_t bytes = count * sizeof(*memory);
+  if (host) {
+    check(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped),
+          "host memory");
+  } else {
+    check(cudaMalloc(&memory, bytes), "cudaMalloc");
+  }
+  check(cudaMemcpy(memory, values.data(), bytes, cudaMemcpyDefault), "copy");
   store_box<<<1, 128>>>(map_of(memory + kAround * kColumns), row, add);
   const cudaError_t status = cudaDeviceSynchronize();
-  std::printf("%s at row %4d: ", add ? "reduce-add" : "store     ", row);
+  std::printf("%s at row %4d%s: ", add ? "reduce-add" : "store     ", row, host ? ", host" : "");
   if (status != cudaSuccess) {  // the context is lost: the process ends here
     std::printf("FAULT, %s\n", cudaGetErrorString(status));
     std::exit(row < 0 ? 3 : 1);
   }
-  check(cudaMemcpy(values.data(), memory, count * sizeof(*memory), cudaMemcpyDeviceToHost), "copy");
-  check(cudaFree(memory), "cudaFree");
+  check(cudaMemcpy(values.data(), memory, bytes, cudaMemcpyDefault), "copy");
+  check(host ? cudaFreeHost(memory) : cudaFree(memory), "free");
   int wrong_inside = 0, written_outside = 0, first = -1;
   for (std::size_t i = 0; i < count; ++i) {
     const int at = static_cast<int>(i / kColumns) - kAround;
@@ -119,10 +129,12 @@ bool run(int row, bool add) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc == 3) return run(std::atoi(argv[1]), std::atoi(argv[2]) != 0) ? 0 : 1;
+  if (argc == 3) return run(std::atoi(argv[1]), std::atoi(argv[2]) != 0, false) ? 0 : 1;
+  const bool host = argc == 2 && std::string(argv[1]) == "host";
   bool fine = true;
   for (const int row : {0, 5, kRows - kBox, kRows - kBox + 5, kRows + 5}) {
-    for (const bool add : {false, true}) fine = run(row, add) && fine;
+    fine = run(row, false, host) && fine;
+    if (!host) fine = run(row, true, host) && fine;
   }
   return fine ? 0 : 1;
 }

@@ -28,7 +28,8 @@ for pattern in $FAIL; do case "$*" in *"$pattern"*) echo "failed on purpose"; ex
 for pattern in $SLOW; do case "$*" in *"$pattern"*) sleep 60 ;; esac; done
 if [ "$(basename "$0")" = nvcc ]; then
   while [ "$1" != -o ] && [ $# -gt 0 ]; do shift; done
-  [ $# -gt 0 ] && printf '#!/bin/sh\\nexit 0\\n' > "$2" && chmod +x "$2"
+  [ $# -eq 0 ] && exit 0
+  printf '#!/bin/sh\\necho "$(basename "$0") $*" >> "$CALLS"\\n' > "$2" && chmod +x "$2"
 fi
 exit 0
 """
@@ -105,6 +106,7 @@ def test_all_steps_run_and_leave_their_status(run: Run) -> None:
     assert states == dict.fromkeys(outcome.steps, "0\n")
     plain = "-o addopts= -p no:cacheprovider"
     assert outcome.called(f"{plain} tests/gpu/test_gpu.py -x -k small or plain")
+    assert outcome.called("tma_store host")  # loopback's peers have their memory there
 
 
 def test_failed_step_does_not_stop_later_steps(run: Run) -> None:
