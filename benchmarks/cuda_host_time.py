@@ -86,6 +86,9 @@ class NullDevice:
     def on_stream(self, stream: int) -> Iterator[None]:
         yield
 
+    def peer_atomics(self, identity: str) -> bool:
+        return True
+
     def enqueue(self, body: Callable[[], None]) -> None:
         body()
 

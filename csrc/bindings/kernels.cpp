@@ -170,6 +170,7 @@ void bind_driver(py::module_& m) {
            py::arg("value"))
       .def("fill", &Driver::fill, py::arg("stream"), py::arg("words"), py::arg("value"),
            py::arg("count"))
+      .def("peer_atomics", &Driver::peer_atomics, py::arg("device"), py::arg("peer"))
       .def("capture", &Driver::capture, py::arg("stream"));
 }
 

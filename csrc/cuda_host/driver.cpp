@@ -20,6 +20,7 @@ constexpr int kCaptureActive = 1;
 constexpr int kCaptureInvalidated = 2;
 constexpr int kOpWait = 1;
 constexpr int kOpWrite = 2;
+constexpr int kNativeAtomics = 3;      // CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 constexpr std::size_t kMostOps = 255;  // per cuStreamBatchMemOp; cuda.h requires less than 256
 
 }  // namespace
@@ -199,6 +200,18 @@ void Driver::memory_ops(Stream stream, const std::vector<MemOp>& ops) {
 void Driver::fill(Stream stream, Address words, std::uint32_t value, std::size_t count) {
   if (count == 0) return;
   check(entries_->fill(words, value, count, reinterpret_cast<void*>(stream)), "cuMemsetD32Async");
+}
+
+bool Driver::peer_atomics(int device, int peer) const {
+  int (*get)(int*, int) = nullptr;
+  int (*attribute)(int*, int, int, int) = nullptr;
+  library_.look_up("cuDeviceGet", &get);
+  library_.look_up("cuDeviceGetP2PAttribute", &attribute);
+  int from = 0, to = 0, native = 0;
+  check(get(&from, device), "cuDeviceGet");
+  check(get(&to, peer), "cuDeviceGet");
+  check(attribute(&native, kNativeAtomics, from, to), "cuDeviceGetP2PAttribute");
+  return native != 0;
 }
 
 std::uint64_t Driver::capture(Stream stream) {

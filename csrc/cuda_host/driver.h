@@ -65,6 +65,9 @@ class Driver {
   // Several waits and writes, in this order, batched into as few driver calls as possible.
   void memory_ops(Stream stream, const std::vector<MemOp>& ops);
   void fill(Stream stream, Address words, std::uint32_t value, std::size_t count);
+  // Whether a device does atomic operations on the memory of another one natively, both numbered as
+  // cuDeviceGet does. NVLink can; over PCIe they are lost, or a fault.
+  bool peer_atomics(int device, int peer) const;
   // The unique number of the capture that a stream takes part in; 0: none.
   std::uint64_t capture(Stream stream);
 

@@ -338,6 +338,8 @@ def _examine(
         identity = _schedule_identity(problem, topology, full, kernel)
     except ValueError as error:
         return candidate, f"illegal: {error}"
+    if full.reduce == "in_flight" and cluster.link.kind == "pcie":
+        return candidate, "illegal: reduce = in_flight needs atomics between GPUs, PCIe has none"
     if problem.nodes > 1 and full.direction == "pull":
         return candidate, "illegal: direction = pull needs memory that peers can read"
     if identity in seen:

@@ -157,6 +157,13 @@ class DeviceTransport(Protocol):
         """
         ...
 
+    def reason_no_adds(self) -> str | None:
+        """Return why this rank's kernels cannot add in the memory of all peers; None if they can.
+
+        Local; the answers of ranks may differ.
+        """
+        ...
+
     def memory(self, words: int, data_bytes: int) -> Memory:
         """Return zeroed symmetric memory, the same sizes on all ranks. Collective."""
         ...

@@ -60,6 +60,14 @@ class Device(Protocol):
         """Make a stream the current one."""
         ...
 
+    def peer_atomics(self, identity: str) -> bool | None:
+        """Return whether this GPU does atomic operations on another one's memory natively.
+
+        Returns:
+            None if this process does not see the other GPU.
+        """
+        ...
+
     def enqueue(self, body: Callable[[], None]) -> None:
         """Put operations of torch on the current stream."""
         ...
@@ -108,6 +116,11 @@ def _want_queues(count: int) -> None:
         )
 
 
+def _identity(properties: Any) -> str:
+    """Return the identity of the GPU that torch describes by these properties."""
+    return f"{socket.gethostname()}/{properties.uuid}"
+
+
 class CudaDevice:
     """A CUDA device of this process.
 
@@ -130,7 +143,7 @@ class CudaDevice:
         self.queues = QUEUES if queues is None else queues
         self.sm_count: int = properties.multi_processor_count
         self.capability = (properties.major, properties.minor)
-        self.identity = f"{socket.gethostname()}/{properties.uuid}"
+        self.identity = _identity(properties)
 
     @cached_property
     def driver(self) -> _C.Driver:
@@ -157,6 +170,13 @@ class CudaDevice:
         """Make a stream torch's current one."""
         external = torch.cuda.ExternalStream(stream, device=self.torch_device)
         return torch.cuda.stream(external)
+
+    def peer_atomics(self, identity: str) -> bool | None:
+        """Return whether this GPU does atomic operations on another one's memory natively."""
+        for peer in range(torch.cuda.device_count()):
+            if _identity(torch.cuda.get_device_properties(peer)) == identity:
+                return peer == self.index or self.driver.peer_atomics(self.index, peer)
+        return None
 
     def enqueue(self, body: Callable[[], None]) -> None:
         """Run ``body``: torch itself puts operations on the current stream."""

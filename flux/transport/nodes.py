@@ -99,6 +99,10 @@ class Nodes:
         """
         say_if_ready(self.exchange, problem)
 
+    def reason_no_adds(self) -> str | None:
+        """Return a reason: ranks of other nodes have memory that this rank cannot address."""
+        return f"ranks are on {self.nodes} nodes"
+
     def memory(self, words: int, data_bytes: int) -> Memory:
         """Return zeroed memory that the ranks of a node have mapped. Collective."""
         if self._inside is not None:

@@ -256,6 +256,10 @@ class OneGpuExchange:
         if problem is not None:
             raise ValueError(problem)
 
+    def reason_no_adds(self) -> str | None:
+        """Return None: all memory is the GPU's own."""
+        return None
+
     def memory(self, words: int, data_bytes: int) -> Memory:
         """Return the symmetric memory of the op, empty for ranks of other nodes."""
         everybody = self.of.memory(self.op, words, data_bytes)

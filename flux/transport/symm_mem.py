@@ -47,7 +47,7 @@ class SymmMem:
         self.exchange = exchange
         self.rank, self.world = exchange.rank, exchange.world
         self.device = device
-        everybody = exchange.all_gather(device.identity)
+        self._identities = everybody = exchange.all_gather(device.identity)
         self.sm_share = sm_share(device, everybody.count(device.identity))
         # A device cannot be added to a multicast group twice: torch may raise if ranks share a
         # device.
@@ -76,6 +76,22 @@ class SymmMem:
             ValueError: a rank cannot; on all ranks.
         """
         say_if_ready(self.exchange, problem)
+
+    def reason_no_adds(self) -> str | None:
+        """Return why this rank's kernels cannot add in the memory of all peers; None if they can.
+
+        Over PCIe atomic operations on a peer's memory are lost, or a fault. A GPU that this process
+        does not see (CUDA_VISIBLE_DEVICES) cannot be asked about.
+        """
+        for rank, identity in enumerate(self._identities):
+            if identity == self.device.identity:
+                continue
+            native = self.device.peer_atomics(identity)
+            if native is None:
+                return f"this process does not see the GPU of rank {rank}, to ask for atomics"
+            if not native:
+                return f"there are no native atomic operations on the GPU of rank {rank}"
+        return None
 
     def memory(self, words: int, data_bytes: int) -> Memory:
         """Return zeroed memory that all ranks have mapped. Collective."""

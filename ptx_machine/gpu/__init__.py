@@ -169,6 +169,10 @@ class Gpu:
         self._room_for_copies = on
         self._call("copies_need_room", int(on))
 
+    def native_peer_atomics(self, on: bool = True) -> None:
+        """Let the driver say that atomic operations on memory of other devices are native."""
+        self._call("peer_atomics", int(on))
+
     def set_graph_order(self, order: str) -> None:
         """Replay graphs ``"concurrent"``, or one node after the other, ``"kernels first"``."""
         self._call("kernels_first", {"concurrent": 0, "kernels first": 1}[order])

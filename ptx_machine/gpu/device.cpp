@@ -255,6 +255,7 @@ void Device::reset() {
   delay_us = copy_us = launch_us = 0;
   copies_refused = launches_refused = limits_room = loads_lazily = false;
   copies_need_room = kernels_first = false;
+  peer_atomics = true;
   starving_ms = loading_ms = 5000;
   ++generation;
   const char* queues = std::getenv("PTX_MACHINE_QUEUES");

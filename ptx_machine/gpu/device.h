@@ -177,7 +177,7 @@ class Device {
   std::atomic<int> copy_us{0}, launch_us{0};
   std::atomic<bool> copies_refused{false}, launches_refused{false};
   std::atomic<bool> limits_room{false}, loads_lazily{false};
-  std::atomic<bool> copies_need_room{false}, kernels_first{false};
+  std::atomic<bool> copies_need_room{false}, kernels_first{false}, peer_atomics{true};
   std::atomic<int> starving_ms{5000}, loading_ms{5000};
   std::atomic<int> streams_alive{0}, timed_events{0};
   std::atomic<int> kernels{0};     // launched, and not over

@@ -14,6 +14,8 @@ using namespace emulated;
 constexpr unsigned kMostOps = 255;  // cuda.h: the count "must be less than 256"
 constexpr const char* kForeign = "a stream waits for a word of another device";
 constexpr int kNotReady = 600;
+constexpr int kInvalidDevice = 101;
+constexpr int kNativeAtomics = 3;  // CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 thread_local std::string refusal;  // why the last call was refused
 
@@ -107,6 +109,7 @@ void emulator_refuse_launches(int yes) { device().launches_refused = yes != 0; }
 void emulator_limit_room(int yes) { device().limits_room = yes != 0; }
 void emulator_load_lazily(int yes) { device().loads_lazily = yes != 0; }
 void emulator_copies_need_room(int yes) { device().copies_need_room = yes != 0; }
+void emulator_peer_atomics(int yes) { device().peer_atomics = yes != 0; }
 void emulator_kernels_first(int yes) { device().kernels_first = yes != 0; }
 void emulator_starving_after(int ms) { device().starving_ms = ms; }
 void emulator_loading_after(int ms) { device().loading_ms = ms; }
@@ -139,6 +142,16 @@ int cuGetErrorString(int error, const char** text) {
   thread_local std::string said;
   said = error == kLaunchFailure ? device().error() : error == kRefused ? refusal : "refused";
   *text = said.c_str();
+  return 0;
+}
+int cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal;
+  return 0;
+}
+int cuDeviceGetP2PAttribute(int* value, int attribute, int from, int to) {
+  if (from == to) return kInvalidDevice;
+  if (attribute != kNativeAtomics) return kNotSupported;
+  *value = device().peer_atomics;
   return 0;
 }
 int cuCtxGetStreamPriorityRange(int* least, int* greatest) {

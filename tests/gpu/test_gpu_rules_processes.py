@@ -48,11 +48,25 @@ def _calls(rank: int, world: int, library: Path, op: str, direction: str) -> Non
             got = inputs.call(made, rank)
             made.wait()
             inputs.check(got, rank)
+    if direction == "push":
+        _adds_are_refused(rank, world, device)
     device.close()
 
 
+def _adds_are_refused(rank: int, world: int, device: EmulatedDevice) -> None:
+    """Rank 1 alone has a peer over PCIe; all ranks refuse."""
+    device.native_peer_atomics(rank != 1)
+    p = Problem("gemm_rs", ROWS * world, (16,), 8, BF16)
+    options: dict[str, Any] = {"backend": "cuda", "transport": "symm_mem", "timeout_s": 5.0}
+    with pytest.raises(ValueError, match=r"on rank 1 there are no native atomic .* GPU of rank 0"):
+        p.build(tuning=Knobs(reduce="in_flight"), **options)
+    p.build(tuning=Knobs(reduce="local"), **options).close()
+
+
 @pytest.mark.parametrize("direction", ["push", "pull"])
-def test_streams_wait_for_words_of_their_own_device(emulator: Path, direction: str) -> None:
+def test_streams_wait_for_words_of_their_own_device_and_pcie_adds_nothing(
+    emulator: Path, direction: str
+) -> None:
     run(3, _calls, emulator, "ag_gemm", direction)
 
 

@@ -91,6 +91,20 @@ def test_the_model_prunes_what_it_expects_to_be_slow() -> None:
     assert any(one.reason.startswith("too slow: predicted") for one in pruned)
 
 
+@pytest.mark.parametrize(("cluster", "adds"), [("flux-h800", True), ("flux-a100-pcie", False)])
+def test_adds_in_flight_are_tried_where_the_link_has_atomics(cluster: str, adds: bool) -> None:
+    full = load_space("sm90a")
+    space = replace(
+        full,
+        ops={"gemm_rs": {"reduce": ["local", "in_flight"]}},
+        kernels={"tile": [(128, 256, 64)], "schedule": ["cooperative"]},
+    )
+    problem = Problem(Op.gemm_rs, 4096, 8192, 8192, "bfloat16", 8)
+    kept, pruned = candidates(space, problem, Topology.flat(8), load_cluster(cluster))
+    assert any(one.knobs.reduce == "in_flight" for one in kept) == adds
+    assert any("needs atomics between GPUs" in one.reason for one in pruned) != adds
+
+
 @pytest.mark.parametrize(
     ("cluster", "space", "n", "k"),
     [("flux-h800", "sm90a", 49152, 12288), ("flux-a100-pcie", "sm80", 49152, 12288)],

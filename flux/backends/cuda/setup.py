@@ -42,16 +42,23 @@ def choose_kernels(
         preferred: the kernel that tuning found.
 
     Raises:
-        ValueError: a rank has none.
+        ValueError: a rank has none, or cannot add in its peers' memory, which the knobs want.
     """
     problem = None
+    if spec.op.reduces and knobs.reduce == "in_flight":
+        problem = transport.reason_no_adds()
+    if problem is not None:
+        problem = (
+            f"{spec.label}: reduce = in_flight adds in the memory of peers, and on rank "
+            f"{transport.rank} {problem}; use reduce = local"
+        )
     kernels = []
     args = (transport.device, knobs, sm_count, preferred, TRACE.get())
     try:
         for n in spec.local_n(transport.world, transport.rank):
             kernels.append(op_kernel(spec, transport.world, n, *args))
     except ValueError as error:
-        problem = str(error)
+        problem = problem or str(error)
     transport.ready(problem)
     return kernels
 

@@ -158,6 +158,9 @@ class EmulatedDevice(Gpu):
     def know(self, *tensors: torch.Tensor) -> None:
         """Let kernels access memory that peers share; stand-ins access any."""
 
+    def peer_atomics(self, identity: str) -> bool | None:
+        return self.driver.peer_atomics(0, 1)
+
     def is_current(self) -> bool:
         return self.current
 
