@@ -60,7 +60,7 @@ class Layout:
             guard_rows: rows that the kernel needs in front of each slot.
         """
         chunk = ceil_div(spec.max_m, world)
-        row = spec.row_elements() * spec.itemsize
+        row = spec.row_elements * spec.itemsize
         # There is no schedule with more than max_tiles signals.
         tiles = min(most_tiles, ceil_div(_C.core.max_tiles, world))
         if spec.op.gathers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flux.core.datafile import MOST_SIZE
@@ -45,6 +45,11 @@ class Problem:
         dtype: of x and the weight, as torch names it.
         world: number of ranks.
         nodes: number of hosts of the ranks.
+        itemsize: bytes of an element of the communicated matrix.
+        row_elements: elements of a communicated row: of the input (AllGather) or of the result.
+        row_bytes: bytes of a communicated row, without scales.
+        chunk: rows of the largest shard, ceil(M/W).
+        local: columns and depth of the largest local GEMM: that of rank 0.
     """
 
     op: Op
@@ -54,6 +59,11 @@ class Problem:
     dtype: str
     world: int
     nodes: int = 1
+    itemsize: int = field(init=False, repr=False, compare=False)
+    row_elements: int = field(init=False, repr=False, compare=False)
+    row_bytes: int = field(init=False, repr=False, compare=False)
+    chunk: int = field(init=False, repr=False, compare=False)
+    local: tuple[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "world", "nodes"):
@@ -67,6 +77,18 @@ class Problem:
                 raise ValueError(f"{name} must be at most {most}, got {value}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        n, k, world, dtype = self.n, self.k, self.world, DTYPES[self.dtype]
+        if self.op.gathers:
+            itemsize, elements, local = dtype.itemsize, k, (ceil_div(n, world), k)
+        else:
+            itemsize, elements, local = dtype.of_result.itemsize, n, (n, ceil_div(k, world))
+        vars(self).update(
+            itemsize=itemsize,
+            row_elements=elements,
+            row_bytes=itemsize * elements,
+            chunk=ceil_div(self.m, world),
+            local=local,
+        )
 
     def as_dict(self) -> dict[str, object]:
         """Return op, sizes, dtype and world, for JSON."""
@@ -77,27 +99,6 @@ class Problem:
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch's."""
         return DTYPES[self.dtype].torch
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of the communicated matrix."""
-        dtype = DTYPES[self.dtype]
-        return (dtype if self.op.gathers else dtype.of_result).itemsize
-
-    @property
-    def row_elements(self) -> int:
-        """Elements of a communicated row: of the input (AllGather) or of the result."""
-        return self.k if self.op.gathers else self.n
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a communicated row, without scales."""
-        return self.itemsize * self.row_elements
-
-    @property
-    def chunk(self) -> int:
-        """Rows of the largest shard, ceil(M/W)."""
-        return ceil_div(self.m, self.world)
 
     def share(self, size: int, rank: int) -> tuple[int, int]:
         """Return [begin, end) of ``size`` that belongs to ``rank``; may be empty."""
@@ -124,13 +125,6 @@ class Problem:
             return (end - begin, self.k)
         begin, end = self.share(self.k, rank)
         return (self.n, end - begin)
-
-    @property
-    def local(self) -> tuple[int, int]:
-        """Columns and depth of the largest local GEMM: that of rank 0."""
-        if self.op.gathers:
-            return (ceil_div(self.n, self.world), self.k)
-        return (self.n, ceil_div(self.k, self.world))
 
     def result_shape(self, rank: int) -> tuple[int, int]:
         """Return the shape of the result on ``rank``."""

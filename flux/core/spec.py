@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,6 +29,16 @@ class OpSpec:
 
     ``n`` and ``k`` are global sizes, in elements. ``dtype`` is that of x and the weights:
     float8_e4m3fn with a ``scaling`` other than ``none``.
+
+    Attributes that follow from the arguments:
+        label: the class name, for messages.
+        plain: whether results are just the product (and a bias) in the dtype of the operands.
+        out_dtype: dtype of results, partials and biases.
+        row_elements: elements of a communicated row: of the input (AllGather) or of the result.
+        itemsize: bytes of an element of the communicated matrix.
+        scales_travel: whether a row of x is sent with its float32 scale.
+        travelling_row: elements and dtype of a communicated row as the transport sees it: bytes if
+            its scale travels with it.
     """
 
     op: Op
@@ -41,8 +50,16 @@ class OpSpec:
     reduce: str
     activation: str = "none"
     scaling: str = "none"
+    label: str = field(init=False, repr=False, compare=False)
+    plain: bool = field(init=False, repr=False, compare=False)
+    out_dtype: torch.dtype = field(init=False, repr=False, compare=False)
+    row_elements: int = field(init=False, repr=False, compare=False)
+    itemsize: int = field(init=False, repr=False, compare=False)
+    scales_travel: bool = field(init=False, repr=False, compare=False)
+    travelling_row: tuple[int, torch.dtype] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        vars(self).update(label=self.op.label)
         if self.dtype not in DTYPES:
             names = ", ".join(dtypes.DTYPES)
             raise TypeError(f"{self.label}: dtype must be one of {names}, got {self.dtype}")
@@ -68,26 +85,19 @@ class OpSpec:
             raise ValueError(f"{self.label}: n must be one size, got {self.n}")
         if self.reduce not in ("sum", "avg"):
             raise ValueError(f"{self.label}: reduce must be 'sum' or 'avg', got {self.reduce!r}")
-
-    @property
-    def label(self) -> str:
-        """The class name, for messages."""
-        return self.op.label
-
-    @cached_property
-    def out_dtype(self) -> torch.dtype:
-        """Dtype of results, partials and biases."""
-        return DTYPES[self.dtype].of_result.torch
-
-    @cached_property
-    def itemsize(self) -> int:
-        """Bytes of an element of the communicated matrix."""
-        return (self.dtype if self.op.gathers else self.out_dtype).itemsize
-
-    @property  # no cached one: torch.compile traces this
-    def plain(self) -> bool:
-        """Whether results are just the product (and a bias) in the dtype of the operands."""
-        return self.scaling == "none" and self.activation == "none"
+        out_dtype = DTYPES[self.dtype].of_result.torch
+        travels, elements = (self.dtype, self.k) if self.op.gathers else (out_dtype, self.n[0])
+        row = (elements, travels)
+        if scales_travel := self.op.gathers and self.scaling == "row":
+            row = (elements * travels.itemsize + SCALE_BYTES, torch.uint8)
+        vars(self).update(
+            plain=self.scaling == "none" and self.activation == "none",
+            out_dtype=out_dtype,
+            row_elements=elements,
+            itemsize=travels.itemsize,
+            scales_travel=scales_travel,
+            travelling_row=row,
+        )
 
     def local_n(self, world: int, rank: int) -> tuple[int, ...]:
         """Return the columns of each weight on ``rank``."""
@@ -96,22 +106,6 @@ class OpSpec:
     def local_k(self, world: int, rank: int) -> int:
         """Return the depth of the GEMM on ``rank``."""
         return _C.core.local_k(self.op, self.k, world, rank)
-
-    @cached_property
-    def scales_travel(self) -> bool:
-        """Whether a row of x is sent with its float32 scale."""
-        return self.op.gathers and self.scaling == "row"
-
-    @property
-    def travelling_row(self) -> tuple[int, torch.dtype]:
-        """Elements and dtype of a communicated row as the transport sees it: bytes with a scale."""
-        if self.scales_travel:
-            return self.k * self.itemsize + SCALE_BYTES, torch.uint8
-        return (self.k, self.dtype) if self.op.gathers else (self.n[0], self.out_dtype)
-
-    def row_elements(self) -> int:
-        """Return the elements of a communicated row: of the input (AllGather) or of the result."""
-        return self.k if self.op.gathers else self.n[0]
 
     def digest(self, m: int, biased: bool) -> int:
         """Return a number that is equal on all ranks of a call that fits together."""

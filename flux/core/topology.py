@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,17 @@ class Topology:
     such mesh. For them ``uneven`` holds the host of each rank, ``nodes`` is the number of hosts,
     and ``lanes`` is the number of ranks of the largest host. Only the hierarchical order uses
     ``uneven``.
+
+    ``world`` is the number of ranks. ``mesh`` is (nodes, domains, lanes), as the native maps take
+    it; flat if there is no mesh.
     """
 
     nodes: int = 1
     domains: int = 1
     lanes: int = 1
     uneven: tuple[int, ...] = ()
+    world: int = field(init=False, repr=False, compare=False)
+    mesh: tuple[int, int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -37,6 +42,9 @@ class Topology:
                 f"Topology.uneven must number its hosts from 0 to {self.nodes - 1}, "
                 f"got {self.uneven}"
             )
+        world = len(self.uneven) or self.nodes * self.domains * self.lanes
+        mesh = (1, 1, world) if self.uneven else (self.nodes, self.domains, self.lanes)
+        vars(self).update(world=world, mesh=mesh)
 
     @staticmethod
     def flat(world: int) -> Topology:
@@ -52,16 +60,6 @@ class Topology:
         if of_ranks == tuple(rank // lanes for rank in range(nodes * lanes)):
             return Topology(nodes, 1, lanes)
         return Topology(nodes, 1, lanes, of_ranks)
-
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return len(self.uneven) or self.nodes * self.domains * self.lanes
-
-    @property
-    def mesh(self) -> tuple[int, int, int]:
-        """(nodes, domains, lanes), as the native maps take it; flat if there is no mesh."""
-        return (1, 1, self.world) if self.uneven else (self.nodes, self.domains, self.lanes)
 
     @property
     def hosts(self) -> tuple[int, ...]:

@@ -91,17 +91,17 @@ class NetworkSpec:
         nics: ports of a host that are up.
         gbits: Gbit/s of one port in one direction; 0 if unknown.
         latency_us: latency of one message.
+        gbs: GB/s of a host in one direction.
     """
 
     kind: str
     nics: int = 0
     gbits: float = 0.0
     latency_us: float = 0.0
+    gbs: float = field(init=False, repr=False, compare=False)
 
-    @property
-    def gbs(self) -> float:
-        """GB/s of a host in one direction."""
-        return self.nics * self.gbits / 8
+    def __post_init__(self) -> None:
+        vars(self).update(gbs=self.nics * self.gbits / 8)
 
 
 @dataclass(frozen=True)

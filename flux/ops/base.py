@@ -7,7 +7,7 @@ import os
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -135,7 +135,7 @@ class TensorParallelOp:
             tuned = tuning == "cache"
             kernel = fixed.kernel if fixed is not None else None
             agreed = {
-                **(asdict(spec) if spec else {}),
+                **{f.name: getattr(spec, f.name) for f in fields(OpSpec) if spec and f.init},
                 "backend": backend,
                 "tuning": "cache" if tuned else "off",
                 "knobs": str(knobs),

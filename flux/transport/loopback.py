@@ -292,7 +292,7 @@ class LoopbackPeers(Peers):
                 f"{self.world - 1}, got {len(tensors)}"
             )
         for index, (tensor, count) in enumerate(zip(tensors, rows, strict=True)):
-            shape, name = [count, spec.row_elements()], f"{spec.label}: {what} of rank {index + 1}"
+            shape, name = [count, spec.row_elements], f"{spec.label}: {what} of rank {index + 1}"
             if list(tensor.shape) != shape:
                 raise ValueError(f"{name} must be {shape}, got {list(tensor.shape)}")
             if tensor.dtype != dtype:

@@ -20,7 +20,7 @@ def sums_by_switch(spec: OpSpec, transport: DeviceTransport, knobs: Knobs) -> bo
 
     It does if they may be added in any order and a row is a multiple of its access size.
     """
-    row = spec.row_elements() * spec.itemsize
+    row = spec.row_elements * spec.itemsize
     wanted = spec.op.reduces and knobs.reduce == "in_flight"
     return wanted and transport.multicast and row % SWITCH_BYTES == 0
 
