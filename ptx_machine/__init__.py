@@ -115,14 +115,22 @@ class Device:
             a time need memory of the host: up to some gigabytes for large kernels on a whole H200.
         patience: seconds for which kernels may change nothing while blocks wait for room; then it
             is a deadlock.
+        idle_patience: seconds for which the threads of all kernels may poll memory that nothing
+            changes, or wait; then it is a deadlock. 0: kernels may poll for as long as they like.
     """
 
     def __init__(
-        self, *, model: str = "H200", multiprocessors: int | None = 8, patience: float = 10.0
+        self,
+        *,
+        model: str = "H200",
+        multiprocessors: int | None = 8,
+        patience: float = 10.0,
+        idle_patience: float = 0.5,
     ) -> None:
         self._machine = Machine()
         self._machine.configure(model, multiprocessors or _machine.multiprocessors_of(model))
         self._machine.patience = patience
+        self._machine.idle_patience = idle_patience
         self._kept: dict[int, Any] = {}  # by address, so that nobody else gets the memory
 
     def register(self, tensor: Any, name: str = "a tensor", *, written: bool = True) -> int:

@@ -208,6 +208,9 @@ PYBIND11_MODULE(_machine, m) {
       .def_property(
           "patience", [](Machine& m) { return m.room().patience; },
           [](Machine& m, double seconds) { m.room().patience = seconds; })
+      .def_property(
+          "idle_patience", [](Machine& m) { return m.room().idle_patience; },
+          [](Machine& m, double seconds) { m.room().idle_patience = seconds; })
       .def_property_readonly("modules", &Machine::modules)
       .def_property_readonly("blocks_running", [](Machine& m) { return m.room().running(); })
       .def_property_readonly("model", [](Machine& m) { return m.room().model().name; })

@@ -78,15 +78,15 @@ constexpr SpecialRow kSpecials[] = {
     {"%envreg1", [](const Context& c, Lanes& o) { o.fill(c.workspace >> 32); }},
     {"%envreg2", [](const Context& c, Lanes& o) { o.fill(c.workspace & 0xFFFFFFFF); }},
     // Time is the number of statements that were executed.
-    {"%clock64", [](const Context& c, Lanes& o) { o.fill(c.counters.statements); }},
-    {"%clock", [](const Context& c, Lanes& o) { o.fill(c.counters.statements & 0xFFFFFFFF); }},
-    {"%clock_hi", [](const Context& c, Lanes& o) { o.fill(c.counters.statements >> 32); }},
+    {"%clock64", [](const Context& c, Lanes& o) { o.fill(c.statements()); }},
+    {"%clock", [](const Context& c, Lanes& o) { o.fill(c.statements() & 0xFFFFFFFF); }},
+    {"%clock_hi", [](const Context& c, Lanes& o) { o.fill(c.statements() >> 32); }},
     {"%globaltimer",
      [](const Context& c, Lanes& o) {
-       const auto now = std::chrono::steady_clock::now().time_since_epoch();
-       const std::chrono::nanoseconds host = now;
-       o.fill(c.launch.real_time ? static_cast<std::uint64_t>(host.count())
-                                 : c.counters.statements);
+       const auto host = [] { return std::chrono::steady_clock::now().time_since_epoch(); };
+       o.fill(!c.launch.real_time ? c.statements()
+              : c.stopped_at != 0 ? c.stopped_at
+                                  : static_cast<std::uint64_t>(host() / std::chrono::nanoseconds(1)));
      }},
 };
 
@@ -115,6 +115,7 @@ class Decoding {
       // Lanes that a statement without a label sends to one stay where they are.
       if (op.label < 0) op.label = static_cast<int>(program.ops.size());
       op.acts = acts(s);
+      op.changes = changes(s);
       program.hands_registers |= s.opcode[0] == "setmaxnreg";
       for (const Operand& o : s.operands) program.has_workspace |= o.name.starts_with("%envreg");
       program.ops.push_back(std::move(op));

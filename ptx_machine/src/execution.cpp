@@ -10,6 +10,7 @@
 #include "engine.h"
 #include "order.h"
 #include "races.h"
+#include "spins.h"
 #include "trace.h"
 
 namespace ptx_machine {
@@ -19,7 +20,7 @@ namespace {
 constexpr int kTurn = 256;
 // With a seed: one in so many turns begins a stall of the warp, of at most so many rounds.
 constexpr int kStallEvery = 64, kLongestStall = 50;
-constexpr std::chrono::microseconds kNap{20};
+constexpr std::chrono::microseconds kNap{20}, kIdleNap{200};
 
 // Returns how many blocks a cluster has, as the launch or the kernel says, or one. Throws PtxError.
 Dim cluster_of(const Kernel& kernel, const Launch& launch) {
@@ -77,7 +78,7 @@ class Execution {
       : machine_(machine),
         program_(program),
         launch_(launch),
-        context_{nullptr, program, launch, counters_, nullptr, nullptr, 0, false, false, {}},
+        context_{nullptr, program, launch, counters_, nullptr, nullptr, 0, false, false, false, {}},
         random_(launch.seed),
         workspace_(machine, program.has_workspace),
         engine_(launch.seed == 0 ? nullptr : &random_),
@@ -118,7 +119,7 @@ class Execution {
         released_ = true;
         launch_.release_next();
       }
-      if (tenant_.waiting != 0 || tenant_.is_asked || tenant_.has_failed) {
+      if (tenant_.waiting != 0 || tenant_.is_idle || tenant_.is_asked || tenant_.has_failed) {
         machine_.room().check(tenant_, [this] { return standing(); });
       }
     }
@@ -226,7 +227,7 @@ class Execution {
     if (launch_.seed != 0) std::shuffle(warps.begin(), warps.end(), random_);
     bool stalled = false;
     for (Warp* warp : warps) {
-      if (launch_.seed != 0 && stalls(*warp)) {
+      if (launch_.seed != 0 && !spins_.on() && stalls(*warp)) {
         stalled = true;
         continue;
       }
@@ -235,7 +236,7 @@ class Execution {
       moved |= got_on;
       awake |= got_on && !context_.slept;
     }
-    tenant_.progress = acted_;
+    watch();
     moved |= std::exchange(context_.outside, false);
     if (!moved && stalled) {  // all that could go on was held back
       for (Warp* warp : warps) warp->stalled = 0;
@@ -243,6 +244,27 @@ class Execution {
     }
     if (moved && !awake) std::this_thread::sleep_for(kNap);
     return moved;
+  }
+
+  // Behind a round: whether threads only wait and poll, for what only others can bring.
+  void watch() {
+    const bool was_on = spins_.on();
+    spins_.round(changed_, !engine_.empty(), [this](auto&& f) { each_warp(f); });
+    if (spins_.on() && !was_on) races_.forget_values();  // a load that may be late is not
+    if (launch_.stops_clock) stop_clock(spins_.on());
+    tenant_.is_idle = spins_.idle();
+    if (!spins_.idle()) {
+      tenant_.progress = acted_;
+    } else if (!launch_.yield_turn) {
+      std::this_thread::sleep_for(kIdleNap);
+    }
+  }
+
+  void stop_clock(bool stop) {
+    if (stop == (context_.stopped_at != 0)) return;
+    const auto host = std::chrono::steady_clock::now().time_since_epoch();
+    context_.stopped_at = stop ? host / std::chrono::nanoseconds(1) : 0;
+    context_.stopped_statements = counters_.statements;
   }
 
   // Whether a warp gets no turn: now and then one is held back for long.
@@ -285,10 +307,10 @@ class Execution {
       const bool guarded = op.guard.kind == Value::Kind::kPredicate;
       const Mask mask =
           guarded ? group.mask & read_predicate(context_, op, op.guard, group.mask) : group.mask;
+      const int from = group.pc;
       const Outcome outcome = execute(warp, group, op, mask);
-      if (outcome == Outcome::kWait) {
-        return moved;
-      }
+      group.waits = outcome == Outcome::kWait;
+      if (group.waits) return moved;
       moved = true;
       if (outcome == Outcome::kExit) {
         group.pc += 1;
@@ -298,6 +320,10 @@ class Execution {
       }
       jump(warp, number, outcome == Outcome::kJump ? context_.taken : 0, op.label);
       if (outcome == Outcome::kYield) return true;
+      if (spins_.on() && outcome == Outcome::kJump && op.label <= from) {
+        spins_.loop(warp, from, context_.taken);
+        return true;
+      }
       if (warp.groups.size() > 1 && meets(warp, number)) return true;
     }
     return moved;
@@ -306,7 +332,10 @@ class Execution {
   Outcome execute(Warp& warp, Group& group, const Op& op, Mask mask) {
     if (mask == 0) return Outcome::kNext;
     if (warp.matrices != nullptr) check_matrix_registers(context_, op);
+    const bool watched = spins_.on();
+    if (watched) spins_.before(context_, op, mask);
     const Outcome outcome = perform(warp, op, mask);
+    if (watched) spins_.after(context_, op, mask);
     Tally& tally = warp.tallies[group.pc];
     if (launch_.events != nullptr) record(warp, group, mask, outcome);
     if (outcome == Outcome::kWait) {
@@ -319,6 +348,7 @@ class Execution {
     tally.threads += threads;
     tally.bytes += std::exchange(context_.bytes, 0);
     acted_ += op.acts ? 1 : 0;
+    if (op.changes && !std::exchange(context_.unchanged, false)) ++changed_;
     if (++counters_.statements > launch_.max_statements) {
       throw PtxError("no end after " + std::to_string(launch_.max_statements) + " statements; " +
                      where(warp, group));
@@ -434,9 +464,11 @@ class Execution {
   Engine engine_;
   Races races_;
   Tenant tenant_;
+  Spins spins_;
   std::uint64_t next_ = 0;     // cluster to be started
   std::uint32_t started_ = 0;  // blocks
   std::uint64_t acted_ = 0;    // statements that others can see
+  std::uint64_t changed_ = 0;  // those that have changed memory
   bool released_ = false;      // the next launch
   std::vector<std::unique_ptr<Cluster>> clusters_;
 };

@@ -59,6 +59,7 @@ struct Launch {
   bool races = true;         // they are errors, and reads of shared memory that was never written
   std::uint32_t device = 0;  // launches of one device are in the scope .gpu of each other
   bool real_time = false;    // %globaltimer is the host's; else it counts statements
+  bool stops_clock = false;  // clocks stand still while threads are found to poll for nothing
   Events* events = nullptr;  // records what is executed, if it is given
   // Programmatic dependent launch: whether the launch before it on the stream has ended, which
   // griddepcontrol.wait waits for; and what all blocks do with griddepcontrol.launch_dependents. Empty:
@@ -124,6 +125,7 @@ class Engine;
 struct MatrixOp;      // a decoded statement of wgmma: wgmma.h
 struct WarpMatrices;  // what wgmma has in flight in a warp
 struct WarpgroupLog;
+struct Spin;          // what is known of its loops: spins.h
 struct WarpOrder;     // what is ordered before what a warp does: order.h
 struct BlockOrder;    // races.h
 struct ClusterOrder;  // races.h
@@ -175,6 +177,7 @@ struct Op {
   bool saturates = false;  // .sat or .satfinite
   bool relu = false;
   bool acts = false;  // others can see what it does: it is not one of those that threads wait with
+  bool changes = false;     // it changes memory, unless its handler says Context::unchanged
   bool propagates = false;  // its results are no more written than its operands (Unwritten)
 };
 
@@ -201,6 +204,8 @@ struct Group {
   int pc = 0;
   int barrier = -1;         // that it has arrived at
   std::uint64_t phase = 0;  // of the barrier, when it arrived
+  bool waits = false;       // its last statement was not executed, as something is missing
+  const Op* polled = nullptr;  // what it loaded last, while it is watched (spins.h)
 };
 
 struct Copy {                // cp.async of one thread
@@ -233,6 +238,7 @@ struct Warp {
   std::uint64_t max_registers = 0;  // of a thread: setmaxnreg
   std::shared_ptr<WarpMatrices> matrices;  // if it has executed wgmma
   std::shared_ptr<WarpOrder> order;
+  std::shared_ptr<Spin> spin;
   Tally* tallies = nullptr;  // by statement
 };
 
@@ -346,6 +352,7 @@ struct Context {
   Group* group = nullptr;
   Mask taken = 0;
   bool slept = false;    // the statement was nanosleep
+  bool unchanged = false;  // the statement has stored what was there already
   bool outside = false;  // a statement waits for another launch
   std::array<Lanes, 8> scratch;
   Dim cluster{};                      // in blocks
@@ -358,6 +365,10 @@ struct Context {
   std::uint64_t bytes = 0;      // that the statement copies, where it does not say how many
   std::uint64_t releasing = 0;  // blocks that have released the next launch, or have ended
   std::uint64_t workspace = 0;  // of a grid whose blocks meet (Program::has_workspace)
+  // The host's, when clocks were stopped; 0: they run.
+  std::uint64_t stopped_at = 0, stopped_statements = 0;
+
+  std::uint64_t statements() const { return stopped_at != 0 ? stopped_statements : counters.statements; }
 
   [[noreturn]] void fail(const Op& op, const std::string& why) const;
   [[noreturn]] void fail(const Op& op, int lane, const std::string& why) const;
@@ -486,6 +497,10 @@ bool decode_extended(const Statement& s, Op& op);
 
 // Whether others can see what a statement does. Threads that only wait execute none of these.
 bool acts(const Statement& s);
+// Whether it may change memory, a thread's own included.
+bool changes(const Statement& s);
+// "12 bytes behind the start of NAME".
+std::string place_of(const Allocations& memory, std::uint64_t address);
 // Returns a line for each group of threads: where it is, and what it waits for. Warps, and blocks, of which
 // the same is true share a line.
 std::string describe_standing(const Context& c,

@@ -140,6 +140,7 @@ Outcome load(Context& c, const Op& op, Mask mask) {
 Outcome store(Context& c, const Op& op, Mask mask) {
   const Lanes base = read(c, op, 0, mask);
   const int bytes = bytes_of(op.type), count = static_cast<int>(op.values.size()) - 1;
+  c.unchanged = true;
   each(mask, [&](int l) {
     const std::uint64_t address = address_of(op, 0, base, l);
     std::uint8_t* to = at(c, op, l, op.space, address, bytes * count);
@@ -147,11 +148,14 @@ Outcome store(Context& c, const Op& op, Mask mask) {
       const std::uint64_t bits = cut(read(c, op, 1 + i, Mask{1} << l)[l], bytes);
       if (op.order.strong) {
         StrongAccess access(c, op, l, op.space, address + i * bytes, bytes, Use::kWrite);
-        access.settle(load_bytes(to + i * bytes, bytes));
+        const std::uint64_t before = load_bytes(to + i * bytes, bytes);
+        c.unchanged = c.unchanged && before == bits;
+        access.settle(before);
         store_bytes(to + i * bytes, bits, bytes);
         access.stored(bits);
       } else {
         const bool same = load_bytes(to + i * bytes, bytes) == bits;
+        c.unchanged = c.unchanged && same;
         note_write(c, op, l, op.space, address + i * bytes, bytes, same);
         store_bytes(to + i * bytes, bits, bytes);
       }
@@ -165,6 +169,7 @@ Outcome atomic(Context& c, const Op& op, Mask mask) {
   const Lanes base = read(c, op, 0, mask), by = read(c, op, 1, mask);
   const bool swaps = op.values.size() > 2;
   const Lanes with = swaps ? read(c, op, 2, mask) : Lanes{};
+  c.unchanged = true;
   each(mask, [&](int l) {
     const std::uint64_t address = address_of(op, 0, base, l);
     std::uint8_t* where = at(c, op, l, op.space, address, sizeof(T));
@@ -174,6 +179,7 @@ Outcome atomic(Context& c, const Op& op, Mask mask) {
     do {
       next = changed<T>(static_cast<Action>(op.number), old, get<T>(by[l]), get<T>(with[l]));
     } while (!cell.compare_exchange_weak(old, next));
+    c.unchanged = c.unchanged && bits_of(old) == bits_of(next);
     access.loaded(bits_of(old));
     access.stored(bits_of(next));
     if (!op.targets.empty()) write(c, op, 0, Mask{1} << l)[l] = bits_of(old);

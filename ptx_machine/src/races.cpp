@@ -18,14 +18,14 @@ std::string name_of(const Dim& d) {
   return text += ")";
 }
 
+}  // namespace
+
 std::string place_of(const Allocations& memory, std::uint64_t address) {
   auto next = memory.upper_bound(address);
   if (next == memory.begin()) return "address " + std::to_string(address);
   --next;
   return std::to_string(address - next->first) + " bytes behind the start of " + next->second.name;
 }
-
-}  // namespace
 
 // An access that is being checked.
 struct Races::Check {

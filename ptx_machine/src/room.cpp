@@ -153,7 +153,8 @@ void Room::wait(Tenant& tenant) {
 
 void Room::check(Tenant& tenant, const std::function<std::string()>& standing) {
   std::unique_lock<std::mutex> lock(mutex_);
-  const bool waits = tenant.waiting != 0 && !tenant.has_failed && !is_reporting_;
+  const bool stands = tenant.waiting != 0 || tenant.is_idle;
+  const bool waits = stands && !tenant.has_failed && !is_reporting_;
   if (waits && is_stuck(Clock::now())) {
     tenant.answer = standing();
     report(lock, tenant);
@@ -165,7 +166,8 @@ void Room::check(Tenant& tenant, const std::function<std::string()>& standing) {
   if (tenant.has_failed) throw PtxError(tenant.failure);
 }
 
-// Whether no kernel has changed anything for as long as patience lasts.
+// Whether no kernel has changed anything for as long as patience lasts, which is less where all that run are
+// idle.
 bool Room::is_stuck(Clock::time_point now) {
   std::uint64_t seen = events_;
   for (const Tenant* tenant : tenants_) seen += tenant->progress;
@@ -173,7 +175,13 @@ bool Room::is_stuck(Clock::time_point now) {
     seen_ = seen;
     since_ = now;
   }
-  return std::chrono::duration<double>(now - since_).count() > patience;
+  const bool idle = std::all_of(tenants_.begin(), tenants_.end(), [](const Tenant* tenant) {
+    return tenant->is_idle || tenant->places.empty();
+  });
+  const bool waits = std::any_of(tenants_.begin(), tenants_.end(),
+                                 [](const Tenant* tenant) { return tenant->waiting != 0; });
+  const double stood = std::chrono::duration<double>(now - since_).count();
+  return (waits && stood > patience) || (idle && idle_patience > 0 && stood > idle_patience);
 }
 
 // Ends all kernels, with what each of them waits for. They run in other threads of the host, which tell
@@ -191,7 +199,7 @@ void Room::report(std::unique_lock<std::mutex>& lock, Tenant& by) {
   });
   is_reporting_ = false;
   if (!is_stuck(Clock::now())) return;  // something has changed in the meantime
-  std::string waits, holds;
+  std::string waits, holds, held;
   for (const Tenant* tenant : tenants_) {
     if (tenant->waiting != 0) {
       waits += "\n  " + tenant->kernel + " waits for room for " +
@@ -199,13 +207,16 @@ void Room::report(std::unique_lock<std::mutex>& lock, Tenant& by) {
                describe(tenant->block);
     }
     if (!tenant->places.empty()) {
+      held += "\n  " + tenant->kernel + tenant->answer;
       holds += "\n  " + tenant->kernel + " has room for " + std::to_string(tenant->places.size()) +
                " blocks, each of " + describe(tenant->block) + tenant->answer;
     }
   }
-  const std::string text = "deadlock: blocks wait for room on " +
-                           std::to_string(multiprocessors()) + " multiprocessors of " +
-                           model_->name + ", and what runs changes nothing" + waits + holds;
+  const std::string text =
+      waits.empty() ? "deadlock: every thread waits, or polls what nothing changes" + held
+                    : "deadlock: blocks wait for room on " + std::to_string(multiprocessors()) +
+                          " multiprocessors of " + model_->name +
+                          ", and what runs changes nothing" + waits + holds;
   for (Tenant* tenant : tenants_) {
     tenant->failure = text;
     tenant->has_failed = true;

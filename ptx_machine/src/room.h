@@ -31,6 +31,7 @@ struct Tenant {
   std::uint64_t waiting = 0;               // clusters without room
   std::vector<int> places;                 // multiprocessors of the blocks that have room
   std::atomic<std::uint64_t> progress{0};  // statements that change something others can see
+  std::atomic<bool> is_idle{false};        // its threads wait, or poll what does not change
   std::atomic<bool> is_asked{false};       // for what its threads do
   std::string answer;
   std::string failure;  // why it has to end
@@ -59,12 +60,14 @@ class Room {
 
   // Sleeps until there may be room. Throws PtxError when no kernel gets on.
   void wait(Tenant& tenant);
-  // Throws PtxError when blocks of the tenant wait for room and no kernel gets on, or when that was found
-  // for another kernel. A kernel that runs calls it now and then. `standing` tells where its threads are.
+  // Throws PtxError when blocks of the tenant wait for room or the tenant is idle, and no kernel gets on,
+  // or when that was found for another kernel. A kernel that runs calls it now and then. `standing` tells where its threads are.
   void check(Tenant& tenant, const std::function<std::string()>& standing);
 
   // How long kernels with room may change nothing while others wait, in seconds.
   double patience = 10;
+  // How long all kernels may be idle, in seconds; 0: waits end by timeouts of their own.
+  double idle_patience = 0;
 
  private:
   using Clock = std::chrono::steady_clock;

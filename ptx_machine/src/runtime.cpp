@@ -393,6 +393,7 @@ bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& modul
   request.device = device;
   request.races = races;
   request.real_time = true;  // peers are other threads, or processes
+  request.stops_clock = machine.room().idle_patience > 0;
   if (yield_turn_ != nullptr) request.yield_turn = [this] { return yield_turn_() != 0; };
   if (run_early_ != nullptr) {
     request.release_next = release_next_;

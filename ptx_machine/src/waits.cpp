@@ -3,6 +3,7 @@
 #include <cstdio>
 
 #include "mbarrier.h"
+#include "spins.h"
 
 namespace ptx_machine {
 namespace {
@@ -71,7 +72,7 @@ std::string reason_of(const Warp& warp, const Group& group, const Op& op) {
   if (group.barrier >= 0) return at_barrier(warp, group, op);
   const Mask elsewhere = warp.alive & ~group.mask;
   const std::string others = "lanes " + hex(elsewhere) + " of its warp, which are elsewhere";
-  if (name == "mbarrier" && s.opcode[1] == "try_wait") return at_mbarrier(warp, group, op);
+  if (name == "mbarrier" && (s.opcode[1] == "try_wait" || s.opcode[1] == "test_wait")) return at_mbarrier(warp, group, op);
   if (name == "griddepcontrol" && has(s, "wait")) return "the end of the launch before it";
   if (name == "barrier" && has(s, "cluster") && has(s, "wait")) {
     const Cluster& cluster = *warp.block->cluster;
@@ -89,8 +90,11 @@ std::string reason_of(const Warp& warp, const Group& group, const Op& op) {
 
 std::string standing_of(const Context& c, const Warp& warp, const Group& group) {
   if (group.pc >= static_cast<int>(c.program.ops.size())) return "";
-  const Op& op = c.program.ops[group.pc];
-  const std::string reason = reason_of(warp, group, op);
+  const bool polls = !group.waits && group.polled != nullptr;
+  const Op& op = polls ? *group.polled : c.program.ops[group.pc];
+  const std::string reason = polls && op.statement->opcode[0] != "mbarrier"
+                                 ? describe_poll(c, warp, group, op)
+                                 : reason_of(warp, group, op);
   return ", lanes " + hex(group.mask) + ": " +
          c.program.module->describe(*c.program.kernel, *op.statement) +
          (reason.empty() ? "" : "\n      waits for " + reason);
@@ -139,6 +143,12 @@ bool acts(const Statement& s) {
     if (name == other) return true;
   }
   return false;
+}
+
+bool changes(const Statement& s) {
+  const std::string& name = s.opcode[0];
+  if (name == "st") return true;
+  return acts(s) && name != "bar" && name != "barrier" && name != "mma" && name != "wmma";
 }
 
 std::string describe_standing(const Context& c,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from typing import Any
 
 import pytest
 import torch
 
-from ptx_machine import PtxError
+from ptx_machine import Device, Module, PtxError
 from ptx_text import await_phase, kernel, run
 
 
@@ -102,3 +104,76 @@ def test_many_blocks_are_not_all_listed() -> None:
 def test_blocks_without_room_are_counted() -> None:
     text = deadlock("bar.sync 1, 64;", grid=40, block=32, multiprocessors=1)
     assert "8 more blocks have no room on a multiprocessor" in text
+
+
+# -- polls -----------------------------------------------------------------------------------------
+
+POLL = """
+    ld.param.u64 %rd1, [p0];
+WAIT:
+    {before}
+    ld.acquire.gpu.global.u32 %r2, [%rd1+16];
+    {behind}
+    setp.lt.s32 %p1, %r2, 3;
+    @%p1 bra WAIT;
+"""
+NEVER = "waits for a change of 4 bytes at 16 bytes behind the start of argument 0 of k, seen: 0"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "before, behind, expected",
+    [
+        ("", "", ", expected: value >= 3"),
+        ("nanosleep.u32 20;", "sub.s32 %r2, %r2, 7;", r", expected: \(value - 7\) >= 3"),
+        # Lanes that try in turn, and come back to where they were after some rounds.
+        ("add.u32 %r3, %r3, 1; and.b32 %r3, %r3, 7;", "", ", expected: value >= 3"),
+        ("bar.sync 0;", "", ", expected: value >= 3"),
+        ("st.global.u32 [%rd1+64], 7;", "", ", expected: value >= 3"),
+        ("atom.global.cas.b32 %r4, [%rd1+64], 1, 2;", "", ", expected: value >= 3"),
+    ],
+)
+def test_a_flag_that_never_comes(before: str, behind: str, expected: str, seed: int) -> None:
+    """At once: not after all the statements that a launch may have."""
+    body = "mov.u32 %r3, 0;" + POLL.format(before=before, behind=behind)
+    with pytest.raises(PtxError, match="deadlock: every thread waits, or polls") as raised:
+        data = torch.zeros(64, dtype=torch.int64)
+        run(kernel(body, 1), [data], block=64, grid=2, seed=seed, max_statements=300_000)
+    text = str(raised.value)
+    assert re.search(NEVER + expected, text), text
+    if "bar.sync" not in before:  # where one of the warps may be found at the barrier
+        assert "block (0, 0, 0) and 1 other like it" in text and "warps 0-1" in text
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_poll_that_ends_by_itself_is_none(seed: int) -> None:
+    body = "mov.u32 %r3, 0;" + POLL.format(
+        before="", behind="add.u32 %r3, %r3, 1; setp.gt.u32 %p2, %r3, 5000; @%p2 mov.u32 %r2, 3;"
+    )
+    data = torch.zeros(64, dtype=torch.int64)
+    Device(idle_patience=0.01).launch(
+        Module(kernel(body, 1)), "k", grid=1, block=32, args=[data], seed=seed
+    )
+
+
+def test_launches_that_wait_for_each_other() -> None:
+    """One polls, the other waits at a barrier: both are told of; while one computes, none is."""
+    device, module = Device(idle_patience=0.1), Module(kernel(POLL.format(before="", behind=""), 1))
+    errors: list[str] = []
+
+    def poll(data: torch.Tensor) -> None:
+        try:
+            device.launch(module, "k", grid=1, block=32, args=[data])
+        except PtxError as error:
+            errors.append(str(error))
+
+    flags = [torch.zeros(64, dtype=torch.int64) for _ in range(2)]
+    threads = [threading.Thread(target=poll, args=(flag,)) for flag in flags]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2 and all(error.count(NEVER) == 2 for error in errors), errors
+    flags[0][2] = 3
+    poll(flags[0])
+    assert len(errors) == 2
