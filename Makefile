@@ -41,15 +41,8 @@ CORE_TESTS = $(sort $(wildcard tests/core/test_core_*.py)) $(addprefix tests/,$(
 
 WORKERS := $(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8)))
 STRESS := 10
-STRESS_TESTS = $(addprefix tests/,$(addsuffix .py, \
-  cpu/test_races cpu/test_every_op cpu/test_endings cpu/test_faults cpu/test_topology_orders \
-  hosts/test_network layers/test_library layers/test_megatron_gpt layers/test_megatron_layers \
-  layers/test_compile layers/test_compile_layers layers/test_gradcheck layers/test_replace_linears \
-  layers/test_megatron_compile project/test_tsan bench/test_bench_op bench/test_bench_suite \
-  tune/test_tuner tune/test_tune_gpu kernels/test_device_compile gpu/test_gpu gpu/test_symm_mem \
-  gpu/test_gpu_loopback gpu/test_gpu_processes gpu/test_cuda_backend gpu/test_cuda_nodes \
-  gpu/test_virtual_puts gpu/test_nvshmem_ops core/test_fuzz_files \
-  ptx/test_many_kernels ptx/test_seeded_bugs))
+# Every file that does more under FLUX_TEST_STRESS.
+STRESS_TESTS = $(sort $(shell grep -rlE 'STRESS|stress_only|[*=] ?more|g(pu|pt)_cases' tests --include='test_*.py'))
 SET := minimal
 ARCHS := 80,90a
 NVSHMEM := 1

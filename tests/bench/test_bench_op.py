@@ -28,7 +28,7 @@ from flux.cli.app import app
 from flux.core.knobs import Op
 from flux.core.problem import Problem
 from flux.launch import spawn
-from harness import more, nothing_left_in_shared_memory, run_ranks
+from harness import more, nothing_left_in_shared_memory, run_ranks, stress_only
 from scripts import (
     forked,
     processes_of_session,
@@ -258,15 +258,18 @@ def test_invalid_problem_prints_no_traceback() -> None:
 ENDLESS = ["-m", "flux", "bench", "op", *SHAPE, "--repeats", "1000000"]
 
 
-def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
+)
+def test_an_interrupt_ends_all_processes(number: int, status: int, tmp_path: Path) -> None:
     process = start_forked_command(ENDLESS, tmp_path)
     while len(processes_of_session(process.pid)) < 4:  # itself, a server, two ranks
         assert process.is_alive(), (tmp_path / "err").read_text()
         time.sleep(0.05)
     time.sleep(0.5)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     assert_ended(process)
-    assert process.exitcode == 130
+    assert process.exitcode == status
     assert "Traceback" not in (tmp_path / "err").read_text()
 
 
@@ -280,6 +283,7 @@ def assert_ended(process: Any) -> None:
     assert not left
 
 
+@stress_only  # of the interpreters, which import torch
 def test_a_command_in_the_background_can_be_ended() -> None:
     """A shell script starts it with SIGINT ignored."""
     command = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, *ENDLESS]

@@ -24,7 +24,7 @@ from flux.core import env
 from flux.core.knobs import Op
 from flux.core.problem import Problem
 from flux.launch.spawn import RankFailedError
-from harness import more, nothing_left_in_shared_memory
+from harness import more, nothing_left_in_shared_memory, stress_only
 from scripts import ROOT
 
 NAMES = ["async_tp", "te_userbuffers", "byte_flux", "cublasmp"]
@@ -42,8 +42,14 @@ def measured(name: str, op: str, dtype: str = "bfloat16", python: str = "") -> M
     return launch.measured(config(op, dtype), lambda what, done, total: None, factory)
 
 
-@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
-@pytest.mark.parametrize("name", ["async_tp", "te_userbuffers", "cublasmp"])
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        *(("async_tp", op) for op in ("ag_gemm", "gemm_rs")),
+        *more(*((name, "ag_gemm") for name in ("te_userbuffers", "cublasmp"))),
+        *((name, "gemm_rs") for name in ("te_userbuffers", "cublasmp")),
+    ],
+)
 def test_adapters_compute_the_op_and_are_checked(name: str, op: str) -> None:
     result = measured(name, op)
     assert result.complaints == []
@@ -90,11 +96,12 @@ def test_byte_flux_runs_in_its_own_processes(byte_flux: Any) -> None:
     assert peer.comm_cpu_ms is None, "its CPU time is another process's"
 
 
+@stress_only  # of the interpreters, which import torch
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
         ("raise ValueError('no such kernel')", "ValueError: no such kernel"),
-        *more(("import os; os._exit(3)", "its process is gone")),
+        ("import os; os._exit(3)", "its process is gone"),
     ],
 )
 def test_failure_of_byte_flux_names_the_peer(fault: str, words: str, byte_flux: Any) -> None:

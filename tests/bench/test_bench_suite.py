@@ -30,7 +30,7 @@ from flux.core.knobs import Op
 from flux.core.problem import Problem
 from flux.launch.progress import Progress
 from flux.launch.spawn import RankFailedError
-from harness import stress_only
+from harness import more, stress_only
 from peer_cases import Stub
 from scripts import ROOT, SUPPORT, start_forked_command, under_torchrun
 
@@ -528,7 +528,7 @@ def test_all_peers_are_excluded_when_a_rank_dies_and_no_peer_is_named() -> None:
     assert all("excluded after a failure" in reason for reason in second[1].values())
 
 
-@pytest.mark.parametrize("fault", ["", "raise", "kill"])
+@pytest.mark.parametrize("fault", ["raise", "kill", *more("")])
 def test_faulty_peer_is_excluded_and_other_results_stay(fault: str) -> None:
     base = BenchConfig(Problem(Op.gemm_rs, 4, 4, 4, "float32", 2), repeats=2, warmup=0)
     odd = replace(base, problem=replace(base.problem, m=5))

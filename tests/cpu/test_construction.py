@@ -73,9 +73,13 @@ def _silent_peer(rank: int, world: int, op: str, where: str | None) -> list[str]
     return heard
 
 
-@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
 @pytest.mark.parametrize(
-    "where", [None, "flux.ops.base.choice.choose", "flux.transport.shm.create"]
+    ("op", "where"),
+    [
+        ("ag_gemm", None),
+        ("gemm_rs", "flux.ops.base.choice.choose"),
+        ("ag_gemm", "flux.transport.shm.create"),
+    ],
 )
 def test_a_silent_peer_is_waited_for_no_longer_than_timeout(op: str, where: str | None) -> None:
     with fresh_ranks(2) as ranks:

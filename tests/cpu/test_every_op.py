@@ -27,14 +27,13 @@ def test_random_cases(op: str, world: int) -> None:
 
 
 @each_op
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *more(4)])
 def test_every_combination_of_knobs(op: str, world: int) -> None:
-    cases = every_combination_of_knobs(op, world)
-    run_ranks(world, check_cases, cases if world == 2 or STRESS > 1 else cases[::4])
+    run_ranks(world, check_cases, every_combination_of_knobs(op, world))
 
 
 @each_op
-@pytest.mark.parametrize("path", ["fused", "medium", "unfused"])
+@pytest.mark.parametrize("path", ["fused", "unfused", *more("medium")])
 @pytest.mark.parametrize("world", [*more(1, 2), 3])
 def test_every_dtype_layout_and_weight_order(op: str, world: int, path: str) -> None:
     run_ranks(world, check_cases, every_dtype_layout_and_weight_order(op, path))
@@ -46,10 +45,9 @@ def test_every_dtype_layout_and_weight_order(op: str, world: int, path: str) -> 
     [
         Knobs(),
         Knobs(direction="pull"),
-        Knobs(direction="push"),
         Knobs(store="staged", tile=(256, 64), comm_tile_rows=100),
-        Knobs(store="staged", comm_tile_rows=1),
         Knobs(path="medium"),
+        *more(Knobs(direction="push"), Knobs(store="staged", comm_tile_rows=1)),
     ],
     ids=str,
 )

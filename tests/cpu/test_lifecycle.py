@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import signal
 import threading
 import time
@@ -23,7 +24,15 @@ from flux.transport import exchange
 from flux.transport.abandonable import Abandonable, Threads
 from flux.transport.placement import Placement
 from flux.transport.watch import Watch
-from harness import held, nothing_left_in_shared_memory, resident_bytes, run_ranks, settled
+from harness import (
+    STRESS,
+    held,
+    more,
+    nothing_left_in_shared_memory,
+    resident_bytes,
+    run_ranks,
+    settled,
+)
 from reference import Inputs, Problem
 from scripts import programs
 
@@ -103,13 +112,15 @@ def test_single_rank_needs_no_workspace() -> None:
     run_ranks(1, world_of_one)
 
 
-def gives_back(rank: int, world: int, how: str) -> None:
+def gives_back(rank: int, world: int) -> None:
     warm_up()
     gc.collect()
     before = held()
     # Either a worker, or a thread that waits for gloo's reduce_scatter, is kept between calls.
     cases = [*((op_name, THREADED) for op_name in OPS), ("gemm_rs", Knobs(path="unfused"))]
-    for op_name, tuning in cases:
+    hows = ("close", "with", "del", "exception")
+    every = itertools.product(cases, hows) if STRESS > 1 else zip(cases, hows, strict=True)
+    for (op_name, tuning), how in every:
         problem = Problem(op_name, 40, (50,), 60)
         op = problem.build(tuning=tuning)
         inputs = Inputs(problem, 40, world, seed=0)
@@ -159,10 +170,9 @@ def test_a_thread_in_a_call_that_does_not_return_is_replaced() -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("how", ["close", "with", "del", "exception"])
-def test_closing_releases_everything(how: str) -> None:
+def test_closing_releases_everything() -> None:
     with nothing_left_in_shared_memory():
-        run_ranks(3, gives_back, how)
+        run_ranks(3, gives_back)
 
 
 def refused_construction(rank: int, world: int) -> None:
@@ -217,7 +227,7 @@ def closing_inside(rank: int, world: int, op_name: str, how: str, streams: int) 
     inputs = Inputs(problem, 24, world, seed=1)
     warm_up()
     before = held()
-    for _ in range(5):
+    for _ in range(2):
         op = problem.build(tuning=Knobs(copy_streams=streams), timeout_s=60.0)
         inputs.check(inputs.call(op, rank), rank)
         closer = threading.Timer(0.1, op.close)
@@ -244,8 +254,9 @@ def closing_inside(rank: int, world: int, op_name: str, how: str, streams: int) 
     assert settled(before) == before
 
 
-@pytest.mark.parametrize("how", ["thread", "signal"])
-@pytest.mark.parametrize("streams", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "streams"), [("thread", 1), ("signal", 0), *more(("thread", 0), ("signal", 1))]
+)
 @pytest.mark.parametrize("op", OPS)
 def test_close_interrupts_a_call_in_progress(op: str, how: str, streams: int) -> None:
     with nothing_left_in_shared_memory():
@@ -295,7 +306,7 @@ def closing_while_peers_still_read(rank: int, world: int) -> None:
                 inputs.check(got, rank)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *more(4)])
 def test_a_rank_may_close_as_soon_as_it_has_its_result(world: int) -> None:
     run_ranks(world, closing_while_peers_still_read)
 
@@ -323,8 +334,9 @@ def memory_over_many_calls(rank: int, world: int, calls: int) -> int:
 
 
 def test_resident_memory_is_flat() -> None:
-    for grown in run_ranks(2, memory_over_many_calls, 4000, timeout=200):
-        assert grown < 1 << 20, f"grew by {grown} bytes in 4000 calls"
+    calls = 2000 * STRESS
+    for grown in run_ranks(2, memory_over_many_calls, calls, timeout=200):
+        assert grown < 1 << 20, f"grew by {grown} bytes in {calls} calls"
 
 
 def schedules_of_many_m(rank: int, world: int) -> int:

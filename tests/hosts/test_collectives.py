@@ -249,8 +249,15 @@ def ends(rank: int, world: int, hosts: str, how: str, victim: int) -> dict[str, 
         return {"text": str(raised.value), "took": took, "died": died}
 
 
-@pytest.mark.parametrize("how", ["killed", "closes", "stalls"])
-@pytest.mark.parametrize(("hosts", "victim"), [("ab", 1), ("aabb", 2), ("aabb", 1)])
+@pytest.mark.parametrize(
+    ("hosts", "victim", "how"),
+    [
+        *(("aabb", 2, how) for how in ("killed", "closes", "stalls")),
+        ("aabb", 1, "killed"),
+        *more(*(("ab", 1, how) for how in ("killed", "closes", "stalls"))),
+        *more(("aabb", 1, "closes"), ("aabb", 1, "stalls")),
+    ],
+)
 def test_a_rank_that_is_gone_is_named(hosts: str, victim: int, how: str) -> None:
     with fresh_ranks(len(hosts)) as ranks:
         ranks.start(ends, hosts, how, victim)

@@ -35,7 +35,7 @@ from flux.launch.hosts import (
     set_link,
 )
 from flux.launch.spawn import run_ranks
-from harness import BUSY
+from harness import BUSY, more
 from reference import Inputs, Problem
 from scripts import Ended, forked, start_forked_command
 
@@ -201,7 +201,7 @@ def stall_and_return(argument: tuple[str, float, int], rank: int, progress: Any)
     return {"calls": 2 * every, "longest": of_all.item()}
 
 
-@pytest.mark.parametrize(("pause", "every"), [(0.3, 4), (2.0, 2)])
+@pytest.mark.parametrize(("pause", "every"), [(0.3, 4), *more((2.0, 2))])
 def test_calls_complete_when_the_link_returns_in_time(
     pause: float, every: int, make_hosts: MakeHosts
 ) -> None:

@@ -19,7 +19,7 @@ from flux import Knobs, PeerTimeoutError
 from flux.core.env import HOST
 from flux.select.choose import Modelled
 from flux.select.heuristic import ONE_SHOTS
-from harness import BUSY, fresh_ranks, run_ranks
+from harness import BUSY, fresh_ranks, more, run_ranks
 from reference import Inputs, Problem
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
@@ -45,7 +45,7 @@ def many_calls(rank: int, world: int, hosts: str, in_rounds: bool) -> None:
 
 
 @pytest.mark.parametrize("in_rounds", [False, True])
-@pytest.mark.parametrize("hosts", ["ab", "aabb", "aab", "abc"])
+@pytest.mark.parametrize("hosts", ["aab", "abc", *more("ab", "aabb")])
 def test_calls_match_float64(hosts: str, in_rounds: bool) -> None:
     run_ranks(len(hosts), many_calls, hosts, in_rounds)
 
@@ -208,7 +208,7 @@ def ends(rank: int, world: int, hosts: str, how: str, victim: int) -> dict[str, 
 
 
 @pytest.mark.parametrize("how", ["killed", "closes", "stalls"])
-@pytest.mark.parametrize(("hosts", "victim"), [("ab", 1), ("aabb", 3)])
+@pytest.mark.parametrize(("hosts", "victim"), [("aabb", 3), *more(("ab", 1))])
 def test_a_rank_that_is_gone_is_named(hosts: str, victim: int, how: str) -> None:
     with fresh_ranks(len(hosts)) as ranks:
         ranks.start(ends, hosts, how, victim)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import harness
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools, replace_linears
 from flux.ops.pool import pool_of
-from harness import run_ranks, stress_only
+from harness import more, run_ranks, stress_only
 
 harness.PRELOAD += [
     "torch.distributed.tensor.parallel",
@@ -77,7 +77,7 @@ def _compiled(rank: int, world: int, backend: str, sp: bool, recompute: bool) ->
     close_pools()
 
 
-@pytest.mark.parametrize("sp", [True, False], ids=["sequence_parallel", "replicated"])
+@pytest.mark.parametrize("sp", [False, *more(True)], ids=["replicated", *more("sequence_parallel")])
 def test_layers_with_aot_eager_match_eager(sp: bool) -> None:
     run_ranks(2, _compiled, "aot_eager", sp, False)
 

@@ -133,7 +133,7 @@ def _ag_gemm(rank: int, world: int, m: int, transpose: bool) -> None:
         check(function, (m, k), weight, weight)
 
 
-@pytest.mark.parametrize("transpose", [False, True], ids=["nk", "kn"])
+@pytest.mark.parametrize("transpose", [True, *more(False)], ids=["kn", *more("nk")])
 @pytest.mark.parametrize(("world", "m"), [*more((2, 4), (2, 3)), (3, 2)])
 def test_gradients_of_ag_gemm(world: int, m: int, transpose: bool) -> None:
     run_ranks(world, _ag_gemm, m, transpose)
@@ -153,8 +153,10 @@ def _reducing(rank: int, world: int, kind: str, m: int, reduce: str, transpose: 
         check(function, (m, k), (k, n) if transpose else (n, k), (n,))
 
 
-@pytest.mark.parametrize("reduce", ["sum", "avg"])
-@pytest.mark.parametrize("transpose", [False, True], ids=["nk", "kn"])
+@pytest.mark.parametrize(
+    ("reduce", "transpose"),
+    [("avg", False), ("sum", True), *more(("sum", False), ("avg", True))],
+)
 @pytest.mark.parametrize("kind", ["GemmRS", "GemmAR"])
 @pytest.mark.parametrize(("world", "m"), [*more((2, 3)), (3, 4)])
 def test_gradients_of_gemm_rs_and_gemm_ar(
@@ -179,8 +181,9 @@ def _column(rank: int, world: int, split: bool, whole: bool) -> None:
     close_pools()
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["split", "gather_output"])
-@pytest.mark.parametrize("split", [False, True], ids=["", "sequence_parallel"])
+@pytest.mark.parametrize(
+    ("split", "whole"), [(False, True), (True, False), *more((False, False), (True, True))]
+)
 @pytest.mark.parametrize("world", [*more(2), 3])
 def test_gradients_of_the_column_layer(world: int, split: bool, whole: bool) -> None:
     run_ranks(world, _column, split, whole)
@@ -199,8 +202,9 @@ def _row(rank: int, world: int, split: bool, parallel: bool) -> None:
     close_pools()
 
 
-@pytest.mark.parametrize("parallel", [False, True], ids=["whole", "input_is_parallel"])
-@pytest.mark.parametrize("split", [False, True], ids=["", "sequence_parallel"])
+@pytest.mark.parametrize(
+    ("split", "parallel"), [(False, True), (True, False), *more((False, False), (True, True))]
+)
 @pytest.mark.parametrize("world", [*more(2), 3])
 def test_gradients_of_the_row_layer(world: int, split: bool, parallel: bool) -> None:
     run_ranks(world, _row, split, parallel)

@@ -82,7 +82,7 @@ def _mlp_on_hosts(rank: int, world: int, hosts: int) -> None:
         close_pools()  # a pool knows its hosts
 
 
-@pytest.mark.parametrize(("world", "hosts"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "hosts"), [(2, 2), *more((4, 2))])
 def test_mlp_between_hosts_equals_one_process(world: int, hosts: int) -> None:
     run_ranks(world, _mlp_on_hosts, hosts)
 
@@ -444,7 +444,7 @@ def _leaks(rank: int, world: int) -> None:
     once()
     gc.collect()
     before = held()
-    for _ in range(5):
+    for _ in range(3):
         once()
     gc.collect()
     assert held() == before

@@ -20,7 +20,7 @@ from flux.core.env import HOST
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
 from flux.ops.gradients import OwnRows, WeightGrad
 from flux.ops.pool import pool_of
-from harness import fresh_ranks, run_ranks
+from harness import fresh_ranks, more, run_ranks
 from op_cases import failing_work
 
 S, D, F = 24, 16, 48
@@ -267,7 +267,7 @@ def _results(rank: int, world: int, hosts: str) -> None:
         same([twin.row.weight.grad], want[3:4])
 
 
-@pytest.mark.parametrize("hosts", ["ab", "abc", "aab", "aabb"])
+@pytest.mark.parametrize("hosts", ["ab", "aab", *more("abc", "aabb")])
 def test_gradients_between_hosts(hosts: str) -> None:
     run_ranks(len(hosts), _results, hosts)
 
@@ -307,6 +307,6 @@ def _gathers(rank: int, world: int, hosts: str) -> None:
             assert torch.equal(wait(), whole)
 
 
-@pytest.mark.parametrize("hosts", ["", "ab", "abc", "aab"])
+@pytest.mark.parametrize("hosts", ["", "aab", *more("ab", "abc")])
 def test_gathers_in_flight_without_a_gemm_are_correct(hosts: str) -> None:
     run_ranks(len(hosts) or 2, _gathers, hosts)

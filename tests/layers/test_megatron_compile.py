@@ -10,7 +10,7 @@ import torch
 import harness
 from flux.bench.megatron_cpu import Norm, megatron_on_cpu
 from flux.layers import close_pools, replace_linears
-from harness import STRESS, run_ranks
+from harness import more, run_ranks
 from megatron_cases import config
 
 harness.PRELOAD += ["torch._dynamo", "torch._inductor.compile_fx"]
@@ -70,10 +70,10 @@ def _compiled(rank: int, world: int, backend: str, sp: bool) -> None:
 
 
 # Of the same ops tests/layers/test_compile_layers.py runs Inductor's code each time.
-INDUCTOR = [("inductor", True)] if STRESS > 1 else []
+FURTHER = more(("aot_eager", False), ("inductor", True))
 
 
-@pytest.mark.parametrize(("backend", "sp"), [("aot_eager", True), ("aot_eager", False), *INDUCTOR])
+@pytest.mark.parametrize(("backend", "sp"), [("aot_eager", True), *FURTHER])
 def test_megatrons_layers_are_one_graph(backend: str, sp: bool) -> None:
     run_ranks(2, _compiled, backend, sp)
 

@@ -248,7 +248,7 @@ def _both_equal(layers: list[nn.Linear], x: torch.Tensor, name: str) -> None:
         torch.testing.assert_close(got, want, msg=name)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, *more(3)])
 def test_features_that_ranks_do_not_divide_match_torch(world: int) -> None:
     run_ranks(world, _uneven)
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import harness
 from compile_cases import Block, D, S, passes_only, plan, quick_inductor
 from flux.integrations import symm_mem
-from harness import run_ranks, stress_only
+from harness import more, run_ranks, stress_only
 
 harness.PRELOAD += [
     "torch.distributed.tensor.parallel",
@@ -116,7 +116,7 @@ def test_float32_partials() -> None:
     assert run_ranks(2, _large_partials) == [[False, True]] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *more(torch.float32)])
 def test_products_equal_pytorch(dtype: torch.dtype) -> None:
     run_ranks(2, _gathers, dtype)
     run_ranks(3, _scatters, dtype)

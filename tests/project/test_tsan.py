@@ -1,8 +1,8 @@
 """The copy engine and the signal pad with ranks as threads: data races, lost wake-ups, faults.
 
 csrc/tests has the programs. ThreadSanitizer finds a missing release or acquire on any machine, x86
-included, whose strong ordering would hide it from every other test; the plain program, which links
-what flux._C is made of, is fast enough for many more calls.
+included, whose strong ordering would hide it from every other test. The plain program, which links
+what flux._C is made of, is fast enough for many more calls: `make stress` runs it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import STRESS
+from harness import STRESS, stress_only
 from side_by_side import built_once
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ ENGINE = ("cpu/engine", "cpu/engine_reduce", "cpu/engine_network", "cpu/engine_t
 OTHERS = ("schedule/routes", "schedule/schedule", "cpu/processes", "cpu/reduce")
 UNITS = {"plain": PROGRAM, "tsan": (*PROGRAM, *ENGINE, *OTHERS)}
 FLAGS = {"plain": [], "tsan": ["-fsanitize=thread"]}
-KINDS = pytest.mark.parametrize("kind", FLAGS)
+KINDS = pytest.mark.parametrize("kind", ["tsan", pytest.param("plain", marks=stress_only)])
 CALLS = {"plain": 150 * STRESS, "tsan": 25 * STRESS}  # per op and world
 COMPILER = os.environ.get("CXX") or "g++"
 
@@ -144,6 +144,7 @@ def test_a_raise_without_release_is_found(builds: Builds) -> None:
     assert done.returncode == 66 and "data race" in done.stderr, done.stderr
 
 
+@stress_only
 def test_a_write_before_all_have_entered_is_found(builds: Builds) -> None:
     mutant = builds.mutant(
         "plain",

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from flux.machine.cluster import Cluster, load_cluster
 from flux.runtime.centauri.module import RuntimePlan, parallelize, sharded
 from flux.runtime.centauri.planner import CHUNK_BYTES, PREFETCH, plan_run
-from harness import run_ranks
+from harness import more, run_ranks
 
 
 class Block(nn.Module):
@@ -137,6 +137,6 @@ def runs_as_planned(rank: int, world: int, fixed: RuntimePlan) -> None:
         sharded(model).close()
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [True, *more(False)])
 def test_ranks_begin_collectives_in_the_planned_order(shared: bool) -> None:
     run_ranks(4, runs_as_planned, RuntimePlan(shared_memory=shared, timeout_s=30.0))

@@ -91,7 +91,7 @@ def replicated(rank: int, world: int, sizes: tuple[int, ...], folder: str) -> No
     sharded(model).close()
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2), *more((2, 2, 1))], ids=str)
 def test_replicas_are_those_of_hsdp(sizes: tuple[int, ...], tmp_path: Path) -> None:
     run_ranks(4, replicated, sizes, str(tmp_path))
 
@@ -151,7 +151,7 @@ def beside_tensor_parallelism(rank: int, world: int, sizes: tuple[int, int]) -> 
     sharded(model).close()
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2), *more((2, 1))], ids=str)
 def test_a_part_of_a_mesh_beside_tensor_parallelism(sizes: tuple[int, int]) -> None:
     run_ranks(4, beside_tensor_parallelism, sizes)
 

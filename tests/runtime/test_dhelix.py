@@ -30,7 +30,7 @@ from flux.plan.policies.interleave import graph_of_layer
 from flux.runtime import slices
 from flux.runtime.dhelix.schedule import ScheduleDHelix, _Chunk, best_script, folded, script_time
 from flux.runtime.dhelix.strands import StrandEnded, Strands
-from harness import BUSY, PRELOAD, fresh_ranks, run_ranks
+from harness import BUSY, PRELOAD, fresh_ranks, more, run_ranks
 from scripts import ROOT
 
 PRELOAD.append("torch.distributed.pipelining")
@@ -129,7 +129,7 @@ def gradients(rank: int, world: int, tp: int, script: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("pp, tp", [(1, 2), (2, 1), (2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize("pp, tp", [(1, 2), (2, 2), (4, 1), *more((2, 1), (4, 2))])
 def test_gradients_are_those_of_1f1b(pp: int, tp: int) -> None:
     found = run_ranks(pp * tp, gradients, tp, "BF" if pp < 4 else "FBBFFB")
     for at in range(tp):  # ranks of one place in their tensor-parallel group hold a whole model

@@ -18,7 +18,7 @@ from flux.cli.app import app
 from flux.plan.model import Parallel, TrainingStep
 from flux.runtime.execute import Executor, OperatorWork, coordinates, measured, members
 from flux.runtime.run import PlanRun, schedules_of
-from harness import run_ranks
+from harness import more, run_ranks
 
 DENSE = Layer(16, 64, 4, 4, 4, False)
 EXPERTS = Layer(16, 0, 4, 4, 4, True, Moe(4, 2, 16))
@@ -70,11 +70,10 @@ def steps(rank: int, world: int, config: PlanRun) -> None:
 @pytest.mark.parametrize(
     "parallel, layer",
     [
-        (Parallel(tp=2), DENSE),
         (Parallel(tp=2, sequence=True), DENSE),
         (Parallel(tp=2, pp=2), DENSE),
-        (Parallel(pp=4), DENSE),
         (Parallel(dp=2, ep=2), EXPERTS),
+        *more((Parallel(tp=2), DENSE), (Parallel(pp=4), DENSE)),
     ],
     ids=str,
 )

@@ -144,10 +144,10 @@ def test_an_op_runs_the_tuned_winner(here: None, emulator: Path, tmp_path: Path,
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("stale", "elements are wrong"),
         ("hangs", "PeerTimeoutError"),
         ("faults", "rank 1: RuntimeError: CUDA error: an illegal memory access"),
-        *more(("wrong", "wrong result: 1 of"), ("dies", "rank 1: killed by SIGSEGV")),
+        *more(("wrong", "wrong result: 1 of"), ("stale", "elements are wrong")),
+        *more(("dies", "rank 1: killed by SIGSEGV")),
     ],
 )
 def test_bad_candidates_are_excluded_with_the_reason(

@@ -299,13 +299,16 @@ def test_tuning_real_ops_excludes_no_candidate(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_budget_ends_the_search_and_a_later_run_goes_on(tmp_path: Path) -> None:
-    rounds = (2, 25)
-    short = Options(rounds=rounds, budget_s=6.0)
-    first, cache = tune(tmp_path, tune_makers.times, options=short)
-    assert not first.settled and 0 < first.rounds_done < 25 * 4
+    whole = Options(rounds=(2, 12))
+    for budget_s in (3.0, 12.0):  # ranks of a busy machine may take the first one to start
+        short = replace(whole, budget_s=budget_s)
+        first, cache = tune(tmp_path, tune_makers.times, options=short)
+        if first.rounds_done:
+            break
+    assert not first.settled and first.rounds_done
     if first.winner is not None:
         assert list(cache.entries())
-    second, _ = tune(tmp_path, tune_makers.times, options=Options(rounds=rounds))
+    second, _ = tune(tmp_path, tune_makers.times, options=whole)
     assert second.settled and second.winner is not None
     for name, taken in first.samples.items():
         assert second.samples[name][: len(taken)] == taken, "what was measured is measured again"
@@ -326,16 +329,20 @@ def command(folder: Path) -> tuple[list[str], dict[str, str]]:
 def test_killed_search_resumes_and_keeps_the_cache_intact(tmp_path: Path) -> None:
     rng = random.Random(5)
     arguments, variables = command(tmp_path)
+    runs = tmp_path / "cache" / "runs"
     journal_bytes = 0
-    for _ in range(2 if STRESS == 1 else 6):
+    for _ in range(1 if STRESS == 1 else 6):
         process = start_forked_command(arguments, tmp_path, variables)
-        time.sleep(rng.uniform(0.2, 3.0))
+        while not any("round" in path.read_text() for path in runs.glob("*.jsonl")):
+            assert process.is_alive(), (tmp_path / "err").read_text()
+            time.sleep(0.02)
+        time.sleep(rng.uniform(0.0, 0.1 * STRESS))
         process.kill()
         process.join()
         cache = Cache(tmp_path / "cache")
         list(cache.entries())
         assert cache.damaged() == []
-        journals = list((tmp_path / "cache" / "runs").glob("*.jsonl"))
+        journals = list(runs.glob("*.jsonl"))
         size = sum(path.stat().st_size for path in journals)
         if journals:
             assert size >= journal_bytes - 4096, "what was written down is lost"
