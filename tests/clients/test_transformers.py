@@ -6,10 +6,13 @@ Every model has two layers of width 64. References are in float64, on one rank.
 from __future__ import annotations
 
 import copy
+import os
 import re
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -351,9 +354,84 @@ def test_plan_that_cannot_be_applied_raises() -> None:
     run_ranks(3, _refused)
 
 
-def test_quickstart_runs(tmp_path: Path) -> None:
+def documented(start: str) -> str:
+    """Return the page's piece of Python that starts so."""
     page = (ROOT / "docs" / "use" / "transformers.md").read_text(encoding="utf-8")
-    quickstart = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
+    pieces = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return next(piece for piece in pieces if piece.startswith(start))
+
+
+def _trained(rank: int, world: int, path: str) -> list[list[float]]:
+    """Return losses and norms of gradients of Transformers' Trainer, and of the saved weights."""
+    import accelerate
+    from accelerate.state import AcceleratorState
+
+    settings = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.1,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "optim": "sgd",
+        "gradient_checkpointing": True,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    trainers = []
+
+    def trainer(*args: Any, **kwargs: Any) -> Any:
+        trainers.append(transformers.Trainer(*args, **kwargs))
+        return trainers[0]
+
+    rng = torch.Generator().manual_seed(3)
+    rows = [{"input_ids": torch.randint(1, 101, (9,), generator=rng)} for _ in range(16)]
+    for row in rows:
+        row["labels"] = row["input_ids"].clone()
+        row["labels"][: len(rows) // 4] = -100
+    quick = partial(transformers.TrainingArguments, **settings)
+    names = {"accelerate": accelerate, "TrainingArguments": quick, "Trainer": trainer, "rows": rows}
+    processes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    histories = []
+    for kind in ("own", "sharded")[:world]:
+        folder = f"{path}/{kind}{world}"
+        if world == 1:
+            model, environment = build("tied"), {}
+        else:
+            model = build("tied") if kind == "own" else sharded(rank, "tied", f"{folder}w")
+            replace_linears(model, mesh=dist.group.WORLD)
+            environment = {name: str(value) for name, value in processes.items()}
+        recipe = documented("class Parallelism").replace("tp_size=2", f"tp_size={world}")
+        with mock.patch.dict(os.environ, environment):
+            try:
+                # Global, because the Trainer pickles the class.
+                globals().update(names, model=model, folder=folder)
+                exec(recipe, globals())
+            finally:
+                AcceleratorState._reset_state(True)
+        logs = [log for log in trainers.pop().state.log_history if "grad_norm" in log]
+        dist.barrier()
+        saved = type(model).from_pretrained(f"{folder}/checkpoint-2").parameters()
+        norms = [float(parameter.norm()) for parameter in saved]
+        histories.append([v for log in logs for v in (log["loss"], log["grad_norm"])] + norms)
+        assert len(logs) == 2
+    close_pools()
+    return histories
+
+
+def test_trainer_equals_that_of_the_whole_model(tmp_path: Path) -> None:
+    """With accumulation, checkpointing, clipped gradients and saved weights."""
+    pytest.importorskip("accelerate", minversion="1.12", reason="needs accelerate: make clients")
+    whole = run_ranks(1, _trained, str(tmp_path))[0][0]
+    for histories in run_ranks(2, _trained, str(tmp_path)):
+        assert len(histories) == 2
+        for history in histories:
+            assert history == pytest.approx(whole, rel=1e-4)
+
+
+def test_quickstart_runs(tmp_path: Path) -> None:
+    quickstart = documented("import torch")
     assert len(quickstart.splitlines()) <= 12
     path = tmp_path / "quickstart.py"
     path.write_text(quickstart, encoding="utf-8")
