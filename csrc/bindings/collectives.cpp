@@ -153,7 +153,8 @@ void bind_collectives(py::module_& m) {
             c.set_delay(nanoseconds(longest_s), seed);
           },
           py::arg("longest_s"), py::arg("seed"))
-      .def_property_readonly("bytes_sent", &Collectives::bytes_sent);
+      .def_property_readonly("bytes_sent", &Collectives::bytes_sent)
+      .def_property_readonly("private_bytes", &Collectives::private_bytes);
   m.def(
       "collective_partners",
       [](std::vector<int> hosts, int rank) {

@@ -155,6 +155,8 @@ class Collectives {
 
   void set_delay(std::chrono::nanoseconds longest, std::uint64_t seed);
   std::uint64_t bytes_sent() const;  // to other hosts
+  // Bytes of buffers that no other rank sees: those for sums, and those for what arrives, which grow.
+  std::size_t private_bytes() const { return sums_.size() + received_bytes_.load(); }
 
  private:
   // At the start of each rank's data. Written by its owner only.
@@ -240,7 +242,7 @@ class Collectives {
   std::vector<char> sums_;  // two slots: sums of this host, as they are sent
   // For each host: room for ahead_ rounds of what it sends.
   std::unique_ptr<char[]> received_;
-  std::size_t received_bytes_ = 0;
+  std::atomic<std::size_t> received_bytes_{0};  // any thread may ask for it
 
   std::mutex busy_;               // held during a call
   std::unique_ptr<Mover> mover_;  // once a call needed it

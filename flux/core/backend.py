@@ -60,7 +60,7 @@ class Backend(Protocol):
 
     @property
     def workspace_bytes(self) -> int:
-        """Symmetric memory of this rank, in bytes."""
+        """Memory of this rank for calls, in bytes."""
 
     @property
     def remote_peers(self) -> Sequence[int]:

@@ -97,7 +97,7 @@ class HostCollectives:
         memory = shm.allocate(exchange, placement, 0, nbytes, exchange.label)
         sockets = connect(exchange, _C.collective_partners(hosts, self.rank))
         self._processes = memory.processes
-        self.workspace_bytes = memory.nbytes
+        self._shared_bytes = memory.nbytes
         self._native = _C.Collectives(
             rank=self.rank,
             hosts=hosts,
@@ -108,6 +108,11 @@ class HostCollectives:
             memory=memory.segments,
             slot_bytes=slot,
         )
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory of this rank, in bytes; larger once a call needed more for what arrives."""
+        return 0 if self._native is None else self._shared_bytes + self._native.private_bytes
 
     @property
     def native(self) -> _C.Collectives:

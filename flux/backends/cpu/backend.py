@@ -93,7 +93,7 @@ class CpuBackend:
         layout = SegmentLayout.serving(spec, topology, choice)
         memory = shm.allocate(exchange, placement, layout.signals, layout.data_bytes, spec.label)
         data = memory.data
-        self.workspace_bytes = memory.nbytes
+        self._shared_bytes = memory.nbytes
         native = DTYPES[spec.out_dtype].native
         assert native is not None  # results are never float8
         self.engine = _C.Engine(
@@ -140,10 +140,15 @@ class CpuBackend:
             self.network.open()
         if any(knobs.path == "one_shot" for knobs in choice.variants()):
             self.one_shot = OneShot(spec, exchange, placement, self.engine, timeout_s, self.spin_s)
-            self.workspace_bytes += self.one_shot.collectives.workspace_bytes
         self._diagnosis = Diagnosis(
             spec, self.rank, self.engine, memory.processes.pids, self.network
         )
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory of this rank, in bytes: see ``Backend.workspace_bytes``."""
+        one_shot = 0 if self.one_shot is None else self.one_shot.collectives.workspace_bytes
+        return self._shared_bytes + one_shot
 
     def _view(self, data: torch.Tensor, elements: int) -> torch.Tensor:
         return data[: elements * self._wire.itemsize].view(self._wire)
