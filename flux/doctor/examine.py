@@ -279,7 +279,9 @@ def topology_items(cluster: Cluster) -> list[Item]:
     ]
     if cluster.trees:
         items.append(Item("PCIe trees with devices", str(cluster.trees)))
-    rates = f"{network.gbits:g} Gbit/s each" if network.gbits else "speed not stated"
+    rates = (
+        f"{network.gbits:g} Gbit/s each" if network.gbits else "speed not stated, so ops measure it"
+    )
     ports = f"{network.nics} x {network.kind}" if network.nics else "none"
     items.append(
         Item("network ports", ports, OK if network.nics else ABSENT, rates * (network.nics > 0))

@@ -9,8 +9,10 @@ weights with one gathered input, before the block runs. Inside it they return th
 block gets an input of the whole shape, which only they may read: it holds NaN. The block's
 row-parallel layer is a GemmRS.
 
-The first layer shards if the shape suits: the same choice on all ranks. Sequences shorter than W,
-compiled graphs, modules that were replaced and hooks of users keep activations whole.
+The first layer shards if the shape suits. Sequences shorter than W, compiled graphs, modules that
+were replaced and hooks of users keep activations whole. Ranks compare this choice, and what else
+decides which ops a call runs, before any of them: otherwise they would wait for one another in
+different ops.
 
 The last layer's result is gathered. A model of Transformers that computes the logits of the last
 tokens alone (logits_to_keep, without gradients) gets these tokens from the rank that has them, and
@@ -20,6 +22,8 @@ NaN for the others.
 from __future__ import annotations
 
 import inspect
+import zlib
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -53,6 +57,8 @@ from flux.machine.detection import detect
 from flux.machine.host import memory_identity
 from flux.ops import AGGemm, torch_internals
 from flux.ops.gradients import Grad, as_rows, column_grads, fresh, weight_grad
+from flux.ops.pool import pool_of
+from flux.select.choose import with_measured_network
 from flux.select.sequence import BlockSizes, SequenceChoice
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.placement import Placement
@@ -239,7 +245,7 @@ class Stack:
 
     def __init__(self, model: nn.Module, plan: SequencePlan, choice: SequenceChoice | None) -> None:
         modules = dict(model.named_modules())
-        self.features, self._choice = plan.features, choice
+        self._model, self.features, self._choice = model, plan.features, choice
         self._kept = 0  # how many of the last tokens the model reads of its decoder; 0: all
         row = modules[plan.blocks[0].row]
         assert isinstance(row, SequenceRowwise)
@@ -297,9 +303,22 @@ class Stack:
         if any(parent._modules.get(name) is not module for parent, name, module in self._placed):
             reason = "modules of the sequence-parallel plan were replaced"
         reason = reason or _reason_observed(self._observable)
+        pool = pool_of(resolve_group(self.group_name))
+        pool.agree(lambda: self._described(x, reason is None), pool.timeout_s)
         if reason is not None:
             say_once(f"sequence parallelism: activations stay whole, because {reason}")
         return reason is None
+
+    def _described(self, x: torch.Tensor, shards: bool) -> str:
+        """Return a call of the decoder, with all that decides which collectives it makes."""
+        kept = f"the last {self._kept}" if self._kept else "all"
+        text = f"a decoder on {'shards of' if shards else 'whole'} {list(x.shape)} {x.dtype}, "
+        text += f"results for {kept} tokens, "
+        text += _count("modules in training", (m.training for m in self._model.modules()))
+        if torch.is_grad_enabled():
+            needed = (p.requires_grad for p in self._model.parameters())
+            text += f", {_count('gradients', needed)}, input gradient: {x.requires_grad}"
+        return text
 
     def gather(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Gather the last layer's result, or the tokens of it that are read."""
@@ -332,11 +351,16 @@ class Stack:
         return x
 
 
+def _count(what: str, flags: Iterable[bool]) -> str:
+    """Return how many flags are set, and a digest of which."""
+    values = bytes(flags)
+    return f"{sum(values)} {what} ({zlib.crc32(values):08x})"
+
+
 def _reason_observed(modules: list[tuple[str, nn.Module]]) -> str | None:
     """Return which module has a hook or a forward that is neither ours nor Transformers'.
 
-    It may read or change activations, and would take a shard for all of them. Ranks that differ in
-    their hooks run different ops, which time out.
+    It may read or change activations, and would take a shard for all of them.
     """
     if internals._global_forward_hooks or internals._global_forward_pre_hooks:
         return "hooks of all modules are registered"
@@ -406,10 +430,12 @@ def modelled_choice(
     exchange.timeout_s = LAYER_TIMEOUT_S.get()
     known = dtype in DTYPES and kind in ("cpu", "cuda")
     ranks = exchange.all_gather((memory_identity(), detect(kind) if known else None))
-    nodes, cluster = Placement.of_processes(memory for memory, _ in ranks).count, ranks[0][1]
+    placement, cluster = Placement.of_processes(memory for memory, _ in ranks), ranks[0][1]
     if cluster is None:
         return None
-    return SequenceChoice(blocks, dtype, exchange.world, nodes, cluster)
+    if kind == "cpu" and placement.count > 1:
+        cluster = with_measured_network(cluster, exchange, placement)
+    return SequenceChoice(blocks, dtype, exchange.world, placement.count, cluster)
 
 
 def check_world(model: nn.Module, plan: SequencePlan, world: int) -> None:

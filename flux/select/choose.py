@@ -29,6 +29,7 @@ from flux.select.heuristic import ONE_SHOTS
 from flux.select.keys import Key, versions
 from flux.select.winners import Entry, Winner, fit, most_tiles
 from flux.transport.exchange import Exchange
+from flux.transport.link_speed import measured_gbs
 from flux.transport.placement import Placement
 
 _warned: set[str] = set()
@@ -202,7 +203,21 @@ def choose(
         return Tuned(entry, spec, topology, exchange.rank == 0, legal, kernel)
     if kind == "cuda" or cluster is None:
         return Fixed(Knobs())  # flux/select/kernel.py models its kernels
+    if apart:
+        cluster = with_measured_network(cluster, exchange, placement)
     return modelled(spec, topology, cluster, apart)
+
+
+def with_measured_network(cluster: Cluster, exchange: Exchange, placement: Placement) -> Cluster:
+    """Return a host of CPU ranks with a measured speed of its network, if none is stated.
+
+    Collective; ``cluster`` and the result are equal on all ranks.
+    """
+    if cluster.network.gbs:
+        return cluster
+    nics = max(cluster.network.nics, 1)
+    gbits = measured_gbs(exchange, placement) * 8 / nics
+    return replace(cluster, network=replace(cluster.network, nics=nics, gbits=gbits))
 
 
 def _look_up(

@@ -35,6 +35,8 @@ from flux.launch.hosts import (
     set_link,
 )
 from flux.launch.spawn import run_ranks
+from flux.select.choose import Modelled
+from flux.transport.link_speed import SIZES
 from harness import BUSY, more
 from reference import Inputs, Problem
 from scripts import Ended, forked, start_forked_command
@@ -124,24 +126,46 @@ def test_failed_creation_leaves_no_namespaces(monkeypatch: pytest.MonkeyPatch) -
 # -- hosts that are there --------------------------------------------------------------------------
 
 
-def throughput(megabytes: int, rank: int, progress: Any) -> tuple[float, int]:
-    """Seconds that a transfer from rank 0 to rank 1 took, and the bytes that left rank 0's host."""
+def measured_speed() -> float:
+    """Return the GB/s that the cost model gets, after checks of how it gets there."""
+    problem = Problem("gemm_ar", 64, (512,), 64)
+    speeds = []
+    for _ in range(2):
+        before = link_bytes()
+        with problem.build(tuning="cache") as op:
+            choice = op._choice
+            assert isinstance(choice, Modelled)
+            speeds.append(choice.cluster.network.gbs)
+        sent = link_bytes() - before
+    assert sent < SIZES[0]  # the group's first op has measured
+    everywhere = [None, None]
+    dist.all_gather_object(everywhere, speeds)
+    assert len({speed for speeds in everywhere for speed in speeds or ()}) == 1
+    return speeds[0]
+
+
+def throughput(megabytes: int, rank: int, progress: Any) -> tuple[float, int, float]:
+    """Seconds that a transfer from rank 0 to rank 1 took, and the bytes that left rank 0's host.
+
+    Then the speed that ops measure, in GB/s.
+    """
     data = torch.ones(megabytes << 18)
     before = link_bytes()
     dist.barrier()
     began = time.monotonic()
     dist.send(data, 1) if rank == 0 else dist.recv(data, 0)
     dist.barrier()
-    return time.monotonic() - began, link_bytes() - before
+    return time.monotonic() - began, link_bytes() - before, measured_speed()
 
 
 @pytest.mark.alone
 def test_a_link_has_its_speed(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(2, "200mbit")
-    took, sent = run_ranks(throughput, 8, 2, places=hosts.placed((0, 1)))
+    took, sent, measured = run_ranks(throughput, 8, 2, places=hosts.placed((0, 1)))
     wire = (8 << 20) * 8 / 200e6
     assert 0.9 * wire < took < 2.0 * wire
     assert 8 << 20 <= sent < 1.05 * (8 << 20)
+    assert 0.5 * 0.025 < measured < 1.2 * 0.025
     hosts.close()
     assert not namespaces(os.getpid())
 

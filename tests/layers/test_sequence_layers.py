@@ -248,6 +248,44 @@ def test_what_shards_cannot_serve_keeps_activations_whole() -> None:
     run_ranks(2, _kept_whole)
 
 
+def _different_on_one_rank(rank: int, world: int) -> None:
+    """What one rank has set otherwise, so that it would run other ops, is an error on all."""
+    whole, model = _pair()
+    tokens = torch.randint(VOCAB, (2, 6), generator=torch.manual_seed(1))
+    _compare(whole, model, tokens)
+    hooks = []
+
+    def hook() -> None:
+        hooks.append(model.layers[0].register_forward_hook(lambda _, args, y: y))
+
+    changes: list[tuple[Callable[[], object], Callable[[], object]]] = [
+        (hook, lambda: hooks.pop().remove()),
+        (model.layers[1].eval, model.train),
+        (
+            lambda: model.layers[1].before.requires_grad_(False),
+            lambda: model.layers[1].before.requires_grad_(True),
+        ),
+        (
+            lambda: model.embed_tokens.requires_grad_(False),
+            lambda: model.embed_tokens.requires_grad_(True),
+        ),
+        (model.embed_tokens.float, model.embed_tokens.double),
+    ]
+    for change, undo in changes:
+        if rank == 1:
+            change()
+        with pytest.raises(ValueError, match=r"disagree .* a decoder on (whole|shards of)"):
+            model(tokens)
+        if rank == 1:
+            undo()
+    _compare(whole, model, tokens)
+    close_pools()
+
+
+def test_one_rank_that_differs_is_an_error_on_all() -> None:
+    run_ranks(2, _different_on_one_rank)
+
+
 # -- plans -----------------------------------------------------------------------------------------
 
 
