@@ -219,6 +219,7 @@ class CollectiveReportDict(TypedDict):
 
 class Collectives:
     bytes_sent: int
+    private_bytes: int
     def __init__(
         self,
         *,
