@@ -234,7 +234,7 @@ class TensorParallelOp:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory of this rank, in bytes: signals and data, and buffers for what other hosts send."""
+        """Memory of this rank, in bytes: signals, data, and buffers for what other hosts send."""
         return self._backend.workspace_bytes if self._backend else 0
 
     @property
