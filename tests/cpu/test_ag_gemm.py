@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from flux import AGGemm, Knobs
-from harness import WORLDS, more, run_ranks
-from reference import Inputs, Problem, length, share
+from harness import WORLDS, run_ranks
+from reference import Inputs, Problem
 
 
 def several_weights(rank: int, world: int) -> None:
@@ -42,42 +40,6 @@ def rows_times_world(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_m_is_rows_times_world_unless_given(world: int) -> None:
     run_ranks(world, rows_times_world)
-
-
-def fewer_columns_than_ranks(rank: int, world: int) -> None:
-    """Ranks without columns, which still gather; ranks without rows, which still multiply."""
-    for n, path in itertools.product((1, world - 1, world + 1), ("fused", "medium", "unfused")):
-        problem = Problem("ag_gemm", max_m=9, n=(n,), k=4)
-        with problem.build(tuning=Knobs(path=path)) as op:
-            for m in (1, world - 1, 9):
-                inputs = Inputs(problem, m, world, seed=m)
-                got = inputs.call(op, rank, gather=True)
-                assert got[0].shape == (m, length(share(n, world, rank)))
-                inputs.check(got, rank, path)
-
-
-@pytest.mark.parametrize("world", [3, *more(8)])
-def test_ranks_without_columns_take_part(world: int) -> None:
-    run_ranks(world, fewer_columns_than_ranks)
-
-
-def expanded(rank: int, world: int) -> None:
-    with AGGemm(max_m=6 * world, n=4 * world, k=5) as op:
-        row = torch.arange(5.0) + rank
-        weight = torch.arange(5.0)
-        for x, w in (
-            (row.expand(6, 5), weight.expand(4, 5)),
-            (torch.tensor(2.0 + rank).expand(6, 5), torch.tensor(3.0).expand(4, 5)),
-            (torch.arange(6.0)[:, None].expand(6, 5), torch.arange(4.0)[:, None].expand(4, 5)),
-        ):
-            own = slice(6 * rank, 6 * rank + 6)
-            assert torch.equal(op(x, w)[own], op(x.contiguous(), w.contiguous())[own])
-            assert torch.equal(op(x, w)[own], x.contiguous() @ w.contiguous().t())
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_expanded_inputs_give_correct_results(world: int) -> None:
-    run_ranks(world, expanded)
 
 
 def outputs_are_fresh(rank: int, world: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -73,3 +75,41 @@ def test_a_row_of_nan_spoils_no_other_row(op: str, path: str) -> None:
     """oneDNN multiplies the start of a row by zero, for the row before it, on CPUs with AMX."""
     found = run_ranks(2, _rows_with_nan, op, path)
     assert found == ([[5], []] if op == "gemm_rs" else [[5], [5]])
+
+
+def _idle_ranks(rank: int, world: int, op: str) -> None:
+    for size, path in itertools.product((1, world - 1, world + 1), ("fused", "medium", "unfused")):
+        n, k = (size, 4) if op == "ag_gemm" else (4, size)
+        problem = Problem(op, 9, (n,), k)
+        with problem.build(tuning=Knobs(path=path)) as built:
+            for m in (1, world - 1, 9):
+                inputs = Inputs(problem, m, world, seed=m)
+                inputs.check(inputs.call(built, rank, gather=problem.gathers), rank, path)
+
+
+@each_op
+@pytest.mark.parametrize("world", [3, *more(8)])
+def test_ranks_without_columns_depth_or_rows_take_part(world: int, op: str) -> None:
+    run_ranks(world, _idle_ranks, op)
+
+
+def _expanded(rank: int, world: int, op: str) -> None:
+    gathers = op == "ag_gemm"
+    sizes = (6 * world, (4 * world,), 5) if gathers else (6, (4,), 5 * world)
+    with Problem(op, *sizes).build() as built:
+        for x, w in (
+            ((torch.arange(5.0) + rank).expand(6, 5), torch.arange(5.0).expand(4, 5)),
+            (torch.tensor(2.0 + rank).expand(6, 5), torch.tensor(3.0).expand(4, 5)),
+            (torch.arange(6.0)[:, None].expand(6, 5), torch.arange(4.0)[:, None].expand(4, 5)),
+        ):
+            y, dense = built(x, w), (x.contiguous(), w.contiguous())
+            assert torch.equal(y, built(*dense))
+            assert torch.equal(y, built(x, w, torch.zeros(1).expand(4)))
+            if gathers:
+                assert torch.equal(y[6 * rank : 6 * rank + 6], dense[0] @ dense[1].t())
+
+
+@each_op
+@pytest.mark.parametrize("world", [1, 2])
+def test_expanded_inputs_give_correct_results(world: int, op: str) -> None:
+    run_ranks(world, _expanded, op)

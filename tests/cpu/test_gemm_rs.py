@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flux import GemmRS, Knobs
-from harness import more, run_ranks
-from reference import Inputs, Problem, length, share
+from harness import run_ranks
+from reference import Inputs, Problem
 
 
 def direct_store_of_any_m(rank: int, world: int) -> None:
@@ -24,23 +24,6 @@ def direct_store_of_any_m(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_heuristic_finds_a_tile_for_store_direct(world: int) -> None:
     run_ranks(world, direct_store_of_any_m)
-
-
-def fewer_columns_than_ranks(rank: int, world: int) -> None:
-    """Ranks without depth still take part; so do those without rows."""
-    for k, path in itertools.product((1, world - 1, world + 1), ("fused", "medium", "unfused")):
-        problem = Problem("gemm_rs", max_m=9, n=(4,), k=k)
-        with problem.build(tuning=Knobs(path=path)) as op:
-            for m in (1, world - 1, 9):
-                inputs = Inputs(problem, m, world, seed=m)
-                got = inputs.call(op, rank)
-                assert got[0].shape == (length(share(m, world, rank)), 4)
-                inputs.check(got, rank, path)
-
-
-@pytest.mark.parametrize("world", [3, *more(8)])
-def test_ranks_without_columns_take_part(world: int) -> None:
-    run_ranks(world, fewer_columns_than_ranks)
 
 
 def accumulates_in_float32(rank: int, world: int) -> None:
@@ -73,24 +56,6 @@ def sums_in_rank_order(rank: int, world: int) -> None:
 
 def test_partials_are_summed_in_rank_order() -> None:
     run_ranks(3, sums_in_rank_order)
-
-
-def expanded(rank: int, world: int) -> None:
-    with GemmRS(max_m=6, n=4, k=5 * world) as op:
-        row, weight = torch.arange(5.0) + rank, torch.arange(5.0)
-        for x, w in (
-            (row.expand(6, 5), weight.expand(4, 5)),
-            (torch.tensor(2.0 + rank).expand(6, 5), torch.tensor(3.0).expand(4, 5)),
-            (torch.arange(6.0)[:, None].expand(6, 5), torch.arange(4.0)[:, None].expand(4, 5)),
-        ):
-            assert torch.equal(op(x, w), op(x.contiguous(), w.contiguous()))
-        zero = torch.zeros(1).expand(4)
-        assert torch.equal(op(x, w, zero), op(x, w))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_expanded_inputs_give_correct_results(world: int) -> None:
-    run_ranks(world, expanded)
 
 
 def outputs_are_fresh(rank: int, world: int) -> None:

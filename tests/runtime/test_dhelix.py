@@ -277,8 +277,8 @@ def train(
         steps: to train in all.
         stop: ("kill" or "stall" or "", rank, step): what happens in the middle of a step.
     """
-    tensor, pipeline = groups(1, 3.0 * BUSY)
-    schedule, modules = schedule_of("dhelix", tensor, pipeline, 4, timeout_s=6.0 * BUSY)
+    tensor, pipeline = groups(1, 1.5 * BUSY)
+    schedule, modules = schedule_of("dhelix", tensor, pipeline, 4, timeout_s=3.0 * BUSY)
     every = torch.nn.ModuleDict({str(n): module for n, module in modules.items()})
     optimizer = torch.optim.Adam(every.parameters(), 1e-2)
     path = Path(folder) / f"{rank}.pt"

@@ -150,7 +150,7 @@ def _sm80(kind: str, dtype: str, a: str, b: str, **options: Any) -> Gemm:
 
 
 SM80 = (
-    _sm80("Multistage", "bf16", "k", "k", library="sm80_small"),
+    _sm80("Multistage", "bf16", "k", "k"),
     _sm80("Multistage", "fp16", "mn", "mn", stages=3),
     _sm80("Universal", "bf16", "mn", "k", tile=(64, 64, 64), warp=(32, 32, 64), stages=3),
     _sm80("Universal", "fp16", "k", "mn", tile=(128, 64, 32), warp=(64, 32, 32), stages=5),
@@ -205,7 +205,6 @@ SM90 = (
 """Every schedule with every cluster and dtype; both orders of an operand where the type allows."""
 
 GEMMS = (*SM80, *SM90)
-SMALL = tuple(g for g in GEMMS if g.library == "sm80_small")
 
 
 # -- building --------------------------------------------------------------------------------------
@@ -408,11 +407,10 @@ def main() -> None:
     """Run the kernels, and write what came out."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--only", default="", help="kernels whose names contain this")
-    parser.add_argument("--small", action="store_true", help="the one that make test runs")
     parser.add_argument("--seeds", type=int, default=3, help="how many; the first one is 0")
     parser.add_argument("--out", type=Path, help="JSON")
     options = parser.parse_args()
-    chosen = [g for g in (SMALL if options.small else GEMMS) if options.only in g.name]
+    chosen = [g for g in GEMMS if options.only in g.name]
     runner, rows = Runner(), []
     for library in dict.fromkeys(g.library for g in chosen):
         print(f"{library}: compiled in {runner.load(library):.0f} s", flush=True)
