@@ -117,5 +117,5 @@ def test_a_worker_that_crashes_costs_its_test_alone(tmp_path: Path) -> None:
 def test_selection_may_lack_alone_or_unmarked_tests(
     options: tuple[str, ...], passed: int, tmp_path: Path
 ) -> None:
-    closing, ran = run(tmp_path, {"test_a.py": _TESTS}, "-n", "3", *options)
+    closing, ran = run(tmp_path, {"test_a.py": _TESTS}, "-n", "2", *options)
     assert f"{passed} passed" in closing and len(ran) == passed

@@ -6,8 +6,8 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,59 +16,57 @@ from flux.bench.methods import Method, UnfusedMethod
 from flux.bench.reference import Inputs
 from flux.select.space import Candidate
 
+Fault = Callable[["Slept", torch.Tensor], None]
+
 
 class Slept(UnfusedMethod):
-    """The library path followed by a sleep, so that times of candidates are known."""
+    """The library path followed by a sleep, so that times are known, and by a fault."""
 
-    def __init__(self, config: BenchConfig, candidate: Candidate, rank: int, ms: float) -> None:
+    def __init__(
+        self,
+        config: BenchConfig,
+        candidate: Candidate,
+        rank: int,
+        ms: float = 0.0,
+        fault: Fault | None = None,
+    ) -> None:
         super().__init__(config.problem, rank)
         self.name, self.ms, self.rank, self.calls = candidate.name, ms, rank, 0
+        self.fault = fault
 
     def __call__(self, inputs: Inputs) -> torch.Tensor:
         self.calls += 1
         result = super().__call__(inputs)
         time.sleep(self.ms * 1e-3)
-        return self.spoil(result)
-
-    def spoil(self, result: torch.Tensor) -> torch.Tensor:
+        if self.fault is not None:
+            self.fault(self, result)
         return result
 
 
-class Wrong(Slept):
-    def spoil(self, result: torch.Tensor) -> torch.Tensor:
-        if self.rank == 1:
-            result[0, 0] += 1
-        return result
+def wrong(method: Slept, result: torch.Tensor) -> None:
+    if method.rank == 1:
+        result[0, 0] += 1
 
 
-class WrongLater(Slept):
-    def spoil(self, result: torch.Tensor) -> torch.Tensor:
-        if self.calls > 1:
-            result[0, 0] += 1
-        return result
+def wrong_later(method: Slept, result: torch.Tensor) -> None:
+    if method.calls > 1:
+        result[0, 0] += 1
 
 
-class Dies(Slept):
-    def spoil(self, result: torch.Tensor) -> torch.Tensor:
-        if self.rank == 1:
-            os.kill(os.getpid(), signal.SIGSEGV)
+def killed_by(number: signal.Signals, after: int = 0) -> Fault:
+    """Return a fault that sends rank 1 a signal in a call."""
+
+    def kill(method: Slept, result: torch.Tensor) -> None:
+        if method.calls > after and method.rank == 1:
+            os.kill(os.getpid(), number)
             time.sleep(60)
-        return result
+
+    return kill
 
 
-class DiesLater(Slept):
-    def spoil(self, result: torch.Tensor) -> torch.Tensor:
-        if self.calls > 2 and self.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)
-        return result
-
-
-class Hangs(Slept):
-    def spoil(self, result: torch.Tensor) -> torch.Tensor:
-        if self.rank == 0:
-            time.sleep(600)
-        return result
+def hang(method: Slept, result: torch.Tensor) -> None:
+    if method.rank == 0:
+        time.sleep(600)
 
 
 def times(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
@@ -93,7 +91,12 @@ def counted(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
     return Slept(config, candidate, rank, (candidate.knobs.comm_tile_rows or 0) * 0.05)
 
 
-FAULTS: dict[int, Any] = {1: Wrong, 2: WrongLater, 4: Dies, 8: DiesLater}
+FAULTS: dict[int, Fault] = {
+    1: wrong,
+    2: wrong_later,
+    4: killed_by(signal.SIGSEGV),
+    8: killed_by(signal.SIGKILL, after=2),
+}
 
 
 def faulty(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
@@ -101,15 +104,15 @@ def faulty(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
     if candidate.name in ("unfused", "medium", "default"):
         known = {"unfused": 40.0, "medium": 60.0, "default": 5.0}
         return Slept(config, candidate, rank, known[candidate.name])
-    method: Method = FAULTS[candidate.knobs.comm_tile_rows or 0](config, candidate, rank, 0.0)
-    return method
+    fault = FAULTS[candidate.knobs.comm_tile_rows or 0]
+    return Slept(config, candidate, rank, fault=fault)
 
 
 def hanging(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
     """The candidate with 4 rows never returns on rank 0."""
     rows = candidate.knobs.comm_tile_rows
     always = candidate.name in ("unfused", "medium", "default")
-    return (Hangs if rows == 4 and not always else Slept)(config, candidate, rank, 0.5)
+    return Slept(config, candidate, rank, 0.5, hang if rows == 4 and not always else None)
 
 
 def refusing(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
@@ -121,17 +124,9 @@ def refusing(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
 
 def all_wrong(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
     """Make candidates whose results are all wrong."""
-    return Wrong(config, candidate, rank, 0.0)
-
-
-class Ended(Slept):
-    def spoil(self, result: torch.Tensor) -> torch.Tensor:
-        if self.rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)
-        return result
+    return Slept(config, candidate, rank, fault=wrong)
 
 
 def ended(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
     """A rank is told to end, as a batch system does when a job's time is over."""
-    return Ended(config, candidate, rank, 0.0)
+    return Slept(config, candidate, rank, fault=killed_by(signal.SIGTERM))
