@@ -3,7 +3,6 @@ transfers and products.
 
     python tests/support/emulation/seeds.py --seeds 10000 --out benchmarks/results/ptx/seeds.json
     python tests/support/emulation/seeds.py --arch 90a --first 4711 --seeds 1    # one of them again
-    python tests/support/emulation/seeds.py --ptx build/nvrtc-12.8    # PTX of nvrtc_ptx.py
 
 A seed gives the same order again: of warps in each kernel, and of the streams of all ranks, which
 take turns.
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 import sys
 import time
 from collections import Counter
@@ -85,31 +83,7 @@ def run_seed(device: Any, registry: Registry, seed: int, arch: str) -> str:
     return plan.problem.op
 
 
-class Replaced:
-    """PTX from files, named like kernels, in place of what their libraries hold."""
-
-    def __init__(self, folder: Path) -> None:
-        self.texts = {file.stem: file.read_text() for file in folder.glob("*.ptx")}
-        self.used: set[str] = set()
-
-    def __call__(self, text: str) -> str:
-        """Return the PTX to run for a library's."""
-        for name in re.findall(r"flux_\w+?(?=_config)", text):
-            if name in self.texts:
-                self.used.add(name)
-                return self._renamed(self.texts[name], text)
-        return text
-
-    def _renamed(self, text: str, original: str) -> str:
-        """Give the GEMM its original name: types of another standard library are part of it."""
-        here, there = (set(re.findall(r"\.entry (\w+)", t)) for t in (text, original))
-        (ours,), (theirs,) = here - there, there - here
-        return text.replace(ours, theirs)
-
-
-def run_seeds(
-    arch: str, seeds: range, replaced: Replaced | None = None
-) -> Iterator[tuple[int, str, str]]:
+def run_seeds(arch: str, seeds: range) -> Iterator[tuple[int, str, str]]:
     """Run seeds; yield (seed, op, what went wrong) for each.
 
     After a fault a new device goes on.
@@ -123,7 +97,6 @@ def run_seeds(
             while seed is not None and not problem:
                 try:
                     device = device or stack.enter_context(device_with(registry))
-                    device.cuda.edit = replaced
                     op = run_seed(device, registry, seed, arch)
                 except Exception as error:
                     op, problem = plan_of(seed, arch)[1].problem.op, f"{error}"
@@ -139,15 +112,13 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=100, help="of each architecture")
     parser.add_argument("--out", type=Path, help="JSON")
-    parser.add_argument("--ptx", type=Path, help="folder of nvrtc_ptx.py, whose PTX runs instead")
     options = parser.parse_args()
-    replaced = Replaced(options.ptx) if options.ptx else None
     begin, rows, failures = time.monotonic(), [], []
     for arch in options.arch.split(","):
         counts: Counter[str] = Counter()
         since = time.monotonic()
         for seed, op, problem in run_seeds(
-            arch, range(options.first, options.first + options.seeds), replaced
+            arch, range(options.first, options.first + options.seeds)
         ):
             counts[op] += 1
             if problem:
@@ -167,8 +138,6 @@ def main() -> int:
         "runs": rows,
         "failures": failures,
     }
-    if replaced is not None:
-        figures["ptx"] = sorted(replaced.used)
     print(json.dumps(figures))
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
