@@ -27,7 +27,7 @@ from flux.cli.app import app
 from flux.core.knobs import Op
 from flux.core.problem import Problem
 from flux.transport.loopback import LoopbackPeers
-from harness import fresh_ranks
+from harness import fresh_ranks, run_ranks
 from matrix import OPS
 
 NO_GPU = "--backend cuda needs a CUDA device that torch can see; there is none"
@@ -245,6 +245,5 @@ def _without_gpus(rank: int, world: int) -> str:
 def test_a_rank_without_gpu_raises_on_all_ranks() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    with fresh_ranks(2) as ranks:
-        said = ranks.run(_without_gpus, timeout=60.0)
+    said = run_ranks(2, _without_gpus, timeout=60.0, fresh=True)
     assert said == [f"rank 0: {NO_GPU}"] * 2

@@ -23,7 +23,7 @@ from flux import Collectives, PeerDiedError, PeerFailedError, PeerTimeoutError
 from flux.core.env import LAYER_TIMEOUT_S
 from flux.ops.pool import OpPool
 from flux.transport.exchange import Exchange
-from harness import BUSY, fresh_ranks, shared_mappings
+from harness import BUSY, fresh_ranks, run_ranks, shared_mappings
 from reference import OPS
 from scripts import programs
 
@@ -82,8 +82,7 @@ def _silent_peer(rank: int, world: int, op: str, where: str | None) -> list[str]
     ],
 )
 def test_a_silent_peer_is_waited_for_no_longer_than_timeout(op: str, where: str | None) -> None:
-    with fresh_ranks(2) as ranks:
-        first, second = ranks.run(_silent_peer, op, where, timeout=60.0)[0]
+    first, second = run_ranks(2, _silent_peer, op, where, timeout=60.0, fresh=True)[0]
     label = OPS[op].__name__
     limit = "(timeout_s, 2 s at least)"
     assert f"{label}: rank 0 waited more than 2 s {limit} for its peers to" in first
@@ -110,8 +109,7 @@ def _late_to_connect(rank: int, world: int) -> str:
 
 
 def test_peer_that_does_not_connect_raises() -> None:
-    with fresh_ranks(2) as ranks:
-        heard = ranks.run(_late_to_connect, timeout=60.0)[0]
+    heard = run_ranks(2, _late_to_connect, timeout=60.0, fresh=True)[0]
     assert "GemmRS: rank 0" in heard and ("connect" in heard), heard
 
 
@@ -131,8 +129,7 @@ def _interrupted(rank: int, world: int) -> None:
 
 
 def test_ctrl_c_interrupts_construction() -> None:
-    with fresh_ranks(2) as ranks:
-        ranks.run(_interrupted, timeout=60.0)
+    run_ranks(2, _interrupted, timeout=60.0, fresh=True)
 
 
 ENDS = """
@@ -282,8 +279,7 @@ def _fails_late(rank: int, world: int) -> None:
 
 
 def test_op_numbers_agree_among_ranks_after_a_failure() -> None:
-    with fresh_ranks(2) as ranks:
-        ranks.run(_fails_late, timeout=60.0)
+    run_ranks(2, _fails_late, timeout=60.0, fresh=True)
 
 
 def test_ops_wait_as_long_for_a_peer_as_layers() -> None:

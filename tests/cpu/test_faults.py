@@ -508,8 +508,7 @@ def failing_inside(rank: int, world: int) -> str:
 
 
 def test_error_inside_a_call_raises_on_peers_before_the_timeout() -> None:
-    with fresh_ranks(2) as ranks:
-        assert "rank 1 gave up" in ranks.run(failing_inside, timeout=20)[0]
+    assert "rank 1 gave up" in run_ranks(2, failing_inside, timeout=20, fresh=True)[0]
 
 
 # -- out of memory ---------------------------------------------------------------------------------
@@ -588,8 +587,7 @@ def with_small_shared_memory(rank: int, world: int, size: int) -> list[str] | No
 
 
 def test_full_shared_memory_raises_on_all_ranks() -> None:
-    with fresh_ranks(2) as ranks:
-        results = ranks.run(with_small_shared_memory, 1 << 20, timeout=30)
+    results = run_ranks(2, with_small_shared_memory, 1 << 20, timeout=30, fresh=True)
     if None in results:
         pytest.skip("mounting a small /dev/shm needs privileges")
     for texts in results:

@@ -11,7 +11,7 @@ import torch
 
 from emulated_processes import Emulated
 from flux.launch.hosts import Hosts
-from harness import fresh_ranks
+from harness import run_ranks
 from reference import Problem
 from scripts import programs
 
@@ -83,8 +83,7 @@ def _drop_in_a_child(rank: int, world: int, library: Path) -> None:
 
 
 def test_a_forked_child_leaves_the_gpu_and_nccl_alone(emulator: Path) -> None:
-    with fresh_ranks(2) as ranks:
-        ranks.run(_drop_in_a_child, emulator, timeout=60.0)
+    run_ranks(2, _drop_in_a_child, emulator, timeout=60.0, fresh=True)
 
 
 def test_a_forked_child_leaves_hosts_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from flux import AGGemm, Knobs, PeerTimeoutError
 from flux.core.exclusive import Admission, Exclusive
 from flux.ops.pool import pool_of
 from flux.transport.exchange import Exchange
-from harness import BUSY, fresh_ranks, more
+from harness import BUSY, more, run_ranks
 from reference import Inputs, Problem
 
 FUSED = Knobs(copy_streams=1, comm_tile_rows=2)
@@ -107,13 +107,11 @@ def interrupted_at_each(
 def test_exception_at_any_line_leaves_the_op_usable_or_closed(
     op: str, events: str, step: int
 ) -> None:
-    with fresh_ranks(2) as ranks:
-        ranks.run(interrupted_at_each, op, FUSED, events, 3, step, timeout=100.0 * BUSY)
+    run_ranks(2, interrupted_at_each, op, FUSED, events, 3, step, timeout=100.0 * BUSY, fresh=True)
 
 
 def test_exception_at_any_line_of_a_close_is_made_up_for() -> None:
-    with fresh_ranks(2) as ranks:
-        ranks.run(closed_at_each, timeout=60.0 * BUSY)
+    run_ranks(2, closed_at_each, timeout=60.0 * BUSY, fresh=True)
 
 
 def closed_at_each(rank: int, world: int) -> None:
@@ -170,8 +168,7 @@ def burst(rank: int, world: int) -> None:
 
 
 def test_bursts_of_signals_never_lock_an_op() -> None:
-    with fresh_ranks(2) as ranks:
-        ranks.run(burst, timeout=60.0 * BUSY)
+    run_ranks(2, burst, timeout=60.0 * BUSY, fresh=True)
 
 
 def keeps_its_type(rank: int, world: int, where: str) -> None:
@@ -204,8 +201,7 @@ def keeps_its_type(rank: int, world: int, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["exchange", "collective"])
 def test_errors_of_handlers_keep_their_type(where: str) -> None:
-    with fresh_ranks(2) as ranks:
-        ranks.run(keeps_its_type, where, timeout=30.0)
+    run_ranks(2, keeps_its_type, where, timeout=30.0, fresh=True)
 
 
 def leaves_a_functional_call(rank: int, world: int) -> None:
@@ -232,8 +228,7 @@ def leaves_a_functional_call(rank: int, world: int) -> None:
 
 
 def test_interrupted_comparison_of_functional_calls_is_given_up() -> None:
-    with fresh_ranks(2) as ranks:
-        ranks.run(leaves_a_functional_call, timeout=30.0)
+    run_ranks(2, leaves_a_functional_call, timeout=30.0, fresh=True)
 
 
 def test_a_holder_that_ended_without_leaving_does_not_count() -> None:

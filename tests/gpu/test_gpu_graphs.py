@@ -13,7 +13,7 @@ from flux import Knobs
 from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
 from gpu_cases import RankGpus, captured, gpu_of_one_arch, inputs_on, of
-from harness import fresh_ranks
+from harness import run_ranks
 from matrix import OPS, ROUTES
 from reference import Inputs, Problem
 from virtual_cases import built, finish, run_ready
@@ -117,5 +117,4 @@ def _replays(rank: int, world: int, gpus: RankGpus, op: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_graphs_of_processes_replay_with_new_inputs(rank_gpus: RankGpus, op: str) -> None:
-    with fresh_ranks(2) as ranks:
-        ranks.run(_replays, rank_gpus, op, timeout=300.0)
+    run_ranks(2, _replays, rank_gpus, op, timeout=300.0, fresh=True)

@@ -16,7 +16,7 @@ from flux import Knobs
 from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
 from gpu_cases import RankGpus, gpu_and_world, gpu_of_one_arch, inputs_on, of
-from harness import fresh_ranks, more
+from harness import more, run_ranks
 from matrix import ROUTES
 from reference import Problem
 from virtual_cases import Transferred, checked_calls
@@ -62,8 +62,7 @@ def _calls(rank: int, world: int, gpus: RankGpus, op: str, direction: str) -> li
 def test_processes_give_the_bits_of_virtual_ranks(
     gpu: Device, rank_gpus: RankGpus, world: int, op: str, direction: str
 ) -> None:
-    with fresh_ranks(world) as ranks:
-        processes = ranks.run(_calls, rank_gpus, op, direction, timeout=400.0)
+    processes = run_ranks(world, _calls, rank_gpus, op, direction, timeout=400.0, fresh=True)
     p = problem(gpu, op)
     everything = inputs_of(gpu, p, world)
     by_call = checked_calls(

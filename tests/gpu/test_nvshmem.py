@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import torch.distributed as dist
 
 import flux
 from emulated_nvshmem import Native, load
+from emulated_processes import run
 from flux import _C, PeerTimeoutError
 from flux.transport import nvshmem
 from flux.transport.exchange import Exchange
@@ -21,12 +20,6 @@ from flux.transport.nvshmem_library import NvshmemLibrary
 from harness import fresh_ranks, nothing_left_in_shared_memory
 from ptx_device import MachineDevice
 from ptx_machine.gpu import LIBRARY
-
-
-def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run on fresh ranks: a process stays in its NVSHMEM job."""
-    with fresh_ranks(world) as ranks:
-        return ranks.run(fn, *args, timeout=200.0)
 
 
 @pytest.fixture

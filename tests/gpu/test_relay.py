@@ -8,31 +8,24 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from emulated_nvshmem import Native, NodeSumArgs, RelayArgs, Sync, load
+from emulated_processes import run
 from flux import _C
 from flux.core.integers import ceil_div
 from flux.transport import nvshmem
 from flux.transport.exchange import Exchange
-from harness import fresh_ranks
 from ptx_device import MachineDevice
 
 BF16 = torch.bfloat16
 TILE = (24, 16)
 MAX_M = 80
 ENTRY, PARTIAL, NODE, ABANDONED = 2, 3, 6, 4  # FLUX_WAIT_*, FLUX_ABANDONED
-
-
-def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    with fresh_ranks(world) as ranks:
-        return ranks.run(fn, *args, timeout=200.0)
 
 
 @pytest.fixture

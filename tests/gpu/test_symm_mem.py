@@ -44,12 +44,7 @@ def _cases(rank: int, world: int, library: Path, cases: list[Case]) -> int:
         options = {"tuning": case.knobs, "topology": case.topology, "backend": "cuda"}
         with case.problem.build(**options) as op:
             for call in case.calls:
-                inputs = Inputs(case.problem, call.m, world, call.seed, call.bias)
-                got = inputs.call(
-                    op, rank, layout=call.layout, padded=call.padded, gather=call.gather
-                )
-                op.wait()
-                inputs.check(got, rank)
+                call.check(case.problem, op, rank, world)
                 calls += 1
     device.set_delay(0)
     assert not device.error()

@@ -433,8 +433,7 @@ def gives_up_on_another(rank: int, world: int) -> None:
 
 
 def test_a_rank_that_gives_up_names_the_culprit() -> None:
-    with fresh_ranks(3) as ranks:
-        ranks.run(gives_up_on_another, timeout=60.0)
+    run_ranks(3, gives_up_on_another, timeout=60.0, fresh=True)
 
 
 SCRIPT = """
@@ -603,8 +602,7 @@ def _peer_fails_in_the_next_call(rank: int, world: int, op_name: str) -> None:
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
 def test_call_with_all_rows_received_survives_a_peer_failure(op: str) -> None:
-    with fresh_ranks(2) as ranks:
-        ranks.run(_peer_fails_in_the_next_call, op, timeout=60.0)
+    run_ranks(2, _peer_fails_in_the_next_call, op, timeout=60.0, fresh=True)
 
 
 def _interrupted_end(rank: int, world: int, where: str) -> None:
@@ -643,5 +641,4 @@ def _interrupted_end(rank: int, world: int, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["close", "construction"])
 def test_interrupted_close_is_completed_later(where: str) -> None:
-    with fresh_ranks(2) as ranks:
-        ranks.run(_interrupted_end, where, timeout=60.0)
+    run_ranks(2, _interrupted_end, where, timeout=60.0, fresh=True)

@@ -23,7 +23,7 @@ from flux import GemmAR, GemmRS, Knobs, PeerTimeoutError
 from flux.backends.unfused import UnfusedBackend
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools, replace_linears
 from flux.ops.pool import pool_of
-from harness import fresh_ranks, held, more, nothing_left_in_shared_memory, run_ranks
+from harness import held, more, nothing_left_in_shared_memory, run_ranks
 from op_cases import failing_work
 
 S, B, D, F = 24, 2, 16, 48  # divisible by 2, 3 and 4 ranks
@@ -319,8 +319,7 @@ def _not_waited_for(rank: int, world: int) -> None:
 
 
 def test_work_is_done_before_peers_are_waited_for() -> None:
-    with fresh_ranks(2) as ranks:
-        ranks.run(_not_waited_for, timeout=60)
+    run_ranks(2, _not_waited_for, timeout=60, fresh=True)
 
 
 def _order_of_backward(rank: int, world: int) -> None:
@@ -373,8 +372,7 @@ def test_layers_can_be_copied() -> None:
 
 
 def test_work_runs_during_a_gemm_rs() -> None:
-    with fresh_ranks(2) as ranks:
-        ranks.run(_overlapped, timeout=60)
+    run_ranks(2, _overlapped, timeout=60, fresh=True)
 
 
 def _sharing(rank: int, world: int) -> None:
@@ -472,8 +470,7 @@ def _stall(rank: int, world: int, timeout_s: float) -> tuple[str, float]:
 
 
 def test_absent_peer_raises_within_the_timeout() -> None:
-    with fresh_ranks(2) as ranks:
-        text, seconds = ranks.run(_stall, 2.0, timeout=60)[0]
+    text, seconds = run_ranks(2, _stall, 2.0, timeout=60, fresh=True)[0]
     assert "rank 0" in text, text
     assert 1.5 < seconds < 10
 

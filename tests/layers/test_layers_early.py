@@ -20,7 +20,7 @@ from flux.core.env import HOST
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
 from flux.ops.gradients import OwnRows, WeightGrad
 from flux.ops.pool import pool_of
-from harness import fresh_ranks, more, run_ranks
+from harness import more, run_ranks
 from op_cases import failing_work
 
 S, D, F = 24, 16, 48
@@ -291,8 +291,7 @@ def _overlapped(rank: int, world: int, hosts: str) -> None:
 
 @pytest.mark.parametrize("hosts", ["", "ab"])
 def test_work_runs_during_an_ag_gemm(hosts: str) -> None:
-    with fresh_ranks(2) as ranks:
-        ranks.run(_overlapped, hosts, timeout=60)
+    run_ranks(2, _overlapped, hosts, timeout=60, fresh=True)
 
 
 def _gathers(rank: int, world: int, hosts: str) -> None:

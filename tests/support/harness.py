@@ -366,24 +366,33 @@ class Ranks:
 _pool: dict[int, Ranks] = {}
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(
+    world: int, fn: Callable[..., Any], *args: Any, fresh: bool = False, timeout: float = 120.0
+) -> list[Any]:
     """fn(rank, world, *args) on all ranks of a group, in processes that later tests may use again.
 
+    Args:
+        world: number of ranks.
+        fn: importable; it and ``args`` are pickled.
+        *args: behind rank and world.
+        fresh: use processes for this call alone, in which ``fn`` may change whatever it likes.
+        timeout: seconds.
+
     Returns:
-        Results by rank; they and ``args`` must be picklable, and ``fn`` importable.
+        Results by rank, which must be picklable.
 
     Raises:
         RanksFailed: with the traceback of the rank that failed first.
     """
     __tracebackhide__ = True
-    ranks = _pool.pop(world, None) or Ranks(world)
+    ranks = (None if fresh else _pool.pop(world, None)) or Ranks(world)
     ranks.send_signal(signal.SIGCONT)
     try:
         results = ranks.run(fn, *args, timeout=timeout)
     except BaseException:  # a Ctrl-C too: whoever is in the middle of something must go
         ranks.close()
         raise
-    if ranks.threads > MOST_THREADS:
+    if fresh or ranks.threads > MOST_THREADS:
         ranks.close()
     else:
         ranks.send_signal(signal.SIGSTOP)  # threads of process groups take time while they wait

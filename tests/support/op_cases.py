@@ -30,6 +30,14 @@ class Call:
     padded: bool = False
     gather: bool = False
 
+    def check(self, problem: Problem, op: Any, rank: int, world: int, path: str = "fused") -> None:
+        """Make the call, wait for its results, and compare them with float64."""
+        inputs = Inputs(problem, self.m, world, self.seed, self.bias)
+        options = {"layout": self.layout, "padded": self.padded, "gather": self.gather}
+        got = inputs.call(op, rank, **options)
+        op.wait()
+        inputs.check(got, rank, path)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -53,12 +61,8 @@ def check_cases(rank: int, world: int, cases: Sequence[Case]) -> int:
             if case.delay_s and op._backend:
                 op._backend.engine.set_delay(case.delay_s, case.calls[0].seed * 31 + rank)
             for call in case.calls:
-                inputs = Inputs(case.problem, call.m, world, call.seed, call.bias)
                 try:
-                    got = inputs.call(
-                        op, rank, layout=call.layout, padded=call.padded, gather=call.gather
-                    )
-                    inputs.check(got, rank, way_of(op, call.m))
+                    call.check(case.problem, op, rank, world, way_of(op, call.m))
                 except Exception as error:
                     raise AssertionError(
                         f"rank {rank} of {world}: {error}\n  {call}\n  {case}"

@@ -22,7 +22,7 @@ from flux.cli.app import app
 from flux.trace import Kind, Trace, read_chrome, record_op
 from flux.trace.summary import rank_times
 from gpu_trace_cases import CALLS, M, check_awaited, check_spans, check_tiles, problem
-from harness import fresh_ranks
+from harness import run_ranks
 from matrix import OPS
 from reference import Inputs
 from trace_cases import check_chrome, check_sound, of
@@ -52,8 +52,7 @@ def _in_processes(rank: int, world: int, library: Path, op: str, path: str) -> T
 @pytest.mark.parametrize("path", ["fused", "unfused"])
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_ar"])
 def test_trace_of_a_process_and_a_gpu_per_rank(emulator: Path, op: str, path: str) -> None:
-    with fresh_ranks(2) as ranks:
-        trace, none = ranks.run(_in_processes, emulator, op, path, timeout=200.0)
+    trace, none = run_ranks(2, _in_processes, emulator, op, path, timeout=200.0, fresh=True)
     assert none is None
     check_sound(trace.events, 2 * max(trace.metadata["clock_uncertainty_us"]) + 50)
     check_spans(trace, 2)

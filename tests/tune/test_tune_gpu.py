@@ -30,7 +30,7 @@ from flux.transport.placement import RankPlace
 from flux.tune import kernels, machine
 from flux.tune.journal import Journal, run_id
 from flux.tune.tuner import Options, Search, Tuner, describe, make_search
-from harness import fresh_ranks, more, stress_only
+from harness import more, run_ranks, stress_only
 from reference import Inputs, Problem
 from scripts import SUPPORT, run_script
 
@@ -132,8 +132,7 @@ def test_an_op_runs_the_tuned_winner(here: None, emulator: Path, tmp_path: Path,
     assert all("refused: on rank 0 its kernel cannot run, and flux_" in r for r in reasons[5])
     (entry,) = cache.entries()
     assert entry.key.world == "1x2" and entry.machine["device"]["kind"] == "cuda"
-    with fresh_ranks(2) as ranks:
-        results = ranks.run(_as_tuned, emulator, str(cache.root), op, timeout=120.0)
+    results = run_ranks(2, _as_tuned, emulator, str(cache.root), op, timeout=120.0, fresh=True)
     for configs, knobs in results:
         assert configs == [winner.kernel]
         for name, value in asdict(winner.knobs).items():

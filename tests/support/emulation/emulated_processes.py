@@ -14,13 +14,12 @@ from emulated import EmulatedDevice
 from flux.transport import nodes, shm, symm_mem
 from flux.transport.exchange import Exchange
 from flux.transport.placement import Placement
-from harness import fresh_ranks
+from harness import run_ranks
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """On ranks that are not used again: ``emulate`` changes the process."""
-    with fresh_ranks(world) as ranks:
-        return ranks.run(fn, *args, timeout=200.0)
+    """On ranks that are not used again: an emulation changes the process, or joins it to a job."""
+    return run_ranks(world, fn, *args, timeout=200.0, fresh=True)
 
 
 def map_shared(
