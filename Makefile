@@ -75,9 +75,9 @@ bench: $(NATIVE) ## run the three fused ops next to their unfused baselines, on 
 PYTEST_NEEDS := $(NATIVE) $(STAMPS)/emulator
 
 # With CUTLASS there, kernels for the PTX machine are built before a test's time runs.
-test: $(PYTEST_NEEDS) ## run the tests
+test: $(PYTEST_NEEDS) ## run the tests, but those of make clients
 	@if test -e $(VENV)/cuda-installed; then $(MAKE) -s emulated-kernels; fi
-	@$(BIN)/pytest -n $(WORKERS) $(ARGS)
+	@$(BIN)/pytest -n $(WORKERS) --ignore tests/clients $(ARGS)
 
 test-core: $(PYTEST_NEEDS) ## run the core tests, which CI does with the oldest and the newest torch
 	@$(BIN)/pytest -n $(WORKERS) $(CORE_TESTS) $(ARGS)
