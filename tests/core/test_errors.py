@@ -210,8 +210,7 @@ CallArguments = tuple[Any, Any, Any]
 
 
 def good_call(op: Any, problem: Problem, rank: int, world: int, m: int, seed: int) -> None:
-    inputs = Inputs(problem, m, world, seed)
-    inputs.check(inputs.call(op, rank), rank)
+    Inputs(problem, m, world, seed).call_and_check(op, rank)
 
 
 def wrong_inputs(op: Any, problem: Problem, rank: int, world: int) -> list[tuple[Any, str]]:
@@ -367,7 +366,7 @@ def bias_is_a_local_matter(rank: int, world: int) -> None:
     with problem.build() as op:
         inputs = Inputs(problem, 12, world, seed=1)
         inputs.biases = [inputs.biases[0] if rank == 1 else None]
-        inputs.check(inputs.call(op, rank, gather=rank == 0), rank)
+        inputs.call_and_check(op, rank, gather=rank == 0)
 
 
 def test_all_gather_ranks_may_differ_in_bias_and_outputs() -> None:

@@ -16,7 +16,7 @@ def several_weights(rank: int, world: int) -> None:
         with problem.build(tuning=knobs) as op:
             inputs = Inputs(problem, 21, world, seed=5)
             inputs.biases[1] = None  # a bias on some of them only
-            inputs.check(inputs.call(op, rank, gather=True), rank)
+            inputs.call_and_check(op, rank, gather=True)
             x, weights, _ = inputs.local(rank)
             got = op(x, tuple(weights), m=21)
             assert isinstance(got, list) and len(got) == 3

@@ -84,7 +84,7 @@ def _idle_ranks(rank: int, world: int, op: str) -> None:
         with problem.build(tuning=Knobs(path=path)) as built:
             for m in (1, world - 1, 9):
                 inputs = Inputs(problem, m, world, seed=m)
-                inputs.check(inputs.call(built, rank, gather=problem.gathers), rank, path)
+                inputs.call_and_check(built, rank, path, gather=problem.gathers)
 
 
 @each_op

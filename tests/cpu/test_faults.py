@@ -58,8 +58,7 @@ def die() -> None:
 
 
 def check_call(op: Any, problem: Problem, rank: int, world: int, seed: int) -> None:
-    inputs = Inputs(problem, 24, world, seed, bias=False)
-    inputs.check(inputs.call(op, rank), rank)
+    Inputs(problem, 24, world, seed, bias=False).call_and_check(op, rank)
 
 
 def failing_call(call: Callable[[], Any]) -> dict[str, Any]:

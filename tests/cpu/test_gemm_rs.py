@@ -17,8 +17,7 @@ def direct_store_of_any_m(rank: int, world: int) -> None:
     with problem.build(tuning=Knobs(store="direct")) as op:
         for m in (1, 2, 7, 39, 40):
             assert op.schedule(m).knobs.store == "direct"
-            inputs = Inputs(problem, m, world, seed=m)
-            inputs.check(inputs.call(op, rank), rank)
+            Inputs(problem, m, world, seed=m).call_and_check(op, rank)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -69,7 +69,7 @@ def interrupted_at_each(
     for count in range(first, 100_000, step):
         if op is None or op.closed:
             op = problem.build(tuning=knobs, timeout_s=10.0)
-            inputs.check(inputs.call(op, rank), rank)
+            inputs.call_and_check(op, rank)
         x, *others = inputs.local(rank)
         x = x.clone()
         dist.barrier()

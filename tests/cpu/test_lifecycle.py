@@ -103,8 +103,7 @@ def world_of_one(rank: int, world: int) -> None:
         problem = Problem(op_name, 9, (5,), 7)
         op = problem.build()
         assert op.workspace_bytes == 0 and held() == before
-        inputs = Inputs(problem, 9, 1, seed=0)
-        inputs.check(inputs.call(op, 0), 0)
+        Inputs(problem, 9, 1, seed=0).call_and_check(op, 0)
         op.close()
 
 
@@ -229,7 +228,7 @@ def closing_inside(rank: int, world: int, op_name: str, how: str, streams: int) 
     before = held()
     for _ in range(2):
         op = problem.build(tuning=Knobs(copy_streams=streams), timeout_s=60.0)
-        inputs.check(inputs.call(op, rank), rank)
+        inputs.call_and_check(op, rank)
         closer = threading.Timer(0.1, op.close)
         if rank == 0:
             if how == "signal":
@@ -409,8 +408,7 @@ def two_groups(rank: int, world: int) -> None:
             (small[which], inside, 2, 50 + step + 1000 * (rank % 2)),
             (large[which], rank, world, step),
         ):
-            inputs = Inputs(problems[which], m, size, seed)
-            inputs.check(inputs.call(op, at), at)
+            Inputs(problems[which], m, size, seed).call_and_check(op, at)
     for op in small + large:
         op.close()
     dist.barrier()

@@ -70,7 +70,7 @@ def delayed(rank: int, world: int, op_name: str, calls: int) -> None:
                     inputs = Inputs(problem, m, world, seed=100 * number + call)
                     gather = op_name == "ag_gemm" and call % 2 == 0
                     try:
-                        inputs.check(inputs.call(op, rank, gather=gather), rank)
+                        inputs.call_and_check(op, rank, gather=gather)
                     except AssertionError as error:
                         raise AssertionError(f"M = {m}, call {call}, {way}: {error}") from error
 

@@ -49,7 +49,7 @@ def _refused(rank: int, world: int, change: dict[str, Any], message: str, kind: 
             scales = {**scales, **change}
         with pytest.raises(kind if rank == 0 else ValueError, match=message):
             op(x, weight, bias, m=8, **scales)
-        inputs.check(inputs.call(op, rank), rank)
+        inputs.call_and_check(op, rank)
 
 
 @pytest.mark.parametrize(

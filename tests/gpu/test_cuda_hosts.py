@@ -95,10 +95,7 @@ def _pairs(rank: int, world: int, library: Path) -> None:
     p = Problem("gemm_rs", 9, (8,), 8, BF16)
     with p.build(backend="cuda") as op:
         assert op.topology == Topology(2, 1, 2), "two nodes, though nobody has said so"
-        inputs = Inputs(p, 9, world, seed=1)
-        got = inputs.call(op, rank)
-        op.wait()
-        inputs.check(got, rank, "two_levels")
+        Inputs(p, 9, world, seed=1).call_and_check(op, rank, "two_levels")
     here.close()
 
 
@@ -126,9 +123,7 @@ def _alone(rank: int, world: int, library: Path) -> None:
         with p.build(backend="cuda", transport="send_recv") as made:
             assert made._backend.nodes == world
             for inputs in everything[:3]:
-                got = inputs.call(made, rank)
-                made.wait()
-                inputs.check(got, rank, "two_levels")
+                inputs.call_and_check(made, rank, "two_levels")
     here.close()
 
 
@@ -152,10 +147,7 @@ def _late(rank: int, world: int, library: Path, op: str, how: str) -> None:
     dist.barrier()
     made.close()
     with p.build(backend="cuda", timeout_s=20) as again:
-        inputs = Inputs(p, 16, world, seed=2)
-        got = inputs.call(again, rank)
-        again.wait()
-        inputs.check(got, rank, "two_levels")
+        Inputs(p, 16, world, seed=2).call_and_check(again, rank, "two_levels")
     here.close()
 
 
@@ -224,10 +216,7 @@ def _fails_alone(rank: int, world: int, library: Path, culprit: int) -> list[tup
         del raised, cause, fails  # their tracebacks hold what was built
     gc.collect()
     with p.build(group, backend="cuda") as op:  # both groups are as they were
-        inputs = Inputs(p, 16, world, seed=1)
-        got = inputs.call(op, rank)
-        op.wait()
-        inputs.check(got, rank, "two_levels")
+        Inputs(p, 16, world, seed=1).call_and_check(op, rank, "two_levels")
     here.close()
     return heard
 

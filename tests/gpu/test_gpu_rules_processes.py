@@ -44,10 +44,7 @@ def _calls(rank: int, world: int, library: Path, op: str, direction: str) -> Non
     knobs = Knobs(direction=direction, comm_tile_rows=TILE)
     with p.build(tuning=knobs, backend="cuda", transport="symm_mem", timeout_s=2.0) as made:
         for m in (ROWS * world, 5):
-            inputs = Inputs(p, m, world, seed=m)
-            got = inputs.call(made, rank)
-            made.wait()
-            inputs.check(got, rank)
+            Inputs(p, m, world, seed=m).call_and_check(made, rank)
     if direction == "push":
         _adds_are_refused(rank, world, device)
     device.close()

@@ -270,9 +270,7 @@ def test_call_without_provided_peer_data_raises(device: EmulatedDevice) -> None:
             with pytest.raises(ValueError, match="provided for M = 16, got a call with M = 15"):
                 other.call(built, 0)
             assert built._backend.native.epoch == 0
-            out = inputs.call(built, 0)
-            built.wait()
-            inputs.check(out, 0)
+            inputs.call_and_check(built, 0)
 
 
 def test_provided_data_is_checked(device: EmulatedDevice) -> None:

@@ -132,10 +132,7 @@ def _late(rank: int, world: int, kernels: Path, library: Path, op: str) -> None:
             made.wait()
     made.close()
     with here.build(p, timeout_s=30) as again:
-        inputs = Inputs(p, 16, world, seed=2)
-        got = inputs.call(again, rank)
-        again.wait()
-        inputs.check(got, rank, "two_levels")
+        Inputs(p, 16, world, seed=2).call_and_check(again, rank, "two_levels")
     here.close()
 
 

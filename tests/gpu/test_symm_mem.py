@@ -69,9 +69,7 @@ def _checked_capture(rank: int, world: int, library: Path) -> None:
         with device.capture() as graph, pytest.raises(ValueError, match="unset FLUX_CHECK"):
             inputs.call(op, rank)
         graph.close()
-        got = inputs.call(op, rank)
-        op.wait()
-        inputs.check(got, rank)
+        inputs.call_and_check(op, rank)
     device.close()
 
 

@@ -239,7 +239,7 @@ def host_disappears(switch: str, rank: int, progress: Any) -> dict[str, Any]:
     problem = Problem("ag_gemm", 30, (30,), 64)
     op = problem.build(timeout_s=1.5)
     inputs = Inputs(problem, 30, 3, seed=1)
-    inputs.check(inputs.call(op, rank), rank)
+    inputs.call_and_check(op, rank)
     dist.barrier()
     if rank == 0:
         set_link(switch, 1, up=False)
@@ -311,7 +311,7 @@ def all_stopped(argument: None, rank: int, progress: Any) -> list[str]:
         threading.Thread(target=stop_all).start()
     text, began = "", time.monotonic()
     try:
-        inputs.check(inputs.call(op, rank), rank)
+        inputs.call_and_check(op, rank)
         assert time.monotonic() - began > 2.3, "not stopped during the call"
     except PeerTimeoutError as error:
         text = str(error)

@@ -111,8 +111,7 @@ def large(rank: int, world: int, hosts: str) -> None:
             problem = Problem(op_name, 4200, (n,), k)
             with problem.build() as op:
                 for m in (4200, 5, 3989):
-                    inputs = Inputs(problem, m, world, seed=m)
-                    inputs.check(inputs.call(op, rank), rank)
+                    Inputs(problem, m, world, seed=m).call_and_check(op, rank)
 
 
 @pytest.mark.parametrize("hosts", ["ab", *more("aabb")])
@@ -128,8 +127,7 @@ def fine(rank: int, world: int, hosts: str) -> None:
             problem = Problem(op_name, 900 * world, (1,), 8)
             with problem.build(tuning=Knobs(tile=(1, 64))) as op:
                 for m in (900 * world, 7):
-                    inputs = Inputs(problem, m, world, seed=m)
-                    inputs.check(inputs.call(op, rank), rank)
+                    Inputs(problem, m, world, seed=m).call_and_check(op, rank)
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab"])
@@ -151,7 +149,7 @@ def too_small(rank: int, world: int) -> list[str]:
             for m in (64, 8, 64, 16):  # 64 and 8 signals: each refusal leaves the op usable
                 inputs = Inputs(problem, m, world, seed=m)
                 try:
-                    inputs.check(inputs.call(op, rank), rank)
+                    inputs.call_and_check(op, rank)
                     errors.append("")
                 except ValueError as error:
                     errors.append(str(error))
@@ -207,8 +205,7 @@ def without_shared_memory(rank: int, world: int) -> None:
         with problem.build(transport="send_recv") as op:
             assert op.topology == Topology(world, 1, 1)
             assert sorted(op._backend.network.bytes_sent) == [r for r in range(world) if r != rank]
-            inputs = Inputs(problem, 30, world, seed=1)
-            inputs.check(inputs.call(op, rank), rank)
+            Inputs(problem, 30, world, seed=1).call_and_check(op, rank)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -226,8 +223,7 @@ def one_node_without_shared_memory(rank: int, world: int) -> None:
                     with problem.build(
                         tuning=tuning, transport=transport, topology=topology, timeout_s=10.0
                     ) as op:
-                        inputs = Inputs(problem, 30, world, seed=1)
-                        inputs.check(inputs.call(op, rank), rank)
+                        Inputs(problem, 30, world, seed=1).call_and_check(op, rank)
 
 
 def test_topology_does_not_say_who_shares_memory() -> None:
@@ -240,8 +236,7 @@ def sent_between_hosts(rank: int, world: int, hosts: str, order: str) -> dict[st
         for op_name in OPS:
             problem = Problem(op_name, 48, (10,), 6 * world)
             with problem.build(tuning=Knobs(order=order)) as op:
-                inputs = Inputs(problem, 48, world, seed=1)
-                inputs.check(inputs.call(op, rank), rank, "two_levels")
+                Inputs(problem, 48, world, seed=1).call_and_check(op, rank, "two_levels")
                 sent[op_name] = sum(op._backend.network.bytes_sent.values())
     return sent
 
@@ -339,8 +334,7 @@ def open_and_close(rank: int, world: int, hosts: str) -> None:
             if round_ == 2:
                 before = held()
             with problem.build() as op:
-                inputs = Inputs(problem, 8, world, seed=round_)
-                inputs.check(inputs.call(op, rank), rank, "two_levels")
+                Inputs(problem, 8, world, seed=round_).call_and_check(op, rank, "two_levels")
             dist.barrier()
         gc.collect()
         after = held()
@@ -358,7 +352,7 @@ def ends(rank: int, world: int, hosts: str, how: str) -> dict[str, Any]:
     with on_host(hosts[rank]):
         op = problem.build(timeout_s=60.0 if how == "killed" else 1.5)
         inputs = Inputs(problem, 12, world, seed=1)
-        inputs.check(inputs.call(op, rank), rank, "two_levels")
+        inputs.call_and_check(op, rank, "two_levels")
         dist.barrier()
         if rank == world - 1:
             if how == "killed":  # when the others have entered the call, too
@@ -389,8 +383,7 @@ def form_again(problem: Problem, hosts: str, rank: int, world: int) -> None:
     dist.destroy_process_group()
     join_group("again", rank, world - 1)
     with problem.build() as op:
-        inputs = Inputs(problem, 12, world - 1, seed=2)
-        inputs.check(inputs.call(op, rank), rank, "two_levels")
+        Inputs(problem, 12, world - 1, seed=2).call_and_check(op, rank, "two_levels")
 
 
 HOWS = ("killed", "closes", "stalls")
@@ -551,8 +544,7 @@ def receives_first(rank: int, world: int, hosts: str) -> None:
 
                 for link in network._links:
                     link._channel = Noting()
-                inputs = Inputs(problem, 192, world, seed=1)
-                inputs.check(inputs.call(op, rank), rank)
+                Inputs(problem, 192, world, seed=1).call_and_check(op, rank)
                 for link in network._links:
                     link._channel = channel
                     own = [what for peer, what in posted if peer == link.peer]
@@ -588,7 +580,7 @@ def _peer_fails_in_the_next_call(rank: int, world: int, op_name: str) -> None:
 
         network.finish = finish_late
     inputs = Inputs(problem, 24, world, 3, bias=False)
-    inputs.check(inputs.call(op, rank), rank)
+    inputs.call_and_check(op, rank)
     if rank == 1:
         store.wait(["all is here"], timedelta(seconds=30))
         op._backend.close(failed=True)

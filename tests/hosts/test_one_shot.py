@@ -42,7 +42,7 @@ def many_calls(rank: int, world: int, hosts: str, in_rounds: bool) -> None:
                     m = rng.randint(1, 70)
                     inputs = Inputs(problem, m, world, seed=call)
                     time.sleep(own.choice((0, 0, 1e-3)))
-                    inputs.check(inputs.call(op, rank), rank, "two_levels")
+                    inputs.call_and_check(op, rank, "two_levels")
                 # What other hosts send is summed in buffers that the first calls make.
                 largest = -(-70 // world) * 24 * 4
                 assert (op.workspace_bytes - room >= largest) == (op_name != "ag_gemm")
@@ -124,8 +124,7 @@ def changing_paths(rank: int, world: int, hosts: str) -> set[str]:
             with problem.build(tuning="cache") as op:
                 for call in range(20):
                     m = rng.choice((1, 2, 33, 60, 90))
-                    inputs = Inputs(problem, m, world, seed=call)
-                    inputs.check(inputs.call(op, rank), rank, "two_levels")
+                    Inputs(problem, m, world, seed=call).call_and_check(op, rank, "two_levels")
                     paths.add(op.schedule(m).knobs.path)
     return paths
 
@@ -191,7 +190,7 @@ def ends(rank: int, world: int, hosts: str, how: str, victim: int) -> dict[str, 
             tuning=Knobs(path="one_shot"), timeout_s=60.0 if how == "killed" else 1.5
         )
         inputs = Inputs(problem, 8, world, seed=1)
-        inputs.check(inputs.call(op, rank), rank, "two_levels")
+        inputs.call_and_check(op, rank, "two_levels")
         dist.barrier()
         if rank == victim:
             if how == "killed":  # when the others are inside the call

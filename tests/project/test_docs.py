@@ -76,8 +76,8 @@ def first_cells(table: str) -> list[str]:
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
 
 
-# Inductor calls each operator as it is (but of torch 2.9), and need not look for vector instructions:
-# a C++ compiler takes seconds for each loop and for each set of instructions.
+# Inductor calls each operator as it is, but for torch 2.9, and looks for no vector instructions: a
+# C++ compiler takes seconds for each loop and for each set of instructions.
 QUICK_INDUCTOR = """
 from torch._inductor import config, cpu_vec_isa
 

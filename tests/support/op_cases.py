@@ -34,9 +34,7 @@ class Call:
         """Make the call, wait for its results, and compare them with float64."""
         inputs = Inputs(problem, self.m, world, self.seed, self.bias)
         options = {"layout": self.layout, "padded": self.padded, "gather": self.gather}
-        got = inputs.call(op, rank, **options)
-        op.wait()
-        inputs.check(got, rank, path)
+        inputs.call_and_check(op, rank, path, **options)
 
 
 @dataclass(frozen=True)

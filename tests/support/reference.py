@@ -257,6 +257,12 @@ class Inputs:
         for number, (result, (right, bound)) in enumerate(zip(got, expected, strict=False)):
             _judge(result, right, bound, self.problem.out_dtype, f"output {number}")
 
+    def call_and_check(self, op: Any, rank: int, path: str = "fused", **options: Any) -> None:
+        """Call ``op`` as ``call`` does, wait for its results, and check them."""
+        got = self.call(op, rank, **options)
+        op.wait()
+        self.check(got, rank, path)
+
 
 def _product(
     p: Problem,

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import flux
+import reference
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
 from flux.core.spec import OpSpec
@@ -28,6 +29,7 @@ from flux.select.choose import key_of
 from flux.select.cost import gemm_ms
 from flux.select.winners import Entry, Winner
 from harness import more, run_ranks
+from op_cases import way_of
 
 ROOT = Path(__file__).parents[2]
 N, K, MAX_M = 24, 20, 200
@@ -70,23 +72,12 @@ def make(op: str, n: int = N, **options: Any) -> Any:
 
 
 def check_calls(op: Any, name: str, rank: int, world: int, sizes: list[int], n: int = N) -> None:
-    """Results against one GEMM in float64, for several M one after the other."""
-    for index, m in enumerate(sizes):
-        generator = torch.Generator().manual_seed(1000 + index)
-        x = torch.randn(m, K, generator=generator, dtype=torch.float64)
-        w = torch.randn(n, K, generator=generator, dtype=torch.float64)
-        expected = x @ w.t()
-        chunk, share, depth = -(-m // world), -(-n // world), -(-K // world)
-        rows = slice(min(m, rank * chunk), min(m, (rank + 1) * chunk))
-        if name == "ag_gemm":
-            columns = slice(rank * share, min(n, (rank + 1) * share))
-            got = op(x[rows].float(), w[columns].float(), m=m)
-            wanted = expected[:, columns]
-        else:
-            part = slice(rank * depth, min(K, (rank + 1) * depth))
-            got = op(x[:, part].float(), w[:, part].float())
-            wanted = expected[rows] if name == "gemm_rs" else expected
-        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-4)
+    """Compare results with float64, for several M one after the other."""
+    problem = reference.Problem(name, MAX_M, (n,), K)
+    for seed, m in enumerate(sizes):
+        reference.Inputs(problem, m, world, seed, bias=False).call_and_check(
+            op, rank, way_of(op, m)
+        )
 
 
 WINNERS = {

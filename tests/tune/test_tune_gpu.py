@@ -110,10 +110,7 @@ def _as_tuned(
     os.environ["FLUX_TUNE_CACHE"] = cache
     p = Problem(op, M, (N,), K, torch.bfloat16)
     with p.build(backend="cuda", tuning="cache") as made:
-        inputs = Inputs(p, M, world, 7)
-        got = inputs.call(made, rank)
-        made.wait()
-        inputs.check(got, rank)
+        Inputs(p, M, world, 7).call_and_check(made, rank)
         result = made._backend.configs, asdict(made.schedule(M).knobs)
     device.close()
     return result
