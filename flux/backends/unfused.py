@@ -181,10 +181,12 @@ class UnfusedBackend:
             hooks: the caller's work beside the call.
             met: waits for the peers, before anything travels.
         """
+        if self.world == 1:
+            return self._alone(call, gather, hooks)
 
         def begin() -> None:
             met()
-            self._unfinished = self.world > 1
+            self._unfinished = True
 
         try:
             if self.spec.op.gathers:
@@ -199,6 +201,24 @@ class UnfusedBackend:
             self._unfinished = False
             raise
 
+    def _alone(self, call: Call, gather: bool, hooks: OverlapHooks) -> list[torch.Tensor]:
+        """Make the call of a group of one, which has all rows."""
+        spec = self.spec
+        began = self._began()
+        multiply = Multiplier(spec, call)
+        outs = []
+        for number, bias in enumerate(call.biases):
+            out = call.x.new_empty(call.m, call.columns[number], dtype=spec.out_dtype)
+            of_product = bias if spec.op.gathers else None
+            multiply(call.x, out, weight=number, scale_x=call.scale_x, bias=of_product)
+            if bias is not None and of_product is None:
+                out.add_(bias)  # to the rounded sum, as with more ranks
+            outs.append(out)
+        self._ended(Work.gemm, began)
+        hooks.both()
+        # An output must not alias the input.
+        return [*outs, call.x.clone(memory_format=torch.contiguous_format)] if gather else outs
+
     def _ag_gemm(self, call: Call, gather: bool, hooks: OverlapHooks) -> list[torch.Tensor]:
         spec = self.spec
         began = self._began()
@@ -206,8 +226,7 @@ class UnfusedBackend:
         wait = self.start_gather(x, call.m)
         rows = self._beside(hooks.meanwhile, wait)
         hooks.arrived()
-        if self.world > 1:
-            self._ended(Work.collective, began, rows.nbytes)
+        self._ended(Work.collective, began, rows.nbytes)
         began = self._began()
         full, scale = unpack(spec, rows)
         multiply = Multiplier(spec, call)
@@ -218,8 +237,6 @@ class UnfusedBackend:
             multiply(full, out, weight=number, scale_x=scale_x, bias=bias)
             outs.append(out)
         self._ended(Work.gemm, began)
-        if gather and self.world == 1:
-            full = full.clone()  # an output must not alias the input
         return [*outs, full] if gather else outs
 
     def _gemm_rs(
@@ -249,7 +266,6 @@ class UnfusedBackend:
         self, partial: torch.Tensor, m: int, meanwhile: Callable[[], None] = nothing
     ) -> torch.Tensor:
         if self.world == 1:
-            meanwhile()
             return partial
         began = self._began()
         out = partial.new_empty(partial.shape[0] // self.world, partial.shape[1])
@@ -267,16 +283,13 @@ class UnfusedBackend:
         self._ended(Work.gemm, began)
         met()
         began = self._began()
-        work = dist.all_reduce(out, group=self.group, async_op=True) if self.world > 1 else None
-        if self.world == 1:
-            meanwhile()
-        else:
-            self._beside(meanwhile, lambda: self._wait(work, in_steps=True))
-            self._ended(Work.collective, began, out.nbytes)
+        work = dist.all_reduce(out, group=self.group, async_op=True)
+        self._beside(meanwhile, lambda: self._wait(work, in_steps=True))
+        self._ended(Work.collective, began, out.nbytes)
         return self._finish(out, call.biases[0])
 
     def _finish(self, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self.spec.reduce == "avg" and self.world > 1:
+        if self.spec.reduce == "avg":
             out.div_(self.world)
         return out if bias is None else out.add_(bias)
 

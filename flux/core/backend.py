@@ -105,10 +105,11 @@ class Backend(Protocol):
 
     def again(
         self, x: torch.Tensor, weight: object, bias: object, m: int | None
-    ) -> Callable[[], torch.Tensor] | None:
+    ) -> Callable[[], list[torch.Tensor]] | None:
         """Return what repeats the last call, if these arguments differ from its only in contents.
 
-        Returns None where the backend keeps no calls, or the arguments need a check.
+        Its result is that of ``run``. Returns None where the backend keeps no calls, or the
+        arguments need a check.
         """
 
     def capturing(self) -> bool:

@@ -112,7 +112,7 @@ class CallChecker:
                 expected.
         """
         spec = self.spec
-        x = self._tensor("x", x)
+        x = self._tensor("x", x, spec.dtype)
         if x.dim() != 2 or x.shape[1] != self.k:
             raise ValueError(f"{spec.label}: x must be [rows, {self.k}], got {list(x.shape)}")
         m, rows = _rows(spec, self.world, self.rank, x.shape[0], m)
@@ -123,19 +123,20 @@ class CallChecker:
                 f"{spec.label}: expected {len(self.columns)} weight(s) and bias(es), "
                 f"got {len(weights)} and {len(biases)}"
             )
-        weights = [self._tensor("weight", weight) for weight in weights]
-        for weight, expected in zip(weights, self.shapes, strict=True):
+        ready, dense = [], []
+        for weight, bias, expected, n in zip(
+            weights, biases, self.shapes, self.columns, strict=True
+        ):
+            weight = self._tensor("weight", weight, spec.dtype)
             if weight.shape != expected:
                 raise ValueError(
                     f"{spec.label}: weight must be {list(expected)}"
                     f"{' (transpose_weight)' if spec.transpose_weight else ''}, "
                     f"got {list(weight.shape)}"
                 )
-        dense = [
-            None if bias is None else self._bias(bias, n)
-            for bias, n in zip(biases, self.columns, strict=True)
-        ]
-        call = Call(m, x, weights, self.columns, tuple(dense))
+            ready.append(weight)
+            dense.append(None if bias is None else self._bias(bias, n))
+        call = Call(m, x, ready, self.columns, tuple(dense))
         if spec.scaling != "none" or scales:
             scale_x, *of_weights = self._scales(scales, x.shape[0])
             call.scale_x = scale_x[:rows] if spec.scaling == "row" else scale_x
@@ -194,12 +195,9 @@ class CallChecker:
             dense.append(scale.reshape(length))
         return dense
 
-    def _tensor(
-        self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
+    def _tensor(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor whose memory native code may read."""
         spec = self.spec
-        dtype = dtype or spec.dtype
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{spec.label}: {name} must be a tensor, got {type(tensor).__name__}")
         if tensor.dtype != dtype:
@@ -209,7 +207,7 @@ class CallChecker:
         reason = reason_without_memory(tensor)
         if reason is not None:
             raise ValueError(f"{spec.label}: {name} must be a dense tensor in memory, but {reason}")
-        return settled(tensor)
+        return settled(tensor) if tensor.is_neg() or tensor._is_zerotensor() else tensor
 
     def _bias(self, bias: torch.Tensor, n: int) -> torch.Tensor:
         bias = self._tensor("bias", bias, self.spec.out_dtype)

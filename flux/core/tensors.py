@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def bytes_needed(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element of a strided tensor to the end of its last one."""
@@ -37,10 +39,11 @@ def reason_without_memory(tensor: torch.Tensor) -> str | None:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # of wrappers, for example those of torch.func
         return "it is a wrapper of another tensor"
-    if storage.device.type == "meta":
+    # A plain tensor's own flag is read ten times as fast as the device of its storage.
+    if tensor.is_meta or (type(tensor) not in _PLAIN and storage.device.type == "meta"):
         return "it is a meta or fake tensor"
     has = storage.nbytes() - tensor.storage_offset() * tensor.itemsize
-    needed = bytes_needed(tensor)
+    needed = tensor.nbytes if tensor.is_contiguous() else bytes_needed(tensor)
     if has < needed:
         return (
             f"it needs {needed} bytes and its storage has {max(has, 0)}: the storage was freed or "
@@ -49,9 +52,6 @@ def reason_without_memory(tensor: torch.Tensor) -> str | None:
     if tensor.data_ptr() == 0:
         return f"it is a {type(tensor).__name__} without data, such as a wrapper of another tensor"
     return None
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def check_memory(label: str, **tensors: Any) -> None:

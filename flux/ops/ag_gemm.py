@@ -135,12 +135,14 @@ class AGGemm(TensorParallelOp):
             list(scale_weight) if _is_sequence(scale_weight) else [scale_weight]
         )
         scales = [scale for scale in (scale_x, *scale_weights) if scale is not None]
-        self._check_tensors(x_shard, *weights, *present, *scales)
         if m is not None and not isinstance(m, (int, torch.SymInt)):
             self._turn_away(TypeError, f"m must be an integer or None, got {m!r}")
-        if self._plain(x_shard, *weights, *present, *scales):
-            outs = self._run(x_shard, weights, biases, m, scales, return_gathered)
+        tensors = [x_shard, *weights, *present, *scales]
+        if self._plain(*tensors):
+            arguments = (x_shard, weights, biases, m, scales, return_gathered)
+            outs = self._guarded(self._call, *arguments)
         else:
+            self._check_tensors(*tensors)
             outs = self._dispatched(
                 x_shard,
                 weights,
@@ -179,11 +181,12 @@ class AGGemm(TensorParallelOp):
         Raises:
             As for a call; what the caller's work raises closes the op, whose peers hear of it.
         """
-        self._check_tensors(x_shard, weight)
         hooks = OverlapHooks(meanwhile, arrived)
         if self._plain(x_shard, weight):
-            y, x_full = self._run(x_shard, [weight], [None], m, gather=True, hooks=hooks)
+            arguments = (x_shard, [weight], [None], m, (), True, hooks)
+            y, x_full = self._guarded(self._call, *arguments)
         else:
+            self._check_tensors(x_shard, weight)
             rest: tuple[Any, ...] = ([], [False], m, True, self.handle, [])  # no bias, gathered
             y, x_full = self._dispatched(x_shard, [weight], *rest)
             self._guarded(hooks.both, begun=True)
@@ -196,9 +199,9 @@ class AGGemm(TensorParallelOp):
             What waits for them and returns them, [M, K]; raises PeerTimeoutError. Other calls of
             this op may come before that, and other gathers, in the same order on all ranks.
         """
-        self._check_tensors(x_shard)
-        if self._plain(x_shard):
+        if self._plain(x_shard) and not x_shard.is_meta:
             return self._unfused.start_gather(x_shard, m, both_ways=self.waits_for_hosts)
+        self._check_tensors(x_shard)
         x_full: torch.Tensor = call("gather_rows", x_shard, m, self.handle)
         return lambda: x_full
 

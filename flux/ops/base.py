@@ -278,7 +278,7 @@ class TensorParallelOp:
         if self._backend is None or self._comparison is not None:
             return None
         again = self._backend.again(x, weight, bias, m)
-        return None if again is None else self._guarded(again, begun=True)
+        return None if again is None else self._guarded(again, begun=True)[0]
 
     def _dispatched(self, *args: Any) -> Any:
         """Call ``torch.ops.flux``, where modes, subclasses and autograd see the call.
@@ -293,14 +293,14 @@ class TensorParallelOp:
         except Exception as error:
             if self._runs == runs:
                 why = f"{type(error).__name__}: {error}"
-                self._guarded(lambda: self._refuse(ValueError(why)))
+                self._guarded(self._refuse, ValueError(why))
             raise
 
     def _check_tensors(self, *tensors: object) -> None:
         """Raise for tensors that the op does not take, before the dispatcher sees them.
 
         It would reject or fake some of them without telling the peers, or let autograd need a
-        backward that does not exist.
+        backward that does not exist. ``_plain`` tensors pass, or the op's own checks refuse them.
         """
         if not torch.compiler.is_compiling() and torch_internals.forward_mode_is_on():
             self._turn_away(ValueError, NO_FORWARD_MODE)
@@ -320,7 +320,7 @@ class TensorParallelOp:
     def _turn_away(self, kind: type[TypeError | ValueError], text: str) -> NoReturn:
         """Raise an error of this kind, on the peers too: they are about to make the same call."""
         error = kind(f"{self.spec.label}: {text}")
-        self._guarded(partial(self._refuse, error))
+        self._guarded(self._refuse, error)
         raise error
 
     def _refuse(self, error: TypeError | ValueError) -> None:
@@ -332,7 +332,7 @@ class TensorParallelOp:
             self._backend.refuse(str(error))
         self._begun = False
 
-    def _run(
+    def _call(
         self,
         x: torch.Tensor,
         weights: Sequence[torch.Tensor] | Gemm,
@@ -342,7 +342,7 @@ class TensorParallelOp:
         gather: bool = False,
         hooks: OverlapHooks = NO_HOOKS,
     ) -> list[torch.Tensor]:
-        """Make a call: what the ops of ``torch.ops.flux`` execute.
+        """Make a call: what the ops of ``torch.ops.flux`` execute, ``_guarded``.
 
         Args:
             x: as the caller passed it, like all arguments up to ``scales``.
@@ -356,19 +356,6 @@ class TensorParallelOp:
         Returns:
             The result of each weight, and the gathered x if ``gather``.
         """
-        self._runs += 1
-        return self._guarded(partial(self._call, x, weights, biases, m, scales, gather, hooks))
-
-    def _call(
-        self,
-        x: torch.Tensor,
-        weights: Sequence[torch.Tensor] | Gemm,
-        biases: Sequence[torch.Tensor | None],
-        m: int | None,
-        scales: Sequence[torch.Tensor],
-        gather: bool,
-        hooks: OverlapHooks,
-    ) -> list[torch.Tensor]:
         backend = self._backend
         if self._comparison is not None and backend is not None and backend.capturing():
             raise ValueError(
@@ -403,7 +390,7 @@ class TensorParallelOp:
             self._begun = False  # no rank makes the call
             raise disagreement
 
-    def _guarded(self, run: Callable[[], T], begun: bool = False) -> T:
+    def _guarded(self, run: Callable[..., T], *arguments: object, begun: bool = False) -> T:
         """Run a call: one at a time, in the process that built the op, never after a failure.
 
         Any exception can be raised between any two lines: signal handlers, hooks, trace functions
@@ -412,8 +399,10 @@ class TensorParallelOp:
 
         Args:
             run: the call. It sets ``_begun`` before the peers can hear of the call.
+            arguments: of ``run``.
             begun: set it here, in place of ``run``.
         """
+        self._runs += 1
         if self._pid != os.getpid():
             raise RuntimeError(
                 f"{self.spec.label} was built in process {self._pid} and cannot be used in a "
@@ -429,7 +418,7 @@ class TensorParallelOp:
             if self._closed:
                 raise RuntimeError(f"{self.spec.label} is closed{self._broken or ''}")
             self._begun = begun
-            result = run()
+            result = run(*arguments)
             self._begun = False
             return result
         except BaseException as error:

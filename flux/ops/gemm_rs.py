@@ -117,9 +117,9 @@ class GemmRS(TensorParallelOp):
                 return repeated
         biases = [] if bias is None else [bias]
         scales = [scale for scale in (scale_x, scale_weight) if scale is not None]
-        self._check_tensors(x, weight, *biases, *scales)
         if self._plain(x, weight, *biases, *scales):
-            return self._run(x, [weight], [bias], scales=scales)[0]
+            return self._guarded(self._call, x, [weight], [bias], None, scales)[0]
+        self._check_tensors(x, weight, *biases, *scales)
         out: torch.Tensor = self._dispatched(x, weight, biases, self.handle, scales)
         return out
 
@@ -149,8 +149,8 @@ class GemmRS(TensorParallelOp):
         if self._backend is not None and self._comparison is None:
             again = self._backend.again(x, gemm, bias, None)
             if again is not None:
-                return self._guarded(again, begun=True)
-        return self._run(x, gemm, [bias])[0]
+                return self._guarded(again, begun=True)[0]
+        return self._guarded(self._call, x, gemm, [bias])[0]
 
     def overlapped(
         self, x: torch.Tensor, weight: torch.Tensor, meanwhile: Callable[[], None]
@@ -163,10 +163,10 @@ class GemmRS(TensorParallelOp):
         Raises:
             As for a call; what ``meanwhile`` raises closes the op, whose peers hear of it.
         """
-        self._check_tensors(x, weight)
         hooks = OverlapHooks(meanwhile)
         if self._plain(x, weight):
-            return self._run(x, [weight], [None], hooks=hooks)[0]
+            return self._guarded(self._call, x, [weight], [None], None, (), False, hooks)[0]
+        self._check_tensors(x, weight)
         out: torch.Tensor = self._dispatched(x, weight, [], self.handle, [])
         self._guarded(hooks.both, begun=True)
         return out

@@ -109,7 +109,8 @@ def _gather(
     handle: int,
     scales: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    return op_of(handle)._run(x, weights, spread(biases, has_bias), m, scales, return_gathered)
+    op, of_weights = op_of(handle), spread(biases, has_bias)
+    return op._guarded(op._call, x, weights, of_weights, m, scales, return_gathered)
 
 
 def _reduce(
@@ -119,7 +120,8 @@ def _reduce(
     handle: int,
     scales: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    return op_of(handle)._run(x, [weight], biases or [None], scales=scales)[0]
+    op = op_of(handle)
+    return op._guarded(op._call, x, [weight], biases or [None], None, scales)[0]
 
 
 def _gather_fake(

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -186,7 +187,7 @@ class CpuBackend:
         if self.spec.op.gathers:
             outs = self._ag_gemm(schedule, call, gather, hooks)
         else:
-            outs = [self._gemm_rs(schedule, call, hooks.meanwhile)]
+            outs = self._gemm_rs(schedule, call, hooks.meanwhile)
         if len(call.columns) == 1 and self.spec.scaling == "none":
             if len(self._calls) >= MAX_CALLS:
                 self._calls.clear()
@@ -197,7 +198,7 @@ class CpuBackend:
 
     def again(
         self, x: torch.Tensor, weight: object, bias: object, m: int | None
-    ) -> Callable[[], torch.Tensor] | None:
+    ) -> Callable[[], list[torch.Tensor]] | None:
         """Return what repeats the last call with this weight, or None: see ``Backend.again``."""
         last = self._calls.get(id(weight))
         if last is None or not last.is_like(x, weight, bias, m):
@@ -207,8 +208,8 @@ class CpuBackend:
         if not weights:
             call.gemm = cast(Gemm, weight)
         if self.spec.op.gathers:
-            return lambda: self._ag_gemm(last.schedule, call, False, NO_HOOKS)[0]
-        return lambda: self._gemm_rs(last.schedule, call, nothing)
+            return partial(self._ag_gemm, last.schedule, call, False, NO_HOOKS)
+        return partial(self._gemm_rs, last.schedule, call, nothing)
 
     def _ag_gemm(
         self, schedule: TileSchedule, call: Call, gather: bool, hooks: OverlapHooks
@@ -275,14 +276,14 @@ class CpuBackend:
 
     def _gemm_rs(
         self, schedule: TileSchedule, call: Call, meanwhile: Callable[[], None]
-    ) -> torch.Tensor:
+    ) -> list[torch.Tensor]:
         if self.one_shot is not None and schedule.knobs.path == "one_shot":
-            return self.one_shot.call(self, schedule, call, False, OverlapHooks(meanwhile))[0]
+            return self.one_shot.call(self, schedule, call, False, OverlapHooks(meanwhile))
         engine, spec = self.engine, self.spec
         lane = None if self.recorder is None else self.recorder.begin(schedule)
         plan = self._plan(schedule)
         out = self.empty(call.m if spec.op.all_reduces else plan.own_rows, spec.n[0])
-        partial = out[:0] if plan.direct else self.empty(call.m, spec.n[0])
+        sums = out[:0] if plan.direct else self.empty(call.m, spec.n[0])
         bias = call.biases[0]
         digest = spec.digest(call.m, bias is not None)
         engine.begin(
@@ -290,17 +291,17 @@ class CpuBackend:
             digest,
             plan.threaded,
             self.timeout_s,
-            partial=0 if plan.direct else address_of(partial),
+            partial=0 if plan.direct else address_of(sums),
             out=address_of(out),
             bias=0 if bias is None else address_of(bias),
             scale=1.0 / self.world if spec.reduce == "avg" else 1.0,
         )
         if self.network is not None:
-            self._begin_network(self.network, schedule, digest, partial=partial, out=out)
+            self._begin_network(self.network, schedule, digest, partial=sums, out=out)
         if plan.direct:  # the first tile may land in a peer's buffer: it must have finished with it
             self._await(engine.wait_entries)
         multiply = Multiplier(spec, call)
-        private = out if plan.direct else partial
+        private = out if plan.direct else sums
         for slab in plan.slabs:
             v = slab.visit
             target = slab.shared
@@ -324,7 +325,7 @@ class CpuBackend:
         if self.poison and self.slots and schedule.knobs.direction == "push":
             spoil(self.slots[self.rank])  # nobody writes here before we enter again
             spoil(self.gathered)
-        return out
+        return [out]
 
     def meet(self, schedule: TileSchedule, digest: int) -> Callable[[], None]:
         """Begin to meet the peers: see ``Backend.meet``."""

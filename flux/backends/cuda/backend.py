@@ -301,7 +301,7 @@ class CudaBackend:
 
     def again(
         self, x: torch.Tensor, weight: object, bias: object, m: int | None
-    ) -> Callable[[], torch.Tensor] | None:
+    ) -> Callable[[], list[torch.Tensor]] | None:
         """Return what repeats the last call, or None: see ``Backend.again``."""
         last = self.last
         if last is None or not last.is_like(x, weight, bias, m):
@@ -309,7 +309,7 @@ class CudaBackend:
         return partial(self.repeat, last, x, cast(torch.Tensor, weight))
 
     @on_its_device
-    def repeat(self, last: CachedCall, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def repeat(self, last: CachedCall, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
         """Make the call that ``last`` is of, with other contents of x and weight."""
         stream = self._begin(last.schedule)
         out = x.new_empty(last.out_rows, last.columns)  # in less time than by torch.empty
@@ -325,7 +325,7 @@ class CudaBackend:
             self.native.ag_gemm(last.schedule.native, stream, operand_a, [operand], 0, [])
         else:
             self.native.gemm_rs(last.schedule.native, stream, operand_a, operand, at)
-        return out
+        return [out]
 
     # -- pieces ------------------------------------------------------------------------------------
 
