@@ -228,8 +228,8 @@ def _rows(spec: OpSpec, world: int, rank: int, x_rows: int, m: int | None) -> tu
         raise ValueError(f"{spec.label}: M must be in [1, max_m = {spec.max_m}], got {m}{how}")
     if not gathers:
         return m, x_rows
-    own, chunk = _C.core.row_count(m, world, rank), _C.core.chunk_rows(m, world)
-    if x_rows not in (own, chunk):
+    own = _C.core.row_count(m, world, rank)
+    if x_rows != own and x_rows != (chunk := _C.core.chunk_rows(m, world)):
         raise ValueError(
             f"{spec.label}: with M = {m}, rank {rank} of {world} owns {own} rows; x must have "
             f"{own} rows, or {chunk} with padding at the end, got {x_rows}"

@@ -31,19 +31,20 @@ def reason_without_memory(tensor: torch.Tensor) -> str | None:
     """Return why the elements of a tensor cannot be addressed, or None."""
     if tensor.is_nested:
         return "it is nested"
-    if tensor.layout != torch.strided:
+    if tensor.layout is not torch.strided:
         return f"its layout is {tensor.layout}"
-    if tensor.numel() == 0 or tensor._is_zerotensor():  # ``settled`` gives the latter memory
-        return None
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # of wrappers, for example those of torch.func
-        return "it is a wrapper of another tensor"
-    # A plain tensor's own flag is read ten times as fast as the device of its storage.
-    if tensor.is_meta or (type(tensor) not in _PLAIN and storage.device.type == "meta"):
-        return "it is a meta or fake tensor"
+        return "it is a wrapper of another tensor" if tensor.numel() else None
     has = storage.nbytes() - tensor.storage_offset() * tensor.itemsize
     needed = tensor.nbytes if tensor.is_contiguous() else bytes_needed(tensor)
+    if type(tensor) in _PLAIN and has >= needed and tensor.data_ptr() != 0:
+        return None  # nearly every tensor; what follows takes as long again
+    if tensor.numel() == 0 or tensor._is_zerotensor():  # ``settled`` gives the latter memory
+        return None
+    if storage.device.type == "meta":
+        return "it is a meta or fake tensor"
     if has < needed:
         return (
             f"it needs {needed} bytes and its storage has {max(has, 0)}: the storage was freed or "
