@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from flux import _C
 from flux.backends.epilogue import Multiplier, pack, unpack
-from flux.core.backend import NO_HOOKS, OverlapHooks, nothing
+from flux.core.backend import OverlapHooks, nothing
 from flux.core.call import Call
 from flux.core.errors import PeerTimeoutError
 from flux.core.patience import Patience
@@ -170,7 +170,7 @@ class UnfusedBackend:
         self,
         call: Call,
         gather: bool = False,
-        hooks: OverlapHooks = NO_HOOKS,
+        hooks: OverlapHooks | None = None,
         met: Callable[[], None] = nothing,
     ) -> list[torch.Tensor]:
         """Execute a call: arguments and results are those of ``Backend.run``.
@@ -178,11 +178,12 @@ class UnfusedBackend:
         Args:
             call: its checked arguments.
             gather: return the gathered x as well.
-            hooks: the caller's work beside the call.
+            hooks: the caller's work beside the call, if any.
             met: waits for the peers, before anything travels.
         """
         if self.world == 1:
             return self._alone(call, gather, hooks)
+        hooks = hooks or OverlapHooks()
 
         def begin() -> None:
             met()
@@ -201,7 +202,7 @@ class UnfusedBackend:
             self._unfinished = False
             raise
 
-    def _alone(self, call: Call, gather: bool, hooks: OverlapHooks) -> list[torch.Tensor]:
+    def _alone(self, call: Call, gather: bool, hooks: OverlapHooks | None) -> list[torch.Tensor]:
         """Make the call of a group of one, which has all rows."""
         spec = self.spec
         began = self._began()
@@ -215,7 +216,8 @@ class UnfusedBackend:
                 out.add_(bias)  # to the rounded sum, as with more ranks
             outs.append(out)
         self._ended(Work.gemm, began)
-        hooks.both()
+        if hooks is not None:
+            hooks.both()
         # An output must not alias the input.
         return [*outs, call.x.clone(memory_format=torch.contiguous_format)] if gather else outs
 

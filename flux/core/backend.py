@@ -35,9 +35,6 @@ class OverlapHooks:
         self.arrived()
 
 
-NO_HOOKS = OverlapHooks()
-
-
 class Backend(Protocol):
     """Executor of one op on one rank. Construction is collective; calls are serial.
 
@@ -85,7 +82,7 @@ class Backend(Protocol):
         schedule: TileSchedule,
         call: Call,
         gather: bool = False,
-        hooks: OverlapHooks = NO_HOOKS,
+        hooks: OverlapHooks | None = None,
     ) -> list[torch.Tensor]:
         """Execute a call.
 
@@ -93,7 +90,7 @@ class Backend(Protocol):
             schedule: this rank's.
             call: its checked arguments.
             gather: return the gathered x as well, [M, K], behind the results.
-            hooks: the caller's work beside the call.
+            hooks: the caller's work beside the call, if any.
 
         Returns:
             The result of each weight: [M, N/W] (AGGemm), [own rows, N] (GemmRS), [M, N] (GemmAR).

@@ -19,7 +19,7 @@ from flux import _C
 from flux.backends import make_cuda_backend
 from flux.backends.cpu.backend import CpuBackend
 from flux.backends.unfused import UnfusedBackend
-from flux.core.backend import NO_HOOKS, Backend, OverlapHooks
+from flux.core.backend import Backend, OverlapHooks
 from flux.core.call import CallChecker, Gemm
 from flux.core.env import CHECK, KERNEL_CHOICE
 from flux.core.exclusive import Admission, Exclusive
@@ -340,7 +340,7 @@ class TensorParallelOp:
         m: int | None = None,
         scales: Sequence[torch.Tensor] = (),
         gather: bool = False,
-        hooks: OverlapHooks = NO_HOOKS,
+        hooks: OverlapHooks | None = None,
     ) -> list[torch.Tensor]:
         """Make a call: what the ops of ``torch.ops.flux`` execute, ``_guarded``.
 
@@ -351,7 +351,7 @@ class TensorParallelOp:
             m: global rows, or None.
             scales: as ``CallChecker.check`` takes them.
             gather: return the gathered x, [M, K], behind the results.
-            hooks: the caller's work beside the call.
+            hooks: the caller's work beside the call, if any.
 
         Returns:
             The result of each weight, and the gathered x if ``gather``.

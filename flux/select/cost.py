@@ -384,7 +384,9 @@ def predict(
         return Prediction(whole, 0.0, 0.0)
     kind = cluster.device.kind
     if knobs.path == "unfused":
-        comm = max(library_ms(problem, cluster), network_cpu_ms(problem) if kind == "cpu" else 0.0)
+        comm = library_ms(problem, cluster)
+        if kind == "cpu" and problem.nodes > 1:
+            comm = max(comm, network_cpu_ms(problem))
         return Prediction(whole, comm, comm)
     if knobs.path == "one_shot":
         comm = one_shot_ms(problem, cluster)
@@ -468,4 +470,5 @@ def choose(problem: Problem, cluster: Cluster, candidates: Sequence[Knobs] | Non
         candidates = (Knobs(), Knobs(path="medium"), Knobs(path="unfused"))
         if cluster.device.kind == "cpu" and problem.nodes > 1:
             candidates = (*candidates, *ONE_SHOTS)
-    return min(candidates, key=lambda knobs: predict(problem, cluster, knobs).total)
+    times = [predict(problem, cluster, knobs).total for knobs in candidates]
+    return candidates[times.index(min(times))]

@@ -37,7 +37,7 @@ from flux.backends.cpu.one_shot import OneShot
 from flux.backends.cpu.slabs import Slab, SlabPlan, make_plan
 from flux.backends.epilogue import Multiplier, pack, scale_of_rows, spoil, unpack
 from flux.core.at_exit import end_at_exit
-from flux.core.backend import NO_HOOKS, OverlapHooks, nothing
+from flux.core.backend import OverlapHooks
 from flux.core.call import Call, Gemm
 from flux.core.env import POISON, WINDOW_MB
 from flux.core.errors import PeerTimeoutError
@@ -118,6 +118,8 @@ class CpuBackend:
         self.recorder: Recorder | None = None
         self._calls: dict[int, CachedCall] = {}  # the last one with each weight, by its id
         self._plans: dict[int, SlabPlan] = {}  # by M
+        columns = spec.local_n(self.world, self.rank)
+        self._columns = columns[0] if len(columns) == 1 else None  # None: of several weights
         row, self._wire = spec.travelling_row
         # AllGather: the gathered input; pushed GemmAR: where peers leave the result.
         self.gathered = torch.empty(0, row, dtype=self._wire, device=_CPU)
@@ -181,13 +183,13 @@ class CpuBackend:
         schedule: TileSchedule,
         call: Call,
         gather: bool = False,
-        hooks: OverlapHooks = NO_HOOKS,
+        hooks: OverlapHooks | None = None,
     ) -> list[torch.Tensor]:
         """Execute a call: see ``Backend.run``."""
         if self.spec.op.gathers:
             outs = self._ag_gemm(schedule, call, gather, hooks)
         else:
-            outs = self._gemm_rs(schedule, call, hooks.meanwhile)
+            outs = self._gemm_rs(schedule, call, hooks)
         if len(call.columns) == 1 and self.spec.scaling == "none":
             if len(self._calls) >= MAX_CALLS:
                 self._calls.clear()
@@ -208,14 +210,18 @@ class CpuBackend:
         if not weights:
             call.gemm = cast(Gemm, weight)
         if self.spec.op.gathers:
-            return partial(self._ag_gemm, last.schedule, call, False, NO_HOOKS)
-        return partial(self._gemm_rs, last.schedule, call, nothing)
+            return partial(self._ag_gemm, last.schedule, call)
+        return partial(self._gemm_rs, last.schedule, call)
 
     def _ag_gemm(
-        self, schedule: TileSchedule, call: Call, gather: bool, hooks: OverlapHooks
+        self,
+        schedule: TileSchedule,
+        call: Call,
+        gather: bool = False,
+        hooks: OverlapHooks | None = None,
     ) -> list[torch.Tensor]:
         if self.one_shot is not None and schedule.knobs.path == "one_shot":
-            return self.one_shot.call(self, schedule, call, gather, hooks)
+            return self.one_shot.call(self, schedule, call, gather, hooks or OverlapHooks())
         engine, spec = self.engine, self.spec
         lane = None if self.recorder is None else self.recorder.begin(schedule)
         x = pack(call) if spec.scales_travel else call.x
@@ -238,18 +244,18 @@ class CpuBackend:
             self._begin_network(self.network, schedule, digest, x=x)
         if not plan.threaded:
             self._await(engine.finish)
-        if plan.first_foreign < 0:
+        if hooks is not None and plan.first_foreign < 0:
             hooks.both()
         for number, slab in enumerate(plan.slabs):
             if slab.shared is None:
                 a = x if slab.source is None else x[slab.source]
             else:
-                if number == plan.first_foreign:
+                if hooks is not None and number == plan.first_foreign:
                     hooks.meanwhile()
                 for index in range(slab.first, slab.last):
                     if not engine.wait_visit(index, self.timeout_s, self.spin_s):
                         self._raise_failure()
-                if number == plan.last_foreign:
+                if hooks is not None and number == plan.last_foreign:
                     hooks.arrived()
                 a = slab.shared
             began = 0 if lane is None else lane.now()
@@ -275,10 +281,10 @@ class CpuBackend:
         return outs if x_full is None else [*outs, x_full]
 
     def _gemm_rs(
-        self, schedule: TileSchedule, call: Call, meanwhile: Callable[[], None]
+        self, schedule: TileSchedule, call: Call, hooks: OverlapHooks | None = None
     ) -> list[torch.Tensor]:
         if self.one_shot is not None and schedule.knobs.path == "one_shot":
-            return self.one_shot.call(self, schedule, call, False, OverlapHooks(meanwhile))
+            return self.one_shot.call(self, schedule, call, False, hooks or OverlapHooks())
         engine, spec = self.engine, self.spec
         lane = None if self.recorder is None else self.recorder.begin(schedule)
         plan = self._plan(schedule)
@@ -318,7 +324,8 @@ class CpuBackend:
                 engine.visit_done(index)
             if lane is not None:
                 lane.add(Work.gemm, began, slab.first, slab.last)
-        meanwhile()
+        if hooks is not None:
+            hooks.meanwhile()
         self._await(engine.finish)
         if self.network is not None:
             self._finish_network(self.network)
@@ -351,8 +358,7 @@ class CpuBackend:
             return plan
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
-        columns = self.spec.local_n(self.world, self.rank)
-        plan = make_plan(schedule, columns[0] if len(columns) == 1 else None)
+        plan = make_plan(schedule, self._columns)
         for slab in plan.slabs:
             slab.shared = self._shared(plan, slab)
         self._plans[schedule.shape[0]] = plan

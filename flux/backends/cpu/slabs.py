@@ -21,7 +21,7 @@ def merge_visits(schedule: TileSchedule) -> list[tuple[int, int, Visit]]:
     """
     m, world, rank = schedule.shape[0], schedule.world, schedule.rank
     tail_only = Op[schedule.op].gathers and schedule.topology.nodes > 1
-    hosts = schedule.topology.hosts
+    hosts = schedule.topology.hosts if tail_only else ()
 
     def joins(v: Visit) -> bool:
         if v.owner == rank:

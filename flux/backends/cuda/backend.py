@@ -30,7 +30,7 @@ from flux.backends.cuda.setup import choose_kernels, cluster_tile, sums_by_switc
 from flux.backends.cuda.waits import StreamWaits
 from flux.backends.cuda.workspaces import Workspaces
 from flux.backends.epilogue import ACTIVATE, spoil
-from flux.core.backend import NO_HOOKS, OverlapHooks, nothing
+from flux.core.backend import OverlapHooks, nothing
 from flux.core.call import Call
 from flux.core.env import GRAPH_OVERLAP, POISON
 from flux.core.errors import PeerTimeoutError
@@ -225,14 +225,15 @@ class CudaBackend:
         schedule: TileSchedule,
         call: Call,
         gather: bool = False,
-        hooks: OverlapHooks = NO_HOOKS,
+        hooks: OverlapHooks | None = None,
     ) -> list[torch.Tensor]:
         """Put a call on the current stream: see ``Backend.run``."""
         if self.spec.op.gathers:
             outs = self._ag_gemm(schedule, call, gather)
         else:
             outs = [self._gemm_rs(schedule, call)]
-        hooks.both()  # behind the kernels on the caller's stream, which it does not wait for
+        if hooks is not None:
+            hooks.both()  # behind the kernels on the caller's stream, which it does not wait for
         return outs
 
     def _ag_gemm(self, schedule: TileSchedule, call: Call, gather: bool) -> list[torch.Tensor]:
