@@ -66,11 +66,11 @@ class Backend(Protocol):
     def require_room(self, schedule: TileSchedule) -> None:
         """Raise ValueError, on every rank alike, if the op's memory is too small for a schedule."""
 
-    def meet(self, schedule: TileSchedule, digest: int) -> Callable[[], None]:
+    def meet(self, schedule: TileSchedule | None, digest: int) -> Callable[[], None]:
         """Begin to meet the peers without moving rows, for a call of the unfused path.
 
         Args:
-            schedule: of the call.
+            schedule: of the call, for tracing, if it has one.
             digest: ``OpSpec.digest`` of the call, the same on all ranks.
 
         Returns:

@@ -161,14 +161,13 @@ def _shared_memory() -> list[Item]:
 
 
 def _try_segment() -> None:
-    descriptor = shm.create(1 << 20)
+    segment = shm.create(1 << 20)
     try:
-        segment = shm.segment_of(descriptor)
         memoryview(shm.attach(segment, 1 << 20))[-1] = 42
         if memoryview(shm.attach(segment, 1 << 20))[-1] != 42:
             raise OSError("a second mapping does not see what the first one wrote")
     finally:
-        os.close(descriptor)
+        os.close(segment.descriptor)
 
 
 def _distributed() -> list[Item]:

@@ -46,7 +46,9 @@ def column_linear(
     # Where the op gets the operands as they are, it checks them, on all ranks alike.
     if not config.sequence_parallel or not x.dtype == weight.dtype == dtype:
         check_memory("column layer", x=x, weight=weight, bias=bias)
-    early = _early_gather(ops, weight)
+    # The next row layer's backward begins the gather of what this layer's backward gathers.
+    early = config.sequence_parallel and ops.world > 1 and config.wgrad.deferred is None
+    early = early and weight.requires_grad and torch.is_grad_enabled()
     # The weight in the dtype of the product, without history; None: it has that dtype.
     operand = None if weight.dtype == dtype else cast_once(weight, dtype).detach()
     y: torch.Tensor = cast(Any, _Column).apply(x, weight, bias, ops, operand, early)
@@ -74,19 +76,6 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, config: LinearConfig) -> t
     operand = None if weight.dtype == dtype else cast_once(weight, dtype).detach()
     z: torch.Tensor = cast(Any, _Row).apply(x, weight, ops, operand, before)
     return z
-
-
-def _early_gather(ops: LayerOps, weight: torch.Tensor) -> EarlyGather | None:
-    """Return an early gather for a column layer whose backward gathers its input, else None.
-
-    The next row layer's backward begins that gather.
-    """
-    config = ops.config
-    gathers = config.sequence_parallel and ops.world > 1 and config.wgrad.deferred is None
-    if not (gathers and weight.requires_grad and torch.is_grad_enabled()):
-        return None
-    gather = ops.pool.early_gather = EarlyGather(partial(begin_gather, ops))
-    return gather
 
 
 # -- common part -----------------------------------------------------------------------------------
@@ -160,16 +149,16 @@ class _Column(torch.autograd.Function):
         bias: torch.Tensor | None,
         ops: LayerOps,
         operand: torch.Tensor | None,
-        early: EarlyGather | None,
+        early: bool,
     ) -> torch.Tensor:
         operand = weight if operand is None else operand
         dtype = operand.dtype
         ctx.input_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
         x = x.to(dtype)
         _open(ctx, x, weight, operand, ops)
-        ctx.early = early
-        if early is not None:
-            early.saved_by(ctx)
+        ctx.early = None
+        if early:
+            ctx.early = ops.pool.early_gather = EarlyGather(ctx, partial(begin_gather, ops))
         with autocast_off(x):
             own_bias = bias if bias is not None and bias.dtype == dtype else None
             y = column_product(x, operand, own_bias, ops)

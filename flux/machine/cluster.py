@@ -29,6 +29,9 @@ _MEMORY_CLASS_GB = 16
 """Memory sizes are rounded to these steps. Drivers reserve a few hundred MB, depending on version;
 devices that share architecture and multiprocessors (H100, H200) differ by 60 GB."""
 
+_OF_DEVICE = ("kind", "arch", "units")
+"""What the fingerprint says of every device."""
+
 
 @dataclass(frozen=True)
 class DeviceSpec:
@@ -51,13 +54,6 @@ class DeviceSpec:
     memory_gbs: float = 0.0
     tflops: Mapping[str, float] = field(default_factory=dict)
     name: str = ""
-
-    def key(self) -> dict[str, Any]:
-        """Return the part of the fingerprint about the device."""
-        parts: dict[str, Any] = {"kind": self.kind, "arch": self.arch, "units": self.units}
-        if self.kind == "cuda":
-            parts["memory_gb"] = _MEMORY_CLASS_GB * round(self.memory_gb / _MEMORY_CLASS_GB)
-        return parts
 
 
 @dataclass(frozen=True)
@@ -132,11 +128,16 @@ class Cluster:
 
     def parts(self, shape: str) -> dict[str, Any]:
         """Return the inputs of the fingerprint, for a world of this shape (``world_shape``)."""
-        parts: dict[str, Any] = {"device": self.device.key(), "world": shape}
+        device = self.device
+        of_device: dict[str, Any] = {name: getattr(device, name) for name in _OF_DEVICE}
+        if device.kind == "cuda":
+            memory_gb = _MEMORY_CLASS_GB * round(device.memory_gb / _MEMORY_CLASS_GB)
+            of_device["memory_gb"] = memory_gb
+        parts: dict[str, Any] = {"device": of_device, "world": shape}
         if shape != "1x1":
             parts["link"] = self.link.kind
             # No source states the speed of a CPU's memory; the CPU model stands for it.
-            if self.device.kind != "cpu":
+            if device.kind != "cpu":
                 parts["link_gbs"] = _two_digits(self.link.gbs)
             # Only links through a CPU depend on the NUMA domain of its memory; links through
             # switches do not.

@@ -96,7 +96,7 @@ class TensorParallelOp:
         activation: str = "none",
     ) -> None:
         self._runs = 0  # calls that have reached this op
-        self._closed = True
+        self.closed = True  # also after a failure
         self._broken: str | None = None
         self._pid = os.getpid()
         self._backend: Backend | None = None  # stays None for a rank that is alone
@@ -185,7 +185,7 @@ class TensorParallelOp:
                 self._comparison = Comparison(exchange)
         self.handle = next(_handles)
         _REGISTRY[self.handle] = self
-        self._closed = False
+        self.closed = False
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -242,17 +242,12 @@ class TensorParallelOp:
         """Whether a call waits, on the CPU, for rows of other hosts, while other work could run."""
         return self._backend is not None and self._backend.waits_for_hosts
 
-    @property
-    def closed(self) -> bool:
-        """True after ``close()`` and after a failure."""
-        return self._closed
-
     def __repr__(self) -> str:
         s = self.spec
         n = s.n[0] if len(s.n) == 1 else s.n
         return (
             f"{s.label}(max_m={s.max_m}, n={n}, k={s.k}, dtype={s.dtype}, rank={self.rank}, "
-            f"world={self.world}, knobs=({self.knobs}){', closed' if self._closed else ''})"
+            f"world={self.world}, knobs=({self.knobs}){', closed' if self.closed else ''})"
         )
 
     # -- calls -------------------------------------------------------------------------------------
@@ -413,9 +408,9 @@ class TensorParallelOp:
             raise RuntimeError(f"{self.spec.label}: another thread is inside a call of this op")
         refusals = 0 if self._backend is None else self._backend.refusals
         try:
-            if self._begun or (self._closed and not self._released):
+            if self._begun or (self.closed and not self._released):
                 self._release(failed=True)  # an exception broke off the end of an earlier call
-            if self._closed:
+            if self.closed:
                 raise RuntimeError(f"{self.spec.label} is closed{self._broken or ''}")
             self._begun = begun
             result = run(*arguments)
@@ -459,7 +454,7 @@ class TensorParallelOp:
         """Give everything back. A call that a signal handler interrupts can be repeated."""
         if self._released or self._pid != os.getpid():
             return
-        self._closed = True
+        self.closed = True
         if self._backend is not None:
             culprit = self._unfused.culprit if self._unfused.culprit >= 0 else self.rank
             self._backend.close(failed or self._broken is not None, culprit)

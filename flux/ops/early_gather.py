@@ -29,19 +29,16 @@ class EarlyGather:
     """The gather of one column layer's saved input, between its forward and its backward.
 
     Args:
+        ctx: of the layer's autograd function, which saves the operands in forward. It is held
+            weakly: else an abandoned graph would live on until the next forward.
         start: begins to gather what the layer has saved, (own rows, weight); its result waits.
     """
 
-    def __init__(self, start: Gather) -> None:
+    def __init__(self, ctx: Any, start: Gather) -> None:
         self._start = start
-        # Weakly: else an abandoned graph would live on until the next forward.
-        self._ctx: Callable[[], Any] = lambda: None
+        self._ctx: Callable[[], Any] = weakref.ref(ctx)
         self._saved: tuple[torch.Tensor, torch.Tensor] | None = None
         self._wait: Callable[[], torch.Tensor] | None = None
-
-    def saved_by(self, ctx: Any) -> None:
-        """Note that forward has run and ``ctx`` has the operands."""
-        self._ctx = weakref.ref(ctx)
 
     def begin(self) -> None:
         """Begin the gather, in the backward of a later layer, if it can begin and has not."""

@@ -238,9 +238,10 @@ def check_mesh(
 
     Between hosts rows are pushed, never pulled.
     """
-    hosts, world = placement.count, len(placement.nodes)
+    apart, world = placement.topology, len(placement.nodes)
+    hosts = apart.nodes
     if topology is None:
-        topology = placement.topology
+        topology = apart
     elif not isinstance(topology, Topology):
         raise TypeError(f"{label}: topology must be a flux.Topology or None, got {topology!r}")
     elif topology.world != world:

@@ -146,15 +146,12 @@ class OpPool(OfGroup):
                 **options,
             )
             entry = self._entries[key] = _Entry(op, entry.users if entry is not None else set())
-        entry.users.add(self._number(user))
-        return cast(O, entry.op)
-
-    def _number(self, user: User) -> int:
         number = self._numbers.get(user)
         if number is None:
             number = self._numbers[user] = next(self._count)
             weakref.finalize(user, self._gone.add, number)
-        return number
+        entry.users.add(number)
+        return cast(O, entry.op)
 
     @property
     def ops(self) -> list[TensorParallelOp]:

@@ -234,7 +234,7 @@ def cache_root() -> Path:
 
 def default_caches() -> Sequence[Cache]:
     """Return the caches that ops search, most preferred first: the user's, then the shipped one."""
-    caches = [Cache(cache_root())]
+    caches = [Cache(env.TUNE_CACHE.path())]
     with contextlib.suppress(FileNotFoundError):
         caches.append(Cache(data_root() / "results", read_only=True))
     return caches

@@ -15,10 +15,9 @@ from typing import Protocol
 
 import torch
 
-from flux.core.dtypes import name_of
 from flux.core.knobs import Knobs, check_legal
 from flux.core.problem import Problem
-from flux.core.spec import OpSpec
+from flux.core.spec import DTYPES, OpSpec
 from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster, digest, world_shape
@@ -146,7 +145,7 @@ def key_of(spec: OpSpec, shape: str, parts: dict[str, object], kind: str) -> Key
     kernels, toolchain = versions(kind)
     return Key(
         op=spec.op.name,
-        dtype=name_of(spec.dtype),
+        dtype=DTYPES[spec.dtype].name,
         n=sum(spec.n),
         k=spec.k,
         world=shape,
@@ -256,7 +255,7 @@ def modelled(spec: OpSpec, topology: Topology, cluster: Cluster, apart: bool = F
         spec.max_m,
         sum(spec.n),
         spec.k,
-        name_of(spec.dtype),
+        DTYPES[spec.dtype].name,
         topology.world,
         topology.nodes,
     )

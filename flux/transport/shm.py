@@ -66,8 +66,8 @@ class SymmetricMemory:
     processes: _C.Processes
 
 
-def create(nbytes: int) -> int:
-    """Make a segment of ``nbytes`` zero bytes; return its descriptor.
+def create(nbytes: int) -> Segment:
+    """Make a segment of ``nbytes`` zero bytes, whose descriptor this process has to close.
 
     All pages are reserved, so that a full /dev/shm is an error now and not a SIGBUS at a later
     store.
@@ -86,16 +86,11 @@ def create(nbytes: int) -> int:
     try:
         os.ftruncate(descriptor, nbytes)
         os.posix_fallocate(descriptor, 0, nbytes)
+        status = os.fstat(descriptor)
+        return Segment(os.getpid(), descriptor, status.st_dev, status.st_ino)
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor
-
-
-def segment_of(descriptor: int) -> Segment:
-    """Return what peers need to find a segment of this process."""
-    status = os.fstat(descriptor)
-    return Segment(os.getpid(), descriptor, status.st_dev, status.st_ino)
 
 
 def attach(segment: Segment, nbytes: int) -> _C.SharedMapping:
@@ -155,7 +150,7 @@ def allocate(
     requests = exchange.all_gather((nbytes, sum(local), available_memory()))
     _check_room(requests, label)
     # 2. Create this rank's segment, and map those of the peers.
-    own: int | None = None
+    own: Segment | None = None
     failure: tuple[int, str] | None = None
     mappings: list[_C.SharedMapping | None] = []
     processes: _C.Processes | None = None
@@ -164,7 +159,7 @@ def allocate(
             own = create(nbytes)
         except OSError as error:
             failure = _explain(error, nbytes)
-        segments_of_all = exchange.all_gather(None if own is None else segment_of(own))
+        segments_of_all = exchange.all_gather(own)
         segments = [segment for segment in segments_of_all if segment is not None]
         if len(segments) == len(segments_of_all):
             peers = [
@@ -177,13 +172,13 @@ def allocate(
             try:
                 mappings = [attach(peer, nbytes) if peer else None for peer in peers]
                 assert own is not None
-                mappings[exchange.rank] = _C.SharedMapping(own, nbytes)
+                mappings[exchange.rank] = _C.SharedMapping(own.descriptor, nbytes)
             except OSError as error:
                 failure = _explain(error, nbytes)
         failures = exchange.all_gather(failure)
     finally:
         if own is not None:
-            os.close(own)
+            os.close(own.descriptor)
     for rank, failed in enumerate(failures):
         if failed is not None:
             code, why = failed

@@ -27,26 +27,25 @@ from harness import held, run_ranks, settled
 
 
 @pytest.fixture
-def descriptor() -> Iterator[int]:
+def segment() -> Iterator[shm.Segment]:
     made = shm.create(8192)
     yield made
-    os.close(made)
+    os.close(made.descriptor)
 
 
-def test_segments_are_checked_before_they_are_mapped(descriptor: int) -> None:
-    segment = shm.segment_of(descriptor)
-    assert os.fstat(descriptor).st_nlink == 0, "it has a name"
+def test_segments_are_checked_before_they_are_mapped(segment: shm.Segment) -> None:
+    assert os.fstat(segment.descriptor).st_nlink == 0, "it has a name"
     assert shm.attach(segment, 8192).nbytes == 8192
     with pytest.raises(OSError, match="has 8192 bytes of 1048576"):
         shm.attach(segment, 1 << 20)
-    other = shm.create(8192)
+    other = shm.create(8192).descriptor
     with pytest.raises(OSError, match="is not the file that the rank announced"):
         shm.attach(replace(segment, descriptor=other), 8192)
     os.close(other)
     with pytest.raises(OSError, match=f"No such file or directory: /proc/{os.getpid()}/fd/{other}"):
         shm.attach(replace(segment, descriptor=other), 8192)
     if os.geteuid() == 0:  # others cannot give files away
-        os.chown(descriptor, 12345, -1)
+        os.chown(segment.descriptor, 12345, -1)
         with pytest.raises(OSError, match="belongs to user 12345"):
             shm.attach(segment, 8192)
 
@@ -95,7 +94,7 @@ def test_attach_to_an_uninspectable_process_is_denied() -> None:
         if os.geteuid() == 0:
             os.setuid(65534)
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
-        segment = shm.segment_of(shm.create(8192))
+        segment = shm.create(8192)
 
         def attach() -> str:
             try:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from flux.runtime.centauri import memory as centauri_memory
 from flux.runtime.centauri.memory import HostMemory, add_up
 from flux.runtime.centauri.module import RuntimePlan, parallelize, sharded
+from flux.transport import shm
 from flux.transport.exchange import Exchange, resolve_group
 from harness import run_ranks
 
@@ -136,10 +137,10 @@ def several_hosts(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def full(nbytes: int) -> int:
+def full(nbytes: int) -> shm.Segment:
     if dist.get_rank() == 1:
         raise OSError(28, "No space left on device")
-    return os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
+    return shm.Segment(0, os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR), 0, 0)
 
 
 def test_ranks_that_cannot_share_are_told() -> None:

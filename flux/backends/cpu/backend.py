@@ -334,9 +334,9 @@ class CpuBackend:
             spoil(self.gathered)
         return [out]
 
-    def meet(self, schedule: TileSchedule, digest: int) -> Callable[[], None]:
+    def meet(self, schedule: TileSchedule | None, digest: int) -> Callable[[], None]:
         """Begin to meet the peers: see ``Backend.meet``."""
-        if self.recorder is not None:
+        if self.recorder is not None and schedule is not None:
             self.recorder.begin(schedule)
         self.engine.begin(None, digest, False, self.timeout_s)
         if self.network is not None:

@@ -435,7 +435,7 @@ class CudaBackend:
         if schedule.knobs.path != "unfused":
             self.native.require_room(schedule.native)
 
-    def meet(self, schedule: TileSchedule, digest: int) -> Callable[[], None]:
+    def meet(self, schedule: TileSchedule | None, digest: int) -> Callable[[], None]:
         """Do nothing: on GPUs no rank waits for a peer before a call.
 
         FLUX_CHECK finds calls that do not fit together.
