@@ -65,7 +65,7 @@ class Hierarchical(AnalyticCost):
     """
 
     def solo(self, op: Operator) -> float:
-        span = self.fabric.span(op.group) if op.is_collective else GroupSpan(1, 1)
+        span = self.fabric.span(op.group) if op.is_collective else GroupSpan(1, 1, 1)
         rings = op.kind in ("all_gather", "reduce_scatter", "all_reduce") and span.hosts > 1
         less = (1 - 1 / span.hosts) / (1 - 1 / span.size) if rings else 1.0
         return super().solo(op) * less

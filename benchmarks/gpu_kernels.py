@@ -31,8 +31,7 @@ from flux import _C, Knobs
 from flux.bench.metrics import CONFIDENCE, bootstrap
 from flux.core.dtypes import BY_SHORT
 from flux.core.integers import ceil_div
-from flux.core.knobs import Op
-from flux.core.schedule import ClusterTile
+from flux.core.knobs import ClusterTile, Op
 from flux.kernels import loading
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal, runs_on

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 
 from flux.core.call import Call
-from flux.core.schedule import ClusterTile, TileSchedule
+from flux.core.knobs import ClusterTile
+from flux.core.schedule import TileSchedule
 
 
 def nothing() -> None:

@@ -132,30 +132,27 @@ def _check(value: Any, where: str = "", depth: int = 1) -> None:
     """Raise ValueError if a value breaks the guarantees in the module docstring."""
     if isinstance(value, dict):
         for key in value:
-            _check_scalar(key, where)
+            _check(key, where)
         parts = ((f"{where}.{key}" if where else key, item) for key, item in value.items())
     elif isinstance(value, list):
         parts = ((f"{where}[{index}]", item) for index, item in enumerate(value))
     else:
-        return _check_scalar(value, where)
+        problem = ""
+        if isinstance(value, str):
+            if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+                problem = f"a lone surrogate in {shown(value)}"
+        elif isinstance(value, int):
+            if not -_MOST_INTEGER <= value <= _MOST_INTEGER:
+                problem = "an integer beyond 64 bits"
+        elif isinstance(value, float) and not math.isfinite(value):
+            problem = f"expected a number that is finite, got {value}"
+        if problem:
+            raise ValueError(f"{one_line(where, 80)}: {problem}" if where else problem)
+        return
     if depth > MOST_DEPTH:
         raise ValueError(f"{one_line(where, 80)}: nested more than {MOST_DEPTH} levels deep")
     for place, item in parts:
         _check(item, place, depth + 1)
-
-
-def _check_scalar(value: object, where: str) -> None:
-    problem = ""
-    if isinstance(value, str):
-        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-            problem = f"a lone surrogate in {shown(value)}"
-    elif isinstance(value, int):
-        if not -_MOST_INTEGER <= value <= _MOST_INTEGER:
-            problem = "an integer beyond 64 bits"
-    elif isinstance(value, float) and not math.isfinite(value):
-        problem = f"expected a number that is finite, got {value}"
-    if problem:
-        raise ValueError(f"{one_line(where, 80)}: {problem}" if where else problem)
 
 
 def data_root() -> Path:

@@ -1,9 +1,14 @@
-"""The tuning space of a fused op: one dataclass; the heuristic fills in the unset fields."""
+"""The tuning space of a fused op: one dataclass; the heuristic fills in the unset fields.
+
+``ClusterTile`` has what the heuristic knows of GPU kernels. Needs only the standard library.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from typing import Protocol
 
 from flux.core.topology import Topology
 
@@ -191,3 +196,31 @@ def check_legal(knobs: Knobs, topology: Topology) -> None:
     world = topology.world
     if knobs.swizzle == "xor" and world & (world - 1):
         raise ValueError(f"swizzle xor needs a power-of-two world, got {world}")
+
+
+class HasClusterTile(Protocol):
+    """The part of flux.kernels.config.GemmConfig that schedules depend on."""
+
+    @property
+    def cluster_tile(self) -> tuple[int, int]:
+        """(rows, columns) of the result that a cluster of thread blocks computes at once."""
+        ...
+
+
+@dataclass(frozen=True)
+class ClusterTile:
+    """The properties of an op's GPU kernels that schedules depend on.
+
+    Attributes:
+        rows: rows of the result that a cluster of thread blocks computes at once.
+        columns: columns of the same.
+    """
+
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, configs: Iterable[HasClusterTile]) -> ClusterTile:
+        """Return the smallest extents that hold a cluster tile of each of these kernels."""
+        tiles = [config.cluster_tile for config in configs]
+        return cls(max(rows for rows, _ in tiles), max(columns for _, columns in tiles))

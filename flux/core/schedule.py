@@ -8,11 +8,10 @@ and debugging: ``print(schedule)`` shows all tiles and transfers in order. ``mak
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from flux import _C
 from flux.core.knobs import Direction, Knobs, Op, Order, Store, Swizzle
@@ -77,34 +76,6 @@ class Visit(NamedTuple):
     waits: tuple[int, int]
     owner: int
     completes: tuple[int, int]
-
-
-class HasClusterTile(Protocol):
-    """The part of flux.kernels.config.GemmConfig that schedules depend on."""
-
-    @property
-    def cluster_tile(self) -> tuple[int, int]:
-        """(rows, columns) of the result that a cluster of thread blocks computes at once."""
-        ...
-
-
-@dataclass(frozen=True)
-class ClusterTile:
-    """The properties of an op's GPU kernels that schedules depend on.
-
-    Attributes:
-        rows: rows of the result that a cluster of thread blocks computes at once.
-        columns: columns of the same.
-    """
-
-    rows: int
-    columns: int
-
-    @classmethod
-    def of(cls, configs: Iterable[HasClusterTile]) -> ClusterTile:
-        """Return the smallest extents that hold a cluster tile of each of these kernels."""
-        tiles = [config.cluster_tile for config in configs]
-        return cls(max(rows for rows, _ in tiles), max(columns for _, columns in tiles))
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field, replace
 from flux.core.collector import paused_collector
 from flux.core.events import Event, Kind
 from flux.core.integers import ceil_div
-from flux.core.knobs import Direction, Knobs, Order
+from flux.core.knobs import ClusterTile, Direction, Knobs, Order
 from flux.core.problem import Problem
-from flux.core.schedule import ClusterTile, TileSchedule
+from flux.core.schedule import TileSchedule
 from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster

@@ -26,20 +26,12 @@ class GroupSpan:
     Attributes:
         size: ranks of the group.
         per_host: of them on one host.
+        hosts: that the group is on.
     """
 
     size: int
     per_host: int
-
-    @property
-    def hosts(self) -> int:
-        """Hosts that the group is on."""
-        return ceil_div(self.size, self.per_host)
-
-    @property
-    def resource(self) -> str:
-        """The resource that its collectives occupy: ``intra`` or ``inter``."""
-        return "intra" if self.hosts == 1 else "inter"
+    hosts: int
 
 
 @dataclass(frozen=True)
@@ -88,11 +80,12 @@ class Fabric:
         }[part.base]
         if part.mesh:
             size, stride = part.size, stride * part.stride
-        return GroupSpan(size, max(1, min(size, self.cluster.devices // stride)))
+        per_host = max(1, min(size, self.cluster.devices // stride))
+        return GroupSpan(size, per_host, ceil_div(size, per_host))
 
     def resource(self, group: str) -> str:
-        """Return the resource that a group's collectives occupy."""
-        return self.span(group).resource
+        """Return the resource that a group's collectives occupy: ``intra`` or ``inter``."""
+        return "intra" if self.span(group).hosts == 1 else "inter"
 
     @property
     def port_gbs(self) -> float:

@@ -28,11 +28,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
-from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster, DeviceSpec
 from flux.select.cycles import UNHIDDEN, blocks_per_wave
 from flux.select.hardware import (
@@ -50,6 +50,9 @@ from flux.select.hardware import (
     SLAB_COST_ROWS,
 )
 from flux.select.heuristic import ONE_SHOTS, resolved
+
+if TYPE_CHECKING:
+    from flux.kernels.config import GemmConfig
 
 TWO_PHASES_BYTES = 64 << 10
 """As in csrc/cpu/collectives.cpp."""

@@ -8,10 +8,13 @@ measurements of these kernels: `flux tune` measures, and its results take preced
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flux.core.integers import ceil_div, round_up
-from flux.kernels.config import GemmConfig
-from flux.kernels.legality import GemmProblem
+
+if TYPE_CHECKING:
+    from flux.kernels.config import GemmConfig
+    from flux.kernels.legality import GemmProblem
 
 MACS_PER_CYCLE = 2048
 """For 16-bit operands: wgmma m64n256k16 takes 128 cycles. For 8-bit operands: twice as many."""

@@ -46,8 +46,7 @@ from math import isqrt
 from typing import TYPE_CHECKING
 
 from flux.core.integers import ceil_div, round_up
-from flux.core.knobs import Knobs, Op
-from flux.core.schedule import ClusterTile
+from flux.core.knobs import ClusterTile, Knobs, Op
 from flux.select.hardware import SLAB_COST_ROWS
 
 if TYPE_CHECKING:

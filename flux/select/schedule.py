@@ -6,8 +6,8 @@ from functools import lru_cache
 
 from flux import _C
 from flux.core.datafile import MOST_SIZE
-from flux.core.knobs import Knobs, Op, check_legal
-from flux.core.schedule import ClusterTile, TileSchedule
+from flux.core.knobs import ClusterTile, Knobs, Op, check_legal
+from flux.core.schedule import TileSchedule
 from flux.core.topology import Topology
 from flux.select.heuristic import resolve
 

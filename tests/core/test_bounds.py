@@ -16,9 +16,8 @@ import torch
 
 from flux import _C, Knobs, TileSchedule, Topology, make_schedule
 from flux.backends.cpu.layout import SegmentLayout
-from flux.core.knobs import Direction, Op, Order, check_legal
+from flux.core.knobs import ClusterTile, Direction, Op, Order, check_legal
 from flux.core.layout import Layout
-from flux.core.schedule import ClusterTile
 from flux.core.spec import FP8, OpSpec
 from flux.machine.cluster import load_cluster
 from flux.select.choose import Choice, Fixed, Tuned, _one_kernel, modelled

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from emulated import EmulatedDevice
 from flux import Knobs, make_schedule
 from flux.backends.cuda import setup as cuda
-from flux.core.knobs import Op
+from flux.core.knobs import ClusterTile, Op
 from flux.core.layout import Layout
-from flux.core.schedule import ClusterTile
 from flux.core.spec import OpSpec
 from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig

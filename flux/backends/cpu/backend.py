@@ -42,8 +42,9 @@ from flux.core.call import Call, Gemm
 from flux.core.env import POISON, WINDOW_MB
 from flux.core.errors import PeerTimeoutError
 from flux.core.integers import ceil_div
+from flux.core.knobs import ClusterTile
 from flux.core.recorder import COPY_LANE, GEMM_LANE, Recorder, Work
-from flux.core.schedule import ClusterTile, TileSchedule
+from flux.core.schedule import TileSchedule
 from flux.core.spec import DTYPES, OpSpec
 from flux.core.tensors import address_of
 from flux.core.topology import Topology

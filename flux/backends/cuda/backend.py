@@ -36,10 +36,10 @@ from flux.core.env import GRAPH_OVERLAP, POISON
 from flux.core.errors import PeerTimeoutError
 from flux.core.forked import abandon_in_children
 from flux.core.integers import ceil_div
-from flux.core.knobs import Knobs
+from flux.core.knobs import ClusterTile, Knobs
 from flux.core.layout import Layout
 from flux.core.recorder import CallRecorder
-from flux.core.schedule import ClusterTile, TileSchedule
+from flux.core.schedule import TileSchedule
 from flux.core.spec import OpSpec
 from flux.core.tensors import address_of
 from flux.core.topology import Topology

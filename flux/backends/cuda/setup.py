@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flux.core.env import TRACE
-from flux.core.knobs import Knobs
-from flux.core.schedule import ClusterTile
+from flux.core.knobs import ClusterTile, Knobs
 from flux.core.spec import OpSpec
 from flux.kernels.config import GemmConfig
 from flux.select.kernel import OpKernel, op_kernel
