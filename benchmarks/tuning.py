@@ -47,7 +47,7 @@ from flux.select.winners import Winner
 from flux.tune.halving import Halving, median_ms
 from flux.tune.journal import Journal
 from flux.tune.machine import survey
-from flux.tune.tuner import Options, Search, Tuner, make_search, spec_of
+from flux.tune.tuner import Options, Search, Tuner, make_search
 
 WORLD = 2
 
@@ -147,7 +147,7 @@ def _look_up(argument: Any, rank: int, progress: Any) -> dict[str, float]:
     problem = Problem(Op.ag_gemm, 64, 256, 256, "float32", WORLD)
     if rank == 0:
         winner = Winner(64, Knobs(comm_tile_rows=8), 1.0)
-        Cache(Path(argument)).store(key_of(spec_of(problem), shape, parts, "cpu"), winner, parts)
+        Cache(Path(argument)).store(key_of(problem, shape, parts, "cpu"), winner, parts)
     os.environ["FLUX_TUNE_CACHE"] = argument
     dist.barrier()
     figures = {}
@@ -191,7 +191,7 @@ def ship_part(options: argparse.Namespace) -> dict[str, Any]:
                 Op[document["op"]], *(document[name] for name in ("m", "n", "k", "dtype")), WORLD
             )
             winner = _fastest(problem, document)
-            cache.store(key_of(spec_of(problem), shape, parts, "cpu"), winner, parts)
+            cache.store(key_of(problem, shape, parts, "cpu"), winner, parts)
             shipped[f"{problem.op.name} {problem.m}"] = str(winner.knobs)
         for path in cache.directory.glob("*.json"):
             shutil.copy(path, results)

@@ -20,7 +20,7 @@ def use_short_socket_paths() -> None:
         OSError: there is no other directory for temporary files.
     """
     chosen = tempfile.gettempdir()
-    if _fits(chosen):
+    if len(os.fsencode(chosen)) + len(_NAME) <= _MOST_BYTES:
         return
     for folder in ("/tmp", "/var/tmp", "/dev/shm"):
         if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
@@ -34,7 +34,3 @@ def use_short_socket_paths() -> None:
         f"TMPDIR is {len(os.fsencode(chosen))} bytes long, too long for sockets "
         f"({_MOST_BYTES - len(_NAME)} at most), and no /tmp can be written"
     )
-
-
-def _fits(folder: str) -> bool:
-    return len(os.fsencode(folder)) + len(_NAME) <= _MOST_BYTES

@@ -18,12 +18,10 @@ from flux.ops import torch_internals
 from flux.transport.base import DeviceTransport
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
-from flux.transport.placement import Placement, RankPlace, place_here
+from flux.transport.placement import TRANSPORTS, Placement, RankPlace, place_here
 
 TELL_S = 60.0
 """Seconds to tell others of a failure if ``timeout_s`` itself is invalid."""
-TRANSPORTS = {"cpu": ("shm", "send_recv"), "cuda": ("symm_mem", "send_recv", "nvshmem")}
-"""Transports between ranks of a process group, by backend."""
 
 
 def open_exchange(

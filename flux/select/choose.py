@@ -140,14 +140,14 @@ class Tuned:
             warnings.warn(text, UserWarning, stacklevel=2)
 
 
-def key_of(spec: OpSpec, shape: str, parts: dict[str, object], kind: str) -> Key:
+def key_of(problem: Problem, shape: str, parts: dict[str, object], kind: str) -> Key:
     """Return the key of an op's winners on machines with these fingerprint inputs."""
     kernels, toolchain = versions(kind)
     return Key(
-        op=spec.op.name,
-        dtype=DTYPES[spec.dtype].name,
-        n=sum(spec.n),
-        k=spec.k,
+        op=problem.op.name,
+        dtype=problem.dtype,
+        n=problem.n,
+        k=problem.k,
         world=shape,
         fingerprint=digest(parts),
         kernels=kernels,
@@ -185,6 +185,8 @@ def choose(
     if exchange.world == 1:
         return Fixed(Knobs())  # no communication to tune
     shape = world_shape(placement.nodes)
+    n, dtype = sum(spec.n), DTYPES[spec.dtype].name
+    problem = Problem(spec.op, spec.max_m, n, spec.k, dtype, topology.world, topology.nodes)
     # A topology says how rows travel. Whether memory can be pulled from follows from the placement.
     apart = placement.count > 1 if kind == "cpu" else topology.nodes > 1
     cluster = _detected(kind)
@@ -192,7 +194,7 @@ def choose(
     entry: Entry | None = None
     known = [parts for parts in everybody if parts is not None]
     if exchange.rank == 0 and len(known) == exchange.world:
-        key = key_of(spec, shape, group_parts(known), kind)
+        key = key_of(problem, shape, group_parts(known), kind)
         entry = _look_up(key, topology, kind, apart, exchange.timeout_s)
     entry, cluster = exchange.all_gather((entry, cluster))[0]
     if entry is not None:
@@ -204,7 +206,7 @@ def choose(
         return Fixed(Knobs())  # flux/select/kernel.py models its kernels
     if apart:
         cluster = with_measured_network(cluster, exchange, placement)
-    return modelled(spec, topology, cluster, apart)
+    return modelled(problem, cluster, apart)
 
 
 def with_measured_network(cluster: Cluster, exchange: Exchange, placement: Placement) -> Cluster:
@@ -248,18 +250,15 @@ def _detected(kind: str) -> Cluster | None:
     return detect(kind)
 
 
-def modelled(spec: OpSpec, topology: Topology, cluster: Cluster, apart: bool = False) -> Modelled:
-    """Return the cost model's choice for an op without winners; ``apart``: see ``usable``."""
-    problem = Problem(
-        spec.op,
-        spec.max_m,
-        sum(spec.n),
-        spec.k,
-        DTYPES[spec.dtype].name,
-        topology.world,
-        topology.nodes,
-    )
-    paths = ("fused", "medium", "unfused") if topology.nodes == 1 else ("fused", "unfused")
+def modelled(problem: Problem, cluster: Cluster, apart: bool = False) -> Modelled:
+    """Return the cost model's choice for an op without winners.
+
+    Args:
+        problem: the op at its largest M.
+        cluster: devices and links.
+        apart: see ``usable``.
+    """
+    paths = ("fused", "medium", "unfused") if problem.nodes == 1 else ("fused", "unfused")
     direction = "push" if apart else None
     ways = tuple(Knobs(path=path, direction=direction) for path in paths)
     return Modelled(problem, cluster, (*ways, *ONE_SHOTS) if apart else ways)

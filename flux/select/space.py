@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +318,7 @@ def candidates(
         else:
             predicted = f"predicted {candidate.predicted_ms:.3g} ms"
             pruned.append(Pruned(candidate.name, f"too slow: {predicted}, limit {limit:.3g} ms"))
-    fast = sorted(kept[len(fixed) :], key=lambda candidate: candidate.predicted_ms)
+    fast = sorted(kept[len(fixed) :], key=attrgetter("predicted_ms"))
     return [*kept[: len(fixed)], *fast], pruned
 
 

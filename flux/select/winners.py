@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any
 
 from flux.core.datafile import MOST_SIZE, one_line, shown
@@ -131,7 +132,7 @@ class Entry:
     def with_winner(self, winner: Winner) -> Entry:
         """Return an entry with this winner added; it replaces one for the same M."""
         kept = [other for other in self.winners if other.m != winner.m]
-        return replace(self, winners=tuple(sorted([*kept, winner], key=lambda w: w.m)))
+        return replace(self, winners=tuple(sorted([*kept, winner], key=attrgetter("m"))))
 
     def nearest(self, m: int) -> tuple[Winner | None, bool]:
         """Return the winner to use for ``m``, and whether it is from m's own bucket.

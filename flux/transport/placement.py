@@ -10,6 +10,9 @@ import torch
 from flux.core.topology import Topology
 from flux.machine.host import host_identity, memory_identity
 
+TRANSPORTS = {"cpu": ("shm", "send_recv"), "cuda": ("symm_mem", "send_recv", "nvshmem")}
+"""Transports between ranks of a process group, by backend."""
+
 
 @dataclass(frozen=True)
 class RankPlace:

@@ -106,7 +106,8 @@ class Halving:
             return None
         enough = max(counts.values()) / 2
         among = [name for name in self.names if counts.get(name, 0) >= enough]
-        return min(among, key=lambda name: score(samples[name]))
+        scores = [score(samples[name]) for name in among]
+        return among[scores.index(min(scores))]
 
     def _survivors(
         self, alive: Sequence[str], samples: Samples, rounds: int, rung: int
@@ -114,7 +115,8 @@ class Halving:
         keep = max(FEWEST, ceil_div(len(self.names), SHARES[rung]))
         # Uses the rounds of this rung alone: later rounds must not change this decision.
         rivals = [name for name in alive if name not in self.always]
-        ranked = sorted(rivals, key=lambda name: score(samples[name][:rounds]))
+        scores = {name: score(samples[name][:rounds]) for name in rivals}
+        ranked = sorted(rivals, key=scores.__getitem__)
         chosen = {*ranked[:keep], *self.always}
         return [name for name in alive if name in chosen]
 

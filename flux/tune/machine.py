@@ -18,9 +18,8 @@ from flux.launch.spawn import end_with_parent, forkserver
 from flux.launch.supervisors import Launcher
 from flux.machine.cluster import Cluster, world_shape
 from flux.machine.detection import detect
-from flux.ops.executor import TRANSPORTS
 from flux.select.choose import group_parts
-from flux.transport.placement import Placement, RankPlace, place_here
+from flux.transport.placement import TRANSPORTS, Placement, RankPlace, place_here
 
 LOOKING_S = 180.0
 """Limit for the driver to report GPUs, in seconds: it takes some seconds for each unused GPU."""
@@ -35,22 +34,19 @@ class TuningMachine:
     Attributes:
         cluster: device and links of this supervisor's first rank.
         placement: which ranks share memory, as ops determine it.
+        shape: of the world, as in the key of winners.
         parts: inputs of the fingerprint of the group's winners.
     """
 
     cluster: Cluster
     placement: Placement
+    shape: str
     parts: dict[str, object]
 
     @property
     def backend(self) -> str:
         """``cpu`` | ``cuda``."""
         return self.cluster.device.kind
-
-    @property
-    def shape(self) -> str:
-        """Shape of the world, as in the key of winners."""
-        return world_shape(self.placement.nodes)
 
 
 def resolve_backend(backend: str | None, transport: str | None, of_space: str | None) -> str:
@@ -107,7 +103,9 @@ def survey(launcher: Launcher, backend: str, transport: str | None, threads: int
         problem = reason_untunable(launcher.world, *gpu.gpus_here())
     if problem is None:
         try:
-            seen = look(backend, [gpu.gpu_of(rank) for rank in launcher.ranks], threads)
+            on_gpu = backend == "cuda"
+            places = [gpu.gpu_of(rank) if on_gpu else 0 for rank in launcher.ranks]
+            seen = look(backend, places, threads)
         except (RuntimeError, OSError) as error:
             problem = f"cannot query its {backend} devices: {error}"
     everybody = launcher.gather((backend, problem, seen))
@@ -120,9 +118,8 @@ def survey(launcher: Launcher, backend: str, transport: str | None, threads: int
     sights = [sight for _, _, of in everybody for sight in of]
     placement = Placement.of_op([place for _, place in sights], backend, transport, None)
     shape = world_shape(placement.nodes)
-    return TuningMachine(
-        seen[0][0], placement, group_parts([cluster.parts(shape) for cluster, _ in sights])
-    )
+    parts = group_parts([cluster.parts(shape) for cluster, _ in sights])
+    return TuningMachine(seen[0][0], placement, shape, parts)
 
 
 def look(backend: str, gpus: Sequence[int], threads: int) -> list[Sight]:

@@ -22,7 +22,6 @@ from typing import Any
 from flux.bench.config import BenchConfig
 from flux.core.datafile import one_line, shown
 from flux.core.problem import Problem
-from flux.core.spec import OpSpec
 from flux.kernels.registry import cache_root
 from flux.launch.supervisors import Launcher
 from flux.machine.cluster import Cluster
@@ -255,19 +254,16 @@ class Tuner:
         """Search for every shape that has no winner yet. Collective among supervisors."""
         with tempfile.TemporaryDirectory(prefix="flux-tune-") as folder:
             for number, search in enumerate(self._searches):
-                left = len(self._searches) - number
+                seconds = 1e9  # for this shape: an equal share of the time that is left
+                if self._deadline is not None:
+                    left_s = max(0.0, self._deadline - time.monotonic())
+                    seconds = left_s / (len(self._searches) - number)
                 self._observer.started(search, number, len(self._searches))
                 if self._launcher.share(not search.settled):
-                    self._search(search, Path(folder) / "blackboard", self._share_of_time(left))
+                    self._search(search, Path(folder) / "blackboard", seconds)
                 self._observer.ended(search)
         if self._journal is not None and all(s.settled or s.problem_text for s in self._searches):
             self._journal.finish()
-
-    def _share_of_time(self, shapes: int) -> float:
-        """Return the seconds for the next shape: an equal share of the remaining time."""
-        if self._deadline is None:
-            return 1e9
-        return max(0.0, self._deadline - time.monotonic()) / shapes
 
     # -- one shape ---------------------------------------------------------------------------------
 
@@ -356,11 +352,12 @@ class Tuner:
         return failure.partition("\n")[0]
 
     def _job(self, search: Search, blackboard: Path, seconds: float, at_once: int) -> TuningJob:
-        options = self._options
-        if self._machine.backend == "cpu":
-            at_once = min(at_once, self._fitting(search.problem))
+        options, problem = self._options, search.problem
+        if self._machine.backend == "cpu":  # the host has memory for a part of them at once
+            per_rank = problem.m * problem.row_bytes * (2 if problem.op.all_reduces else 1)
+            at_once = min(at_once, max(2, _MEMORY_BYTES // (problem.world * per_rank + 1)))
         config = BenchConfig(
-            problem=search.problem,
+            problem=problem,
             threads=options.threads,
             backend=self._machine.backend,
             transport=options.transport,
@@ -381,12 +378,6 @@ class Tuner:
             checked=tuple(search.checked),
             make=options.make,
         )
-
-    @staticmethod
-    def _fitting(problem: Problem) -> int:
-        """Return the number of candidates that may be in the host's memory at once."""
-        per_rank = problem.m * problem.row_bytes * (2 if problem.op.all_reduces else 1)
-        return max(2, _MEMORY_BYTES // (problem.world * per_rank + 1))
 
     def _note(self, search: Search, event: dict[str, Any]) -> None:
         """Write an event to the journal, then apply it: decisions depend only on saved events."""
@@ -434,14 +425,8 @@ class Tuner:
         return winner
 
 
-def spec_of(problem: Problem) -> OpSpec:
-    """Return the op's specification, as the cache uses it."""
-    p = problem
-    return OpSpec(p.op, p.m, (p.n,), p.k, p.torch_dtype, False, "sum")
-
-
 def _key(search: Search, machine: TuningMachine) -> Key:
-    return key_of(spec_of(search.problem), machine.shape, machine.parts, machine.backend)
+    return key_of(search.problem, machine.shape, machine.parts, machine.backend)
 
 
 def describe(

@@ -16,8 +16,10 @@ import torch
 
 from flux import _C, Knobs, TileSchedule, Topology, make_schedule
 from flux.backends.cpu.layout import SegmentLayout
+from flux.core.dtypes import name_of
 from flux.core.knobs import ClusterTile, Direction, Op, Order, check_legal
 from flux.core.layout import Layout
+from flux.core.problem import Problem
 from flux.core.spec import FP8, OpSpec
 from flux.machine.cluster import load_cluster
 from flux.select.choose import Choice, Fixed, Tuned, _one_kernel, modelled
@@ -79,7 +81,8 @@ def some_choice(rng: random.Random, spec: OpSpec, topology: Topology) -> Choice:
     if kind in ("fixed", "default"):
         return Fixed(some_knobs(rng, topology) if kind == "fixed" else Knobs())
     if kind == "modelled":
-        return modelled(spec, topology, CPU)
+        sizes = spec.max_m, sum(spec.n), spec.k, name_of(spec.dtype)
+        return modelled(Problem(spec.op, *sizes, topology.world, topology.nodes), CPU)
     sizes = sorted({some_size(rng, MAX_M) for _ in range(3)})
     winners = tuple(Winner(m, some_knobs(rng, topology), 1.0) for m in sizes)
     # Knobs that no schedule is possible with are replaced by others: any may be such.

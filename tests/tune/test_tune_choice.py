@@ -46,13 +46,13 @@ STAGED = Knobs(
 )
 
 
-def spec_of(op: str, n: int = N) -> OpSpec:
-    return OpSpec(Op[op], MAX_M, (n,), K, torch.float32, False, "sum")
+def problem_of(op: str, n: int = N, world: int = 2) -> Problem:
+    return Problem(Op[op], MAX_M, n, K, "float32", world)
 
 
 def key_here(op: str, world: int, n: int = N) -> Any:
     shape = world_shape(["here"] * world)
-    return key_of(spec_of(op, n), shape, detect("cpu").parts(shape), "cpu")
+    return key_of(problem_of(op, n), shape, detect("cpu").parts(shape), "cpu")
 
 
 def remember(op: str, world: int, winners: dict[int, Knobs], n: int = N) -> None:
@@ -121,7 +121,7 @@ def test_calls_of_one_op_change_path_order_and_direction_with_m(name: str, world
 
 def _over_network(rank: int, world: int) -> str:
     shape = world_shape(range(world))
-    key = key_of(spec_of("ag_gemm"), shape, detect("cpu").parts(shape), "cpu")
+    key = key_of(problem_of("ag_gemm"), shape, detect("cpu").parts(shape), "cpu")
     if rank == 0:
         for m, knobs in WINNERS.items():
             Cache(cache_root()).store(key, Winner(m, replace(knobs, direction="push"), 1.0), {})
@@ -192,8 +192,7 @@ def test_the_nearest_m_is_used_with_one_warning() -> None:
 
 def _untuned(rank: int, world: int, name: str) -> None:
     with make(name) as op, make(name, tuning="off") as off:
-        spec, topology = spec_of(name), Topology.flat(world)
-        model = choice.modelled(spec, topology, detect("cpu"))
+        model = choice.modelled(problem_of(name, world=world), detect("cpu"))
         for m in (1, 7, 64, MAX_M):
             chosen = cost.choose(replace(model.problem, m=m), detect("cpu"))
             assert op.schedule(m).knobs == op._make_schedule(m, chosen).knobs
@@ -286,10 +285,9 @@ def test_a_group_of_unlike_machines_is_another_machine() -> None:
 
 
 def test_float8_has_winners_of_its_own() -> None:
-    spec = replace(spec_of("gemm_rs"), dtype=torch.bfloat16)
-    narrow = replace(spec, dtype=torch.float8_e4m3fn, scaling="tensor")
-    assert spec.out_dtype == narrow.out_dtype
-    assert key_of(spec, "1x2", {}, "cpu") != key_of(narrow, "1x2", {}, "cpu")
+    wide, narrow = (replace(problem_of("gemm_rs"), dtype=d) for d in ("bfloat16", "float8_e4m3fn"))
+    assert wide.row_bytes == narrow.row_bytes  # of results, which are bfloat16 for both
+    assert key_of(wide, "1x2", {}, "cpu") != key_of(narrow, "1x2", {}, "cpu")
 
 
 def test_a_winner_found_elsewhere_is_checked_before_it_is_used() -> None:
