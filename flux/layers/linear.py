@@ -146,7 +146,10 @@ class ColumnParallelLinear(ParallelLinear):
 
         Collective.
         """
-        bias = self.bias if self.bias is None else cast_once(self.bias, compute_dtype(x))
+        bias: torch.Tensor | None = self.bias
+        dtype = compute_dtype(x)
+        if bias is not None and bias.dtype != dtype:
+            bias = cast_once(bias, dtype)
         y = compiled.column_linear(x, self.weight, bias, self._config())
         if self.gather_output and self.world > 1:
             y = call("gather_features", y, self.group_name)

@@ -430,7 +430,7 @@ def modelled_choice(
     exchange.timeout_s = LAYER_TIMEOUT_S.get()
     known = dtype in DTYPES and kind in ("cpu", "cuda")
     ranks = exchange.all_gather((memory_identity(), detect(kind) if known else None))
-    placement, cluster = Placement.of_processes(memory for memory, _ in ranks), ranks[0][1]
+    placement, cluster = Placement(tuple(memory for memory, _ in ranks)), ranks[0][1]
     if cluster is None:
         return None
     if kind == "cpu" and placement.count > 1:

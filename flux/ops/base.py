@@ -33,7 +33,6 @@ from flux.ops.executor import (
     built_together,
     check_executor,
     check_mesh,
-    check_options,
     open_exchange,
     open_gpus,
     places_of,
@@ -125,11 +124,11 @@ class TensorParallelOp:
                 elif fixed is None and tuning not in ("cache", "off"):
                     text = f"tuning must be 'cache', 'off' or flux.Knobs, got {tuning!r}"
                     raise ValueError(f"{label}: {text}")
-                backend = check_executor(label, spec, exchange, knobs, backend, transport)
+                options = (knobs, backend, transport, timeout_s)
+                backend = check_executor(label, spec, exchange, *options)
                 placement = Placement.of_op(places, backend, transport, topology)
                 mesh = (placement, topology, knobs, backend, transport)
                 topology, knobs = check_mesh(label, *mesh)
-                check_options(label, spec, topology.world, timeout_s)
             except (TypeError, ValueError) as error:
                 problem = error
             tuned = tuning == "cache"
@@ -171,7 +170,7 @@ class TensorParallelOp:
             of_group = exchange if isinstance(exchange, Exchange) else None
             self._unfused = UnfusedBackend(spec, of_group, self.rank, self.world, timeout_s)
             if self.world > 1 and gpus is not None:
-                processes = Placement.of_processes(place.memory for place in places)
+                processes = Placement(tuple(place.memory for place in places))
                 self._backend = make_cuda_backend(
                     spec, of_group, gpus, self._choice, topology, processes, timeout_s
                 )
@@ -180,6 +179,8 @@ class TensorParallelOp:
                     spec, exchange, self._choice, topology, placement, timeout_s
                 )
                 self._unfused.watch(self._backend.look, self._backend.silent_peer)
+            # Whether a call waits, on the CPU, for rows of other hosts: other work could run then.
+            self.waits_for_hosts = self._backend is not None and self._backend.waits_for_hosts
             self._comparison: Comparison | None = None
             if CHECK.get() and self.world > 1 and isinstance(exchange, Exchange):
                 self._comparison = Comparison(exchange)
@@ -236,11 +237,6 @@ class TensorParallelOp:
     def workspace_bytes(self) -> int:
         """Memory of this rank, in bytes: signals, data, and buffers for what other hosts send."""
         return self._backend.workspace_bytes if self._backend else 0
-
-    @property
-    def waits_for_hosts(self) -> bool:
-        """Whether a call waits, on the CPU, for rows of other hosts, while other work could run."""
-        return self._backend is not None and self._backend.waits_for_hosts
 
     def __repr__(self) -> str:
         s = self.spec

@@ -94,7 +94,7 @@ class Collectives:
             self.world = exchange.world
             self.timeout_s = timeout_s
             places = exchange.all_gather(place_here(None))
-            placement = Placement.of_processes(place.memory for place in places)
+            placement = Placement(tuple(place.memory for place in places))
             self.hosts = placement.count
             self._host = HostCollectives(exchange, placement, timeout_s)
         self._closed = False

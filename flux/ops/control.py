@@ -31,7 +31,7 @@ class ControlPad(CpuBackend):
     """
 
     def __init__(self, exchange: Exchange, timeout_s: float) -> None:
-        placement = Placement.of_processes(exchange.all_gather(memory_identity()))
+        placement = Placement(tuple(exchange.all_gather(memory_identity())))
         spec = OpSpec(Op.ag_gemm, 1, (1,), 1, torch.float32, False, "sum")
         knobs = Fixed(Knobs(path="unfused"))
         super().__init__(spec, exchange, knobs, placement.topology, placement, timeout_s)

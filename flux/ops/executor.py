@@ -60,7 +60,7 @@ def built_together(
     Args:
         exchange: the ranks.
         timeout_s: seconds that each exchange may take, and that a rank which fails waits for the
-            others to hear of it. One that ``check_options`` will refuse, on all ranks alike, does
+            others to hear of it. One that ``check_executor`` will refuse, on all ranks alike, does
             not count: until then the group's own timeout does.
         give_up: gives back what this rank has built.
 
@@ -126,22 +126,6 @@ def open_gpus(
     return open_nodes(exchange, nodes, timeout_s)
 
 
-def check_options(label: str, spec: OpSpec, world: int, timeout_s: float) -> None:
-    """Raise for options and environment variables that no backend supports."""
-    if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MOST_SECONDS):
-        raise ValueError(
-            f"{label}: timeout_s must be a positive number up to {MOST_SECONDS:g}, "
-            f"got {timeout_s!r}"
-        )
-    if len(spec.n) > 1 and any(n % world for n in spec.n):
-        raise ValueError(
-            f"{label}: with several weights each n must be divisible by the world of {world}, "
-            f"got {spec.n}"
-        )
-    for variable in VARIABLES:
-        variable.get()
-
-
 def check_executor(
     label: str,
     spec: OpSpec,
@@ -149,8 +133,24 @@ def check_executor(
     knobs: Knobs,
     backend: str | None,
     transport: str | None,
+    timeout_s: float,
 ) -> str:
-    """Return the backend. A rank of a world on one GPU fixes backend and transport itself."""
+    """Return the backend. Raise for options and environment variables that it does not support.
+
+    A rank of a world on one GPU fixes backend and transport itself.
+    """
+    if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MOST_SECONDS):
+        raise ValueError(
+            f"{label}: timeout_s must be a positive number up to {MOST_SECONDS:g}, "
+            f"got {timeout_s!r}"
+        )
+    if len(spec.n) > 1 and any(n % exchange.world for n in spec.n):
+        raise ValueError(
+            f"{label}: with several weights each n must be divisible by the world of "
+            f"{exchange.world}, got {spec.n}"
+        )
+    for variable in VARIABLES:
+        variable.get()
     one_gpu = exchange.of if isinstance(exchange, OneGpuExchange) else None
     where = "a process group" if one_gpu is None else f"a rank of a {type(one_gpu).__name__}"
     backends = tuple(TRANSPORTS) if one_gpu is None else ("cuda",)

@@ -123,7 +123,8 @@ def run_once(
     saved = ctx.saved_tensors
     with torch.no_grad():
         results = backward(_Context(ctx, saved, needs), *grads)
-    sources = [leaf for leaf in tree_leaves([list(grads), saved]) if _requires_grad(leaf)]
+    leaves = tree_leaves([list(grads), saved])
+    sources = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not torch.is_grad_enabled() or not sources:
         return results
     leaves, structure = tree_flatten(results)
@@ -131,10 +132,6 @@ def run_once(
     refusing = iter(cast(Any, RefuseTwice).apply(len(tensors), *tensors, *sources))
     kept = [next(refusing) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return tree_unflatten(kept, structure)
-
-
-def _requires_grad(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
 class RefuseTwice(torch.autograd.Function):

@@ -55,12 +55,6 @@ def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     return group
 
 
-def is_fake(group: dist.ProcessGroup) -> bool:
-    """Return whether the ranks of a group are pretended (torch.testing's backend "fake")."""
-    backends = dist.get_backend(group)  # "gloo", or "cpu:gloo,cuda:nccl"
-    return "fake" in backends.replace(":", ",").split(",")
-
-
 class OfGroup:
     """Belongs to a process group of the user, which it does not keep alive.
 
@@ -155,7 +149,8 @@ class Exchange(OfGroup):
         """
         if self.world == 1:
             return [value]
-        if is_fake(self.group):
+        backends = dist.get_backend(self.group)  # "gloo", or "cpu:gloo,cuda:nccl"
+        if "fake" in backends.replace(":", ",").split(","):
             self._ended = True
             raise ValueError(
                 f"{self.label}: the process group has the backend 'fake', whose other ranks do not "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,7 +62,8 @@ class Placement:
     """Which ranks share memory.
 
     Attributes:
-        nodes: a name per rank; ranks that share memory have the same name.
+        nodes: a name per rank; ranks that share memory have the same name. Of processes it is what
+            ``memory_identity()`` returns on each rank.
     """
 
     nodes: tuple[str, ...]
@@ -95,11 +96,6 @@ class Placement:
         elif backend == "cuda" and (transport == "nvshmem" or together.count > 1):
             return together
         return cls(tuple(str(rank) for rank in range(len(hosts))))
-
-    @classmethod
-    def of_processes(cls, memories: Iterable[str]) -> Placement:
-        """Return the placement of processes, given ``memory_identity()`` of each rank."""
-        return cls(tuple(memories))
 
     @classmethod
     def together(cls, world: int) -> Placement:

@@ -308,7 +308,7 @@ class CpuBackend:
         if plan.direct:  # the first tile may land in a peer's buffer: it must have finished with it
             self._await(engine.wait_entries)
         multiply = Multiplier(spec, call)
-        private = out if plan.direct else sums
+        private, scaled = out if plan.direct else sums, call.scale_x is not None
         for slab in plan.slabs:
             v = slab.visit
             target = slab.shared
@@ -319,7 +319,7 @@ class CpuBackend:
                 call.x if slab.source is None else call.x[slab.source],
                 target,
                 columns=slab.columns,
-                scale_x=scale_of_rows(call, v.row_begin, v.row_end),
+                scale_x=scale_of_rows(call, v.row_begin, v.row_end) if scaled else None,
             )
             for index in range(slab.first, slab.last):
                 engine.visit_done(index)
