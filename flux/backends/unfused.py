@@ -19,11 +19,10 @@ from flux.backends.epilogue import Multiplier, pack, unpack
 from flux.core.backend import OverlapHooks, nothing
 from flux.core.call import Call
 from flux.core.errors import PeerTimeoutError
-from flux.core.patience import Patience
 from flux.core.recorder import Work
 from flux.core.spec import FP8, OpSpec
 from flux.core.tensors import reason_without_memory, settled
-from flux.transport.abandonable import Abandonable, Threads
+from flux.transport.abandonable import Abandonable, Patience, Threads
 from flux.transport.exchange import OfGroup, leave_unfinished
 
 # Newer releases of PyTorch have renamed the collectives on single tensors.

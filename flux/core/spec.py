@@ -13,6 +13,7 @@ from flux.core.problem import ACTIVATIONS, SCALINGS
 
 DTYPES = {dtype.torch: dtype for dtype in dtypes.DTYPES.values()}
 """The table of element types, by torch's dtype."""
+_RESULTS = {dtype: row.of_result.torch for dtype, row in DTYPES.items()}
 
 FP8 = torch.float8_e4m3fn
 
@@ -85,7 +86,7 @@ class OpSpec:
             raise ValueError(f"{self.label}: n must be one size, got {self.n}")
         if self.reduce not in ("sum", "avg"):
             raise ValueError(f"{self.label}: reduce must be 'sum' or 'avg', got {self.reduce!r}")
-        out_dtype = DTYPES[self.dtype].of_result.torch
+        out_dtype = _RESULTS[self.dtype]
         travels, elements = (self.dtype, self.k) if self.op.gathers else (out_dtype, self.n[0])
         row = (elements, travels)
         if scales_travel := self.op.gathers and self.scaling == "row":

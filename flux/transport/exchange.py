@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from flux import _C
+from flux.core.env import SPIN_US
 from flux.core.errors import PeerDiedError, PeerFailedError, PeerTimeoutError
-from flux.core.patience import Patience
 from flux.core.version import __version__
-from flux.machine.host import memory_identity
-from flux.transport.abandonable import Abandonable
+from flux.machine.host import memory_identity, usable_cores
+from flux.transport.abandonable import Abandonable, Patience
 
 T = TypeVar("T")
 
@@ -324,6 +324,17 @@ class Exchange(OfGroup):
                     if entry.get(key) != base.get(key)
                 )
                 raise ValueError(f"{label}: ranks disagree; rank {rank} has {differing}")
+
+
+def spin_seconds(exchange: Exchange, local: Sequence[bool]) -> float:
+    """Return how long to spin: briefly when ranks of this host share cores. Collective."""
+    cores: set[int] = set()
+    for here, of_rank in zip(local, exchange.all_gather(usable_cores()), strict=True):
+        cores |= of_rank if here else set()
+    micros = SPIN_US.get()
+    if micros < 0:
+        micros = 200.0 if sum(local) <= len(cores) else 5.0
+    return micros * 1e-6
 
 
 class _Peers:

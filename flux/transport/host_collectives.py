@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from flux import _C
-from flux.core.env import SPIN_US
 from flux.core.errors import PeerDiedError, PeerTimeoutError
 from flux.core.tensors import address_of
-from flux.machine.host import usable_cores
 from flux.transport import shm
-from flux.transport.exchange import Exchange
+from flux.transport.exchange import Exchange, spin_seconds
 from flux.transport.placement import Placement
 from flux.transport.sockets import connect
 
@@ -41,17 +39,6 @@ class DisagreementError(ValueError):
         super().__init__(text or f"rank {peer} makes another call")
         self.peer = peer
         self.text = text
-
-
-def spin_seconds(exchange: Exchange, local: Sequence[bool]) -> float:
-    """Return how long to spin: briefly when ranks of this host share cores. Collective."""
-    cores: set[int] = set()
-    for here, of_rank in zip(local, exchange.all_gather(usable_cores()), strict=True):
-        cores |= of_rank if here else set()
-    micros = SPIN_US.get()
-    if micros < 0:
-        micros = 200.0 if sum(local) <= len(cores) else 5.0
-    return micros * 1e-6
 
 
 class HostCollectives:

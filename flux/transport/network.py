@@ -49,8 +49,8 @@ from flux import _C
 from flux.core.at_exit import end_at_exit
 from flux.core.exclusive import Admission, Exclusive
 from flux.core.forked import abandon_in_children
-from flux.core.patience import Patience
 from flux.core.recorder import Recorder, Work, incoming_lane, outgoing_lane, sender_lane
+from flux.transport.abandonable import Patience
 from flux.transport.channel import FailureNotice, Header, HeaderKind, Message, OpChannel
 from flux.transport.exchange import Exchange
 

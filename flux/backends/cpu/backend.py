@@ -49,8 +49,7 @@ from flux.core.spec import DTYPES, OpSpec
 from flux.core.tensors import address_of
 from flux.core.topology import Topology
 from flux.transport import shm
-from flux.transport.exchange import Exchange
-from flux.transport.host_collectives import spin_seconds
+from flux.transport.exchange import Exchange, spin_seconds
 from flux.transport.placement import Placement
 
 if TYPE_CHECKING:
