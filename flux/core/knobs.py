@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from flux.core.topology import Topology
+if TYPE_CHECKING:
+    from flux.core.topology import Topology
 
 
 class Op(IntEnum):

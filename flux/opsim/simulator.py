@@ -37,7 +37,7 @@ from flux.opsim.parts import Log, Move, SimulatedCall
 from flux.opsim.scatter import scatter_processes
 from flux.select.cost import gemm_beside_transfers_ms, library_ms
 from flux.select.cost import gemm_ms as modelled_gemm_ms
-from flux.select.cycles import blocks_per_wave
+from flux.select.hardware import blocks_per_wave
 from flux.select.heuristic import resolved
 from flux.select.kernel import default_kernel
 from flux.select.schedule import make_schedule

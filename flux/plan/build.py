@@ -65,6 +65,8 @@ class _Layers:
         self.hidden = layer.hidden
         self.inner = layer.heads * layer.head_dim // self.tp
         self.kv = 2 * ceil_div(layer.kv_heads, self.tp) * layer.head_dim
+        heads, queries = layer.heads // self.tp, step.sequence // self.cp
+        self.attention = (step.micro_batch, heads, queries, step.sequence, layer.head_dim)
         self.mlp = layer.intermediate // self.tp
         self.up = 2 if layer.gated else 1
         self.gathered = {}  # GEMMs whose input is gathered again, and by what
@@ -230,21 +232,11 @@ class _Layers:
         self._gemm("qkv", self.rows, self.inner + self.kv, hidden)
         if self.cp > 1:
             self._add("ag_kv", "all_gather", (self.rows * self.cp, self.kv), group="cp")
-        shape = self._attention_shape()
+        shape = self.attention
         self._add("attention", "attention", shape, keeps=self.rows * (self.inner + self.kv))
         self._gemm("proj", self.rows, hidden, self.inner)
         self._row_forward("1")
         self._add("bda1", "elementwise", (own, hidden, 3), keeps=own * hidden / 2)
-
-    def _attention_shape(self) -> tuple[int, ...]:
-        step, layer = self.step, self.step.layer
-        return (
-            step.micro_batch,
-            layer.heads // self.tp,
-            step.sequence // self.cp,
-            step.sequence,
-            layer.head_dim,
-        )
 
     def _mlp(self) -> None:
         own, hidden = self.own, self.hidden
@@ -341,7 +333,7 @@ class _Layers:
         self._add(
             "attention",
             "attention",
-            self._attention_shape(),
+            self.attention,
             role="dgrad",
             frees=self.rows * (self.inner + self.kv),
         )

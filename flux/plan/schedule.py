@@ -75,19 +75,7 @@ class StepSchedule:
 
     @cached_property
     def _can_end(self) -> bool:
-        if not self._ends():
-            deps = list(self.graph.deps)
-            for numbers in self.lanes.values():
-                for before, after in pairwise(numbers):
-                    deps[after] = (*deps[after], before)
-            try:
-                topological(self.graph.ops, deps)
-            except GraphError as error:
-                raise GraphError(f"the lanes contradict the dependencies: {error}") from error
-        return True
-
-    def _ends(self) -> bool:
-        """Return whether all operators run, if each lane waits for what its next one depends on."""
+        # Let all operators run, where each lane waits for what its next one depends on.
         deps, lanes = self.graph.deps, list(self.lanes.values())
         done = [False] * len(deps)
         places = [0] * len(lanes)
@@ -105,7 +93,16 @@ class StepSchedule:
                     break
                 done[number] = True
                 ready += waiting.pop(number, ())
-        return all(done)
+        if not all(done):
+            ordered = list(deps)
+            for numbers in lanes:
+                for before, after in pairwise(numbers):
+                    ordered[after] = (*ordered[after], before)
+            try:
+                topological(self.graph.ops, ordered)
+            except GraphError as error:
+                raise GraphError(f"the lanes contradict the dependencies: {error}") from error
+        return True
 
     def rows(self) -> list[list[str]]:
         """Return the actions of each stage, as torch.distributed.pipelining writes them.

@@ -34,7 +34,6 @@ from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
 from flux.machine.cluster import Cluster, DeviceSpec
-from flux.select.cycles import UNHIDDEN, blocks_per_wave
 from flux.select.hardware import (
     ATTENTION_SHARE,
     BACKWARD_ATTENTION,
@@ -48,6 +47,8 @@ from flux.select.hardware import (
     ONE_SHOT_US,
     SIGNAL_US,
     SLAB_COST_ROWS,
+    UNHIDDEN,
+    blocks_per_wave,
 )
 from flux.select.heuristic import ONE_SHOTS, resolved
 

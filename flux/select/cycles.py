@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flux.core.integers import ceil_div, round_up
+from flux.select.hardware import UNHIDDEN, blocks_per_wave
 
 if TYPE_CHECKING:
     from flux.kernels.config import GemmConfig
@@ -40,22 +41,7 @@ FILL = 1800
 """Cycles from the start of a block to its first multiplication: about 1 us."""
 CLEAR = 3500
 """Cycles of the memset that stream-K puts before the kernel if tiles are shared: 2 us."""
-UNHIDDEN = 0.125
-"""Exposed share of the shorter of multiplying and reading memory: ramps at both ends do not
-overlap."""
-
-GPC_SMS = 18  # multiprocessors among which a cluster must fit (CUTLASS, tile_scheduler_params.h)
 MIN_UNIT = 8  # k tiles that CUTLASS's stream-K gives a block at least
-
-
-def blocks_per_wave(config: GemmConfig, sm_count: int) -> int:
-    """Return the thread blocks that run at once: clusters do not cross the borders of GPCs."""
-    size = config.cluster[0] * config.cluster[1]
-    if size == 1:
-        return sm_count
-    whole, rest = divmod(sm_count, GPC_SMS)
-    fitting = whole * (GPC_SMS - GPC_SMS % size) + (rest - rest % size)
-    return max(fitting, size)
 
 
 @dataclass(frozen=True)

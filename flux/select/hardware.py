@@ -5,7 +5,12 @@ One set serves all clusters. Speeds themselves are in cluster files (flux/machin
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from flux.core.knobs import Op
+
+if TYPE_CHECKING:
+    from flux.kernels.config import GemmConfig
 
 # -- devices ---------------------------------------------------------------------------------------
 
@@ -74,3 +79,17 @@ to do without it: 25 to 90 ms for 17 to 67 MB (docs/contribute/results/hosts.md)
 LIBRARY_LATENCY_US = {"cpu": 2000.0, "cuda": 15.0}
 """Time until the first byte of a library's collective moves. On the CPU from benchmarks/results/cpu
 at M = 1."""
+UNHIDDEN = 0.125
+"""Exposed share of the shorter of multiplying and reading memory: ramps at both ends do not
+overlap."""
+GPC_SMS = 18  # multiprocessors among which a cluster must fit (CUTLASS, tile_scheduler_params.h)
+
+
+def blocks_per_wave(config: GemmConfig, sm_count: int) -> int:
+    """Return the thread blocks that run at once: clusters do not cross the borders of GPCs."""
+    size = config.cluster[0] * config.cluster[1]
+    if size == 1:
+        return sm_count
+    whole, rest = divmod(sm_count, GPC_SMS)
+    fitting = whole * (GPC_SMS - GPC_SMS % size) + (rest - rest % size)
+    return max(fitting, size)

@@ -19,7 +19,8 @@ from flux.kernels.ptxas import Usage
 from flux.kernels.registry import BuiltKernel
 from flux.kernels.sets import config_set
 from flux.select import nvidia_heuristics
-from flux.select.cycles import GemmWork, blocks_per_wave, cost, cycles, divide
+from flux.select.cycles import GemmWork, cost, cycles, divide
+from flux.select.hardware import blocks_per_wave
 from flux.select.kernel import best_of, choose
 
 SMS = 132

@@ -40,21 +40,24 @@ def by_pass(graph: Graph) -> dict[tuple[int, str, int], list[int]]:
 
 
 def sequences(
-    graph: Graph, within: Callable[[str, Sequence[int]], Sequence[int]]
+    graph: Graph, within: Callable[[str, Sequence[int]], Sequence[int]] | None = None
 ) -> list[list[int]]:
     """Return, for each stage, its operators: passes in the 1F1B order, then the optimizer.
 
     Args:
         graph: the operators.
         within: returns the order of a pass's operators; it gets "F", "B" or "S", and their numbers.
+            By default the order of the graph.
     """
     passes = by_pass(graph)
     out = []
     for stage in range(graph.stages):
         order: list[int] = []
-        for kind, micro in one_f_one_b(stage, graph.stages, graph.micro_batches):
-            order += within(kind, passes.get((stage, kind, micro), []))
-        out.append(order + list(within("S", passes.get((stage, "S", -1), []))))
+        turns = one_f_one_b(stage, graph.stages, graph.micro_batches)
+        for kind, micro in (*turns, ("S", -1)):
+            numbers = passes.get((stage, kind, micro), [])
+            order += numbers if within is None else within(kind, numbers)
+        out.append(order)
     return out
 
 

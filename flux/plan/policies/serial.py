@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph
@@ -41,10 +39,6 @@ class Serial:
 
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return a schedule with one stream for each stage, or with streams for collectives."""
-
-        def within(kind: str, numbers: Sequence[int]) -> Sequence[int]:
-            return numbers
-
         if self.wgrad_overlap:
-            return on_lanes(graph, sequences(graph, within), self.name)
-        return on_lanes(graph, sequences(graph, within), self.name, lambda op: "comp")
+            return on_lanes(graph, sequences(graph), self.name)
+        return on_lanes(graph, sequences(graph), self.name, lambda op: "comp")
