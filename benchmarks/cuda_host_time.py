@@ -5,14 +5,16 @@
 Eight ranks, with one communication tile each as in decoding, and with M = 8192 of the Flux paper.
 `native` is the one native call that puts everything on streams, without the driver's own time;
 `Python` is all else of op(x, weight): checks and the way there, without the memory of the result,
-which a GPU's allocator keeps and the CPU's maps anew when it is large. Medians over batches of
-calls. `driver calls` are those of one call: launches, copies, events, batches of memory operations.
+which a GPU's allocator keeps and the CPU's maps anew when it is large; `80 layers` is the same in a
+loop over 80 weights that share the op. Medians over batches of calls. `driver calls` are those of
+one call: launches, copies, events, batches of memory operations.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import os
 import statistics
 import subprocess
@@ -36,7 +38,8 @@ from flux.transport.virtual import VirtualWorld
 
 WORLD = 8
 SHAPES = {"decode": (64, 1024, 512), "paper": (8192, 49152, 12288)}  # M, N, K; swapped for GemmRS
-BATCH, BATCHES = 200, 41
+LAYERS = 80  # that share an op
+BATCH, BATCHES = 2 * LAYERS, 41
 
 
 class NullRegistry(Registry):
@@ -180,6 +183,7 @@ def measure(device: NullDevice, op: str, size: str) -> dict[str, Any]:
         rows, depth = (m // WORLD, k) if gathers else (m, k // WORLD)
         x = rows_of_nothing(rows, depth)
         weight = rows_of_nothing(n // WORLD if gathers else n, depth)
+        layers = itertools.cycle([weight.view_as(weight) for _ in range(LAYERS)])
         backend = made._backend
         recorded = backend.native = Recorded(backend.native)
         made(x, weight)
@@ -188,6 +192,7 @@ def measure(device: NullDevice, op: str, size: str) -> dict[str, Any]:
             calls = device.calls_of(lambda: made(x, weight))
             whole = microseconds(lambda: made(x, weight))
             native = microseconds(recorded.last)
+            in_turns = microseconds(lambda: made(x, next(layers)))
             shape = made(x, weight).shape
             result = microseconds(lambda: x.new_empty(shape))
         made.close()
@@ -201,17 +206,17 @@ def measure(device: NullDevice, op: str, size: str) -> dict[str, Any]:
         "order": in_short(calls),
         "comm_tile_rows": knobs.comm_tile_rows,
         "whole_us": whole,
+        "layers_us": in_turns,
         "native_us": native,
         "result_us": result,
     }
 
 
-def medians(entry: dict[str, Any]) -> tuple[float, float]:
-    """(native, Python) us of a call, without the memory of the result."""
-    native, whole, result = (
-        statistics.median(entry[f"{key}_us"]) for key in ("native", "whole", "result")
-    )
-    return native, whole - native - result
+def medians(entry: dict[str, Any]) -> list[float]:
+    """us of a call, without the result's memory: native, Python, Python in a loop over layers."""
+    native, result = (statistics.median(entry[f"{key}_us"]) for key in ("native", "result"))
+    python = [entry[key] for key in ("whole_us", "layers_us") if key in entry]
+    return [native, *(statistics.median(times) - native - result for times in python)]
 
 
 def table(content: dict[str, Any], before: dict[str, Any] | None = None) -> str:
@@ -222,9 +227,11 @@ def table(content: dict[str, Any], before: dict[str, Any] | None = None) -> str:
         if before is not None:
             old = before["ops"][number]
             were = [str(old["driver_calls"]), *(f"{us:.1f}" for us in medians(old))]
-            figures = [f"{now} ({was})" for now, was in zip(figures, were, strict=True)]
+            pairs = itertools.zip_longest(figures, were)
+            figures = [now if was is None else f"{now} ({was})" for now, was in pairs]
         rows.append([f"{entry['op']} {sizes(entry)}", *figures])
-    header = [f"{content['world']} ranks, M x N x K", "driver calls", "native us", "Python us"]
+    columns = ["driver calls", "native us", "Python us", "80 layers us"]
+    header = [f"{content['world']} ranks, M x N x K", *columns]
     return f"{markdown(header, rows)}\n\n{content['device']}"
 
 

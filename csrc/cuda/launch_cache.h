@@ -3,13 +3,17 @@
 // check on any machine what makes two launches the same.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <optional>
+#include <string_view>
 #include <type_traits>
-#include <vector>
+#include <unordered_map>
 
 #include "core/tile_map.h"
 #include "cuda/abi.h"
@@ -50,41 +54,52 @@ inline LaunchKey launch_key(const FluxGemmArgs& args) {
 }
 
 // The latest values by key; when all places are taken, what was not used for the longest time goes.
-template <class Value, std::size_t kPlaces = 16>
+// Layers that share an op differ in their weight alone, so there are more places than a model has layers.
+template <class Value, std::size_t kPlaces = 512, class Key = LaunchKey>
 class LaunchCache {
  public:
   // A copy, which the caller may change.
-  std::optional<Value> find(const LaunchKey& key) {
+  std::optional<Value> find(const Key& key) {
     const std::lock_guard<std::mutex> lock(guard_);
-    for (Entry& entry : entries_) {
-      if (!(entry.key == key)) continue;
-      entry.used = ++clock_;
-      return entry.value;
-    }
-    return std::nullopt;
+    const auto entry = entries_.find(key);
+    if (entry == entries_.end()) return std::nullopt;
+    entry->second.used = ++clock_;
+    return entry->second.value;
   }
 
-  void keep(const LaunchKey& key, const Value& value) {
+  void keep(const Key& key, const Value& value) {
     const std::lock_guard<std::mutex> lock(guard_);
-    Entry* place = nullptr;
-    for (Entry& entry : entries_) {
-      if (entry.key == key) return;  // made by two threads at once
-      if (place == nullptr || entry.used < place->used) place = &entry;
+    if (entries_.count(key) != 0) return;  // made by two threads at once
+    if (entries_.size() >= kPlaces) {
+      entries_.erase(std::min_element(entries_.begin(), entries_.end(), [](auto& a, auto& b) {
+        return a.second.used < b.second.used;
+      }));
     }
-    if (entries_.size() < kPlaces) place = &entries_.emplace_back();
-    *place = Entry{key, value, ++clock_};
+    entries_.emplace(key, Entry{value, ++clock_});
   }
 
  private:
+  static_assert(std::has_unique_object_representations_v<Key>, "equal keys have equal bytes");
+
   struct Entry {
-    LaunchKey key;
     Value value;
     std::uint64_t used;
+  };
+  struct Hash {
+    std::size_t operator()(const Key& key) const {
+      const auto* bytes = reinterpret_cast<const char*>(&key);
+      return std::hash<std::string_view>{}({bytes, sizeof key});
+    }
+  };
+  struct Equal {
+    bool operator()(const Key& a, const Key& b) const {
+      return std::memcmp(&a, &b, sizeof a) == 0;
+    }
   };
 
   std::mutex guard_;
   std::uint64_t clock_ = 0;
-  std::vector<Entry> entries_;
+  std::unordered_map<Key, Entry, Hash, Equal> entries_;
 };
 
 }  // namespace flux

@@ -16,6 +16,9 @@ from flux.core.call import Call
 from flux.core.schedule import TileSchedule
 from flux.core.tensors import address_of, bytes_needed, memory_of
 
+MAX_CALLS = 1024
+"""Calls that an op remembers: more than a model has layers."""
+
 
 @dataclass(slots=True)
 class CachedCall:
@@ -107,3 +110,23 @@ class CachedCall:
             and (not isinstance(weight, torch.Tensor) or memory_of(weight) == self.weight_memory)
             and (not isinstance(bias, torch.Tensor) or memory_of(bias) == self.bias_memory)
         )
+
+
+class CachedCalls:
+    """The last call of an op with each weight: layers of one shape share an op."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, CachedCall] = {}  # by the id of the weight or product
+
+    def keep(self, call: CachedCall) -> None:
+        """Remember a call in place of the last one with its weight."""
+        if len(self._calls) >= MAX_CALLS:
+            self._calls.clear()
+        self._calls[id(call.weight())] = call
+
+    def find(
+        self, x: torch.Tensor, weight: object, bias: object, m: int | None
+    ) -> CachedCall | None:
+        """Return the call that differs in contents only: see ``CachedCall.is_like``."""
+        call = self._calls.get(id(weight))
+        return call if call is not None and call.is_like(x, weight, bias, m) else None

@@ -88,6 +88,18 @@ static void places() {
   assert(*cache.find(launch_key(later)) == 30);
 }
 
+static void layers() {  // a loop over layers that share an op
+  LaunchCache<int> cache;
+  FluxGemmArgs args = numbered(1);
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    for (std::uintptr_t layer = 1; layer <= 320; ++layer) {
+      args.b = reinterpret_cast<void*>(layer << 8);
+      assert(bool(cache.find(launch_key(args))) == (repeat == 1));
+      cache.keep(launch_key(args), 1);
+    }
+  }
+}
+
 static void threads() {
   LaunchCache<int, 4> cache;
   const auto work = [&cache](int seed) {
@@ -111,6 +123,7 @@ int main() {
   padding(args);
   sequences(args);
   places();
+  layers();
   threads();
 }
 """

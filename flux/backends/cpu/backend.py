@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from flux import _C
-from flux.backends.cached_call import CachedCall
+from flux.backends.cached_call import CachedCall, CachedCalls
 from flux.backends.cpu.diagnosis import Diagnosis, mismatch_text
 from flux.backends.cpu.layout import SegmentLayout
 from flux.backends.cpu.one_shot import OneShot
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from flux.select.choose import Choice
     from flux.transport.network import Network
 
-MAX_CALLS = 256  # kept per op: as many weights as a model has layers
 MAX_PLANS = 1024  # kept per op
 _CPU = torch.device("cpu")  # named everywhere: torch.device(...) as a context changes the default
 _NO_ROWS = torch.empty(0, device=_CPU)
@@ -116,7 +115,7 @@ class CpuBackend:
         self.one_shot: OneShot | None = None
         end_at_exit(self)
         self.recorder: Recorder | None = None
-        self._calls: dict[int, CachedCall] = {}  # the last one with each weight, by its id
+        self._calls = CachedCalls()
         self._plans: dict[int, SlabPlan] = {}  # by M
         columns = spec.local_n(self.world, self.rank)
         self._columns = columns[0] if len(columns) == 1 else None  # None: of several weights
@@ -191,19 +190,17 @@ class CpuBackend:
         else:
             outs = self._gemm_rs(schedule, call, hooks)
         if len(call.columns) == 1 and self.spec.scaling == "none":
-            if len(self._calls) >= MAX_CALLS:
-                self._calls.clear()
             shard_of = self.world if self.spec.op.gathers else 1
-            cached = CachedCall.of(schedule, call, shard_of, outs[0].shape[0], x_unit=1)
-            self._calls[id(call.gemm or call.weights[0])] = cached
+            rows = outs[0].shape[0]
+            self._calls.keep(CachedCall.of(schedule, call, shard_of, rows, x_unit=1))
         return outs
 
     def again(
         self, x: torch.Tensor, weight: object, bias: object, m: int | None
     ) -> Callable[[], list[torch.Tensor]] | None:
         """Return what repeats the last call with this weight, or None: see ``Backend.again``."""
-        last = self._calls.get(id(weight))
-        if last is None or not last.is_like(x, weight, bias, m):
+        last = self._calls.find(x, weight, bias, m)
+        if last is None:
             return None
         weights = (weight,) if isinstance(weight, torch.Tensor) else ()
         call = Call(last.m, x, weights, (last.columns,), (cast("torch.Tensor | None", bias),))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from flux import _C
-from flux.backends.cached_call import CachedCall
+from flux.backends.cached_call import CachedCall, CachedCalls
 from flux.backends.cuda import nvtx
 from flux.backends.cuda.operands import Fit, of_zeros, row_step
 from flux.backends.cuda.setup import choose_kernels, cluster_tile, sums_by_switch
@@ -151,7 +151,7 @@ class CudaBackend:
         who = f"{spec.label}: rank {self.rank}"
         noticed = (self.native, self.peers, watch, self._report)
         self._waits = StreamWaits(who, transport, *noticed, timeout_s)
-        self.last: CachedCall | None = None
+        self._calls = CachedCalls()
         self.repeats = 0  # calls that were recognised
         self._open = True
         self.refusals = 0
@@ -298,14 +298,14 @@ class CudaBackend:
         if plain and fits and x_fits and not empty and not self._activate_after:
             rows = self._rows_of(call.m) if self.spec.op.scatters else call.m
             unit = self._fit.unit(call.x) if shard_of == 1 else 1
-            self.last = CachedCall.of(schedule, call, shard_of, rows, unit)
+            self._calls.keep(CachedCall.of(schedule, call, shard_of, rows, unit))
 
     def again(
         self, x: torch.Tensor, weight: object, bias: object, m: int | None
     ) -> Callable[[], list[torch.Tensor]] | None:
-        """Return what repeats the last call, or None: see ``Backend.again``."""
-        last = self.last
-        if last is None or not last.is_like(x, weight, bias, m):
+        """Return what repeats the last call with this weight, or None: see ``Backend.again``."""
+        last = self._calls.find(x, weight, bias, m)
+        if last is None:
             return None
         return partial(self.repeat, last, x, cast(torch.Tensor, weight))
 

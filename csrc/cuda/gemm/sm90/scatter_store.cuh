@@ -72,10 +72,33 @@ struct ScatterStore : Base {
   static Params to_underlying_arguments(Problem const& problem, Arguments const& args,
                                         void* workspace) {
     const ScatterTargets& to = args.targets;
-    const ScatterTiling& s = to.tiling;
     Params params;
     Stride stride{};
     cute::get<0>(stride) = to.ld;
+    static_cast<typename Base::Params&>(params) = Base::to_underlying_arguments(
+        problem, {static_cast<Element*>(to.slots[to.rank]), stride}, workspace);
+    const OwnerMaps maps = owner_maps(to, stride);
+    for (int owner = 0; owner < to.tiling.world; ++owner) params.maps[owner] = maps[owner];
+    params.targets = to;
+    return params;
+  }
+
+ private:
+  using Map = typename Params::Map;
+  using OwnerMaps = std::array<Map, FLUX_MAX_WORLD>;
+
+  // The same for all layers that share an op, so they are encoded once.
+  static OwnerMaps owner_maps(const ScatterTargets& to, const Stride& stride) {
+    struct Key {
+      std::uint64_t slots[FLUX_MAX_WORLD];
+      std::int64_t ld, m, n, world;
+    };
+    static LaunchCache<OwnerMaps, 64, Key> kept;
+    const ScatterTiling& s = to.tiling;
+    Key key{{}, to.ld, s.m, s.n, s.world};
+    for (int owner = 0; owner < s.world; ++owner)
+      key.slots[owner] = reinterpret_cast<std::uint64_t>(to.slots[owner]);
+    if (const auto known = kept.find(key)) return *known;
     const auto map_of = [&](int owner) {
       auto* base = static_cast<Element*>(to.slots[owner]) - kGuardRows * to.ld;
       const auto shape = cute::make_shape(map_rows(s, owner), s.n, 1);
@@ -83,13 +106,13 @@ struct ScatterStore : Base {
                                  cute::make_tensor(base, cute::make_layout(shape, stride)),
                                  typename Base::SmemLayoutTma{});
     };
-    static_cast<typename Base::Params&>(params) = Base::to_underlying_arguments(
-        problem, {static_cast<Element*>(to.slots[to.rank]), stride}, workspace);
-    for (int owner = 0; owner < s.world; ++owner) params.maps[owner] = map_of(owner);
-    params.targets = to;
-    return params;
+    OwnerMaps maps{};
+    for (int owner = 0; owner < s.world; ++owner) maps[owner] = map_of(owner);
+    kept.keep(key, maps);
+    return maps;
   }
 
+ public:
   CUTLASS_HOST_DEVICE ScatterStore() {}
   // Each block comes here when it starts. Once all have, blocks of the reduction may start beside them.
   CUTLASS_HOST_DEVICE ScatterStore(Params const& params, SharedStorage const& storage)
