@@ -21,7 +21,7 @@ from flux.transport.placement import Placement
 
 SIZES = (256 << 10, 1 << 20, 4 << 20, 8 << 20)
 """Bytes that a host receives in a trial; later ones only while trials are shorter than ENOUGH_S."""
-ENOUGH_S = 4e-3
+ENOUGH_S = 2e-3
 TRIALS = 4
 MOST_S = 25e-3
 """With the last size, trials are repeated until they have taken this long: other programs on the
