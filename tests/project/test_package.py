@@ -109,7 +109,8 @@ def _functions_of_calls(rank: int, world: int, name: str) -> list[list[tuple[str
 
 @pytest.mark.parametrize(
     ("name", "file", "most", "most_again"),
-    [("AGGemm", "ag_gemm.py", 40, 23), ("GemmRS", "gemm_rs.py", 39, 26)],
+    # With torch 2.9 one or two more than with later ones.
+    [("AGGemm", "ag_gemm.py", 42, 24), ("GemmRS", "gemm_rs.py", 40, 26)],
 )
 def test_a_call_passes_through_the_files_that_the_docs_name(
     name: str, file: str, most: int, most_again: int
