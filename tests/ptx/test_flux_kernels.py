@@ -17,7 +17,7 @@ import torch
 from emulated_cases import eventually, never
 from flux import _C
 from flux.transport.virtual import VirtualWorld
-from harness import STRESS
+from harness import STRESS, more
 from matrix import OPS
 from ptx_device import PtxDevice
 from ptx_machine import extent
@@ -42,7 +42,7 @@ def results(device: PtxDevice, p: Problem, m: int, world: int) -> list[torch.Ten
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("m", [1, 131, 300])
+@pytest.mark.parametrize("m", [131, *more(1, 300)])
 def test_no_order_of_warps_changes_a_bit(ptx: PtxDevice, op: str, m: int) -> None:
     p, outputs = Problem(op, 300, (160,), 96, BF16), []
     try:
