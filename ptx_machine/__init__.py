@@ -229,6 +229,8 @@ class Device:
         max_statements: int = 10**9,
         races: bool = True,
         number: int = 0,
+        peer_reductions: bool = False,
+        vectors: str = "apart",
     ) -> Counters:
         """Run a kernel to its end.
 
@@ -245,6 +247,11 @@ class Device:
             max_statements: of all warps, after which a kernel counts as one without an end.
             races: find accesses that are not ordered, and reads of memory that was never written.
             number: of the GPU; launches at the same time with another one need the scope .sys.
+            peer_reductions: take bulk reductions (``cp.reduce.async.bulk``) of global memory as
+                atomic among GPUs, as they are over NVLink. PTX gives them the scope .gpu.
+            vectors: strong accesses of v2 and v4. ``"apart"``: their elements may come from several
+                stores, as PTX allows. ``"whole"``: they do not, which protocols that send data and
+                flag together rely on. ``"reported"``: a load that mixes stores is an error.
 
         Returns:
             What it executed.
@@ -265,6 +272,8 @@ class Device:
             max_statements=max_statements,
             races=races,
             number=number,
+            peer_reductions=peer_reductions,
+            vectors=vectors,
         )
         counters = Counters(module, kernel, record)
         for observe in _observers:

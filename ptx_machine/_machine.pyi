@@ -46,6 +46,8 @@ class Machine:
         races: bool = ...,
         device: int = ...,
         most_events: int = ...,
+        peer_reductions: bool = ...,
+        vectors: str = ...,
     ) -> dict[str, Any]: ...
     def configure(self, model: str, multiprocessors: int) -> None: ...
     def occupancy(
@@ -68,6 +70,8 @@ class CudaDevice:
     seed: int
     device: int
     races: bool
+    peer_reductions: bool
+    vectors: str
     edit: Callable[[str], str] | None
     max_statements: int
     @staticmethod

@@ -28,7 +28,20 @@ std::string lines(const std::vector<std::string>& all) {
 
 }  // namespace
 
-std::atomic<Observer*> observer{nullptr};
+std::atomic<const Ordering*> ordering{nullptr};
+
+void raise(const Flag& flag) {
+  if (const Ordering* const tell = ordering; tell != nullptr) {
+    flag->known = std::shared_ptr<void>(tell->knows(), tell->drop);
+  }
+  flag->is_raised = true;
+}
+
+void await(const Flag& flag) {
+  while (!flag->is_raised && !device().failed()) nap();
+  const Ordering* const tell = ordering;
+  if (tell != nullptr && flag->is_raised && flag->known) tell->learns(flag->known.get());
+}
 
 void dawdle() {
   const int most = device().delay_us.load();
@@ -257,6 +270,7 @@ void Device::reset() {
   copies_need_room = kernels_first = false;
   peer_atomics = true;
   starving_ms = loading_ms = 5000;
+  ordering = nullptr;
   ++generation;
   const char* queues = std::getenv("PTX_MACHINE_QUEUES");
   set_queues(queues != nullptr ? std::atoi(queues) : 0);

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "ordering.h"
 #include "turns.h"
 
 namespace emulated {
@@ -57,17 +58,32 @@ inline void nap() {
 // Now and then takes as long as tests have asked for.
 void dawdle();
 
-// Is told when a copy begins to write, and when it has written; whether it writes whole words.
-using Observer = void(std::uintptr_t address, std::size_t bytes, int words, int finished);
-extern std::atomic<Observer*> observer;
+// Null: nothing follows in which order memory is accessed.
+extern std::atomic<const Ordering*> ordering;
 
+// Whether some of a range is reserved (cuMemAddressReserve), and not mapped with access: no longer, or not yet.
+bool is_unmapped(std::uintptr_t address, std::size_t bytes);
+
+// Copies, or fills if there is no source; whether whole words are written.
 template <class Copy>
-void observed(std::uintptr_t to, std::size_t bytes, bool words, Copy&& copy) {
-  Observer* const tell = observer;
-  if (tell != nullptr) tell(to, bytes, words ? 1 : 0, 0);
+void observed(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, bool words, Copy&& copy) {
+  const Ordering* const tell = ordering;
+  if (tell != nullptr) tell->copies(to, from, bytes, words ? 1 : 0, 0);
   copy();
-  if (tell != nullptr) tell(to, bytes, words ? 1 : 0, 1);
+  if (tell != nullptr) tell->copies(to, from, bytes, words ? 1 : 0, 1);
 }
+
+// What comes behind a point of a stream waits until it is raised.
+struct Signal {
+  std::atomic<bool> is_raised{false};
+  std::shared_ptr<void> known;  // to the stream that raises it
+
+  Signal() = default;
+  explicit Signal(bool raised) : is_raised(raised) {}
+};
+using Flag = std::shared_ptr<Signal>;
+void raise(const Flag& flag);
+void await(const Flag& flag);
 
 // -- kernels ---------------------------------------------------------------------------------------
 
@@ -273,6 +289,7 @@ class Stream {
   bool idle();
   void drain();  // returns early when the device has failed
   std::uintptr_t handle() const;
+  void tell_awaited() const;
   int number() const { return number_; }
 
  private:
@@ -303,11 +320,6 @@ inline Item item(const char* what, std::function<void()> run) {
   return made;
 }
 
-using Flag = std::shared_ptr<std::atomic<bool>>;
-inline void await(const Flag& flag) {
-  while (!*flag && !device().failed()) nap();
-}
-
 // What was put on streams while they were captured.
 struct Graph {
   struct Node {
@@ -331,7 +343,7 @@ struct Graph {
 
 struct Event {
   bool timed = false;
-  Flag done = std::make_shared<std::atomic<bool>>(true);
+  Flag done = std::make_shared<Signal>(true);
   std::shared_ptr<std::uint64_t> passed = std::make_shared<std::uint64_t>(0);  // when
   std::uint64_t capture = 0;  // of its last record; 0: none
   int number = 0;             // within that
@@ -363,7 +375,7 @@ class GraphExec {
   std::vector<std::set<int>> edges_;
   int events_;
   std::vector<std::unique_ptr<Stream>> own_;
-  Flag last_ = std::make_shared<std::atomic<bool>>(true);  // whether the last launch has ended
+  Flag last_ = std::make_shared<Signal>(true);  // whether the last launch has ended
 };
 
 }  // namespace emulated

@@ -56,10 +56,14 @@ void put_transfer(const char* what, void* stream, bool needs_room, std::function
 
 void await_word(std::uintptr_t word, std::uint32_t value) {
   const auto* at = reinterpret_cast<std::uint32_t*>(word);
-  while (!reached(load(at), value) && !device().failed()) nap();
+  std::uint32_t seen = load(at);
+  for (; !reached(seen, value) && !device().failed(); seen = load(at)) nap();
+  if (const Ordering* const tell = ordering; tell != nullptr) tell->sees(word, seen);
 }
 
 void write_word(std::uintptr_t word, std::uint32_t value) {
+  const Ordering* const tell = ordering;
+  if (tell != nullptr) return tell->writes(word, value);
   store(reinterpret_cast<std::uint32_t*>(word), value);
 }
 
@@ -95,7 +99,8 @@ int emulator_predecessor_ended() { return predecessor_ended() ? 1 : 0; }
 void emulator_take_turns(std::uint64_t seed) { turns().take(seed); }
 int emulator_yield_turn() { return turns().yield() ? 1 : 0; }
 std::uint64_t emulator_turns_digest() { return turns().digest(); }
-void emulator_observe(Observer* tell) { observer = tell; }
+// Tells a machine from now on what streams order, until emulator_reset.
+void emulator_attach_ordering(const Ordering* tell) { ordering = tell; }
 void emulator_dawdle() { dawdle(); }
 void emulator_fail(const char* text) { device().fail(text); }
 void emulator_reset() { device().reset(); }
@@ -198,11 +203,11 @@ int cuEventRecord(void* handle, void* stream) {
   auto* event = static_cast<Event*>(handle);
   log_call("event_record", stream, number("event", reinterpret_cast<std::uintptr_t>(handle)));
   if (captured_record(event, stream_of(stream))) return 0;
-  event->done = std::make_shared<std::atomic<bool>>(false);
+  event->done = std::make_shared<Signal>();
   event->passed = std::make_shared<std::uint64_t>(0);
   stream_of(stream)->put(item("event_record", [done = event->done, passed = event->passed] {
     *passed = emulated::now();
-    *done = true;
+    raise(done);
   }));
   return 0;
 }
@@ -231,9 +236,13 @@ int cuMemcpyAsync(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, voi
   put_transfer("copy", stream, device().copies_need_room && inside, [=] {
     dawdle();
     std::this_thread::sleep_for(std::chrono::microseconds(device().copy_us));
+    if (is_unmapped(to, bytes) || is_unmapped(from, bytes)) {
+      return device().fail("use after free: a copy of " + std::to_string(bytes) +
+                           " bytes touches addresses at which nothing is mapped");
+    }
     // Copy engines write aligned words whole: flags that are copied may be polled meanwhile.
     const bool words = to % 4 == 0 && bytes % 4 == 0;
-    observed(to, bytes, words, [=] {
+    observed(to, from, bytes, words, [=] {
       std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
     });
   });
@@ -270,7 +279,7 @@ int cuStreamBatchMemOp_v2(void* stream, unsigned count, const BatchOp* ops, unsi
 int cuMemsetD32Async(std::uintptr_t words, unsigned value, std::size_t count, void* stream) {
   log_call("fill", stream, number("words", count) + ";" + number("to", words));
   put_transfer("fill", stream, device().copies_need_room && device().is_own(words), [=] {
-    observed(words, 4 * count, true, [=] {
+    observed(words, 0, 4 * count, true, [=] {
       for (std::size_t i = 0; i < count; ++i) reinterpret_cast<std::uint32_t*>(words)[i] = value;
     });
   });

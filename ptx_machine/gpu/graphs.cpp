@@ -124,19 +124,19 @@ GraphExec::GraphExec(const Graph& graph)
 
 void GraphExec::launch(Stream* on) {
   on->put(item("graph_begin", [before = last_] { await(before); }));
-  last_ = std::make_shared<std::atomic<bool>>(false);
-  Item end = item("graph_end", [ended = last_] { *ended = true; });
+  last_ = std::make_shared<Signal>();
+  Item end = item("graph_end", [ended = last_] { raise(ended); });
   if (device().kernels_first) {
     launch_in_turn(on);
     return on->put(std::move(end));
   }
   std::vector<Flag> done;
-  for (int i = 0; i < events_; ++i) done.push_back(std::make_shared<std::atomic<bool>>(false));
+  for (int i = 0; i < events_; ++i) done.push_back(std::make_shared<Signal>());
   for (const Graph::Node& node : nodes_) {
     Stream* stream = node.stream == 0 ? on : own_[node.stream - 1].get();
     Item next = node.item;
     if (node.records >= 0) {
-      next.run = [flag = done[node.records]] { *flag = true; };
+      next.run = [flag = done[node.records]] { raise(flag); };
     } else if (node.awaits >= 0) {
       next.run = [flag = done[node.awaits]] { await(flag); };
     }

@@ -162,6 +162,17 @@ void take_access(std::uintptr_t at, Mapping& mapping) {
   }
 }
 
+bool is_mapped(std::uintptr_t begin, std::uintptr_t end) {
+  while (begin < end) {
+    auto next = mappings().upper_bound(begin);
+    if (next == mappings().begin()) return false;
+    const auto& [at, mapping] = *--next;
+    if (at + mapping.bytes <= begin || !mapping.accessible) return false;
+    begin = at + mapping.bytes;
+  }
+  return true;
+}
+
 // Addresses of what a multicast object stands for, of each device; empty: some of it is not mapped.
 std::vector<std::uint64_t> members_of(const Physical& object, std::size_t bytes) {
   std::vector<std::uint64_t> members;
@@ -191,6 +202,16 @@ int give_access(std::uintptr_t at, Mapping& mapping) {
 }
 
 }  // namespace
+
+bool is_unmapped(std::uintptr_t address, std::size_t bytes) {
+  const std::lock_guard<std::mutex> hold(changing);
+  auto range = reserved().upper_bound(address);
+  if (range == reserved().begin()) return false;
+  --range;
+  const std::uintptr_t end = std::min(address + bytes, range->first + range->second);
+  return address < end && !is_mapped(address, end);
+}
+
 }  // namespace emulated
 
 extern "C" {

@@ -31,12 +31,18 @@ struct Stream::Entry {
   // Of what is no stand-in kernel: whether it has let the next item start; whether it has ended; the
   // thread in which it has started early.
   bool released = false;
-  Flag ended = std::make_shared<std::atomic<bool>>(false);
-  Flag before;  // whether the item before it has ended; null: it has
+  std::shared_ptr<std::atomic<bool>> ended = std::make_shared<std::atomic<bool>>(false);
+  std::shared_ptr<std::atomic<bool>> before;  // of the item before it; null: it has ended
+  std::uint64_t submitted = 0;                // what the host knew then
   std::thread beside;
   std::atomic<bool> beside_ended{false};
 
   bool may_start() const { return !queued || queue->at_head(ticket); }
+  // The calling thread runs it.
+  void begin() const {
+    const Ordering* const tell = ordering;
+    if (tell != nullptr) tell->begins(stream->number_, submitted);
+  }
   void leave_queue() {
     if (std::exchange(queued, false)) queue->leave(ticket);
   }
@@ -86,6 +92,7 @@ Stream::~Stream() {
     changed_.notify_all();
   }
   thread_.join();
+  tell_awaited();
   if (!is_default_) --device().streams_alive;
 }
 
@@ -116,6 +123,7 @@ void Stream::put(Item item) {
     entry->queued = true;
   }
   entry->stream = this;
+  if (const Ordering* const tell = ordering; tell != nullptr) entry->submitted = tell->submitted();
   const std::lock_guard<std::mutex> hold(mutex_);
   entries_.push_back(entry);
   turns().join(2 * number_);
@@ -135,6 +143,7 @@ void Stream::start_beside(const std::shared_ptr<Entry>& entry,
   entry->beside = std::thread([entry, turn] {
     turns().enter(turn);
     running = entry.get();
+    entry->begin();
     entry->item.run();
     entry->beside_ended = true;
     turns().leave();
@@ -160,7 +169,13 @@ int Stream::launch(Work work) {
 bool Stream::idle() {
   turns().let_go();
   const std::lock_guard<std::mutex> hold(mutex_);
+  if (entries_.empty()) tell_awaited();
   return entries_.empty();
+}
+
+// The host knows that all is done.
+void Stream::tell_awaited() const {
+  if (const Ordering* const tell = ordering; tell != nullptr) tell->awaited(number_);
 }
 
 void Stream::drain() {
@@ -169,6 +184,7 @@ void Stream::drain() {
     turns().let_go();
     changed_.wait_for(hold, std::chrono::milliseconds(10));
   }
+  if (entries_.empty()) tell_awaited();
 }
 
 void Stream::work() {
@@ -204,6 +220,7 @@ void Stream::run(const std::shared_ptr<Entry>& entry) {
     entry->began = Clock::now();
     if (entry->item.leaves_at_start) entry->leave_queue();
     running = entry.get();
+    entry->begin();
     entry->item.run();
     running = nullptr;
   }

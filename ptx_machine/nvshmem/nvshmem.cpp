@@ -159,8 +159,11 @@ void send(void* to, const void* from, std::string sent, std::uint64_t* word, std
       emulated::device().fail(
           "emulated NVSHMEM: the source of a put was overwritten before it was read");
     }
-    emulated::observed(reinterpret_cast<std::uintptr_t>(to), sent.size(), false,
-                       [&] { std::memcpy(to, sent.data(), sent.size()); });
+    const emulated::Ordering* const tell = emulated::ordering;
+    const auto place = reinterpret_cast<std::uintptr_t>(to);
+    if (tell != nullptr) tell->puts(place, sent.size(), 0);
+    std::memcpy(to, sent.data(), sent.size());
+    if (tell != nullptr) tell->puts(place, sent.size(), 1);
     raise(word, value);
     --under_way;
   }).detach();

@@ -71,11 +71,18 @@ void attach_early(CudaDevice& device, std::uintptr_t run, std::uintptr_t release
                       reinterpret_cast<CudaDevice::PredecessorEnded*>(predecessor_ended));
 }
 
+Vectors vectors_named(const std::string& name) {
+  if (name == "apart") return Vectors::kApart;
+  if (name == "whole") return Vectors::kWhole;
+  if (name == "reported") return Vectors::kReported;
+  throw py::value_error("vectors are \"apart\", \"whole\" or \"reported\", not " + name);
+}
+
 py::dict launch(Machine& machine, const std::shared_ptr<Module>& module, const std::string& kernel,
                 const Triple& grid, const Triple& block, const py::bytes& params,
                 std::uint64_t dynamic_shared, std::uint64_t seed, std::uint64_t max_statements,
                 const std::optional<Triple>& cluster, bool races, std::uint32_t device,
-                std::uint64_t most_events) {
+                std::uint64_t most_events, bool peer_reductions, const std::string& vectors) {
   Launch request;
   request.grid = {grid[0], grid[1], grid[2]};
   request.block = {block[0], block[1], block[2]};
@@ -87,6 +94,8 @@ py::dict launch(Machine& machine, const std::shared_ptr<Module>& module, const s
   request.max_statements = max_statements;
   request.races = races;
   request.device = device;
+  request.peer_reductions = peer_reductions;
+  request.vectors = vectors_named(vectors);
   Events events;
   events.most = most_events;
   if (most_events != 0) request.events = &events;
@@ -201,7 +210,8 @@ PYBIND11_MODULE(_machine, m) {
       .def("launch", &launch, py::arg("module"), py::arg("kernel"), py::arg("grid"),
            py::arg("block"), py::arg("params"), py::arg("dynamic_shared") = 0, py::arg("seed") = 0,
            py::arg("max_statements") = 1'000'000'000, py::arg("cluster") = py::none(),
-           py::arg("races") = true, py::arg("device") = 0, py::arg("most_events") = 0)
+           py::arg("races") = true, py::arg("device") = 0, py::arg("most_events") = 0,
+           py::arg("peer_reductions") = false, py::arg("vectors") = "apart")
       .def("configure", &configure, py::arg("model"), py::arg("multiprocessors"))
       .def("occupancy", &occupancy, py::arg("module"), py::arg("kernel"), py::arg("threads"),
            py::arg("dynamic_shared") = 0)
@@ -249,9 +259,18 @@ PYBIND11_MODULE(_machine, m) {
       .def_readwrite("seed", &CudaDevice::seed)
       .def_readwrite("device", &CudaDevice::device)
       .def_readwrite("races", &CudaDevice::races)
+      .def_readwrite("peer_reductions", &CudaDevice::peer_reductions)
+      .def_property(
+          "vectors",
+          [](CudaDevice& d) {
+            return d.vectors == Vectors::kWhole      ? "whole"
+                   : d.vectors == Vectors::kReported ? "reported"
+                                                     : "apart";
+          },
+          [](CudaDevice& d, const std::string& name) { d.vectors = vectors_named(name); })
       .def_property_readonly_static(
-          "observer",
-          [](const py::object&) { return reinterpret_cast<std::uintptr_t>(&CudaDevice::wrote); })
+          "ordering",
+          [](const py::object&) { return reinterpret_cast<std::uintptr_t>(CudaDevice::ordering()); })
       .def_property_readonly_static(
           "memory_functions",
           [](const py::object&) {

@@ -147,18 +147,19 @@ Outcome store_bytes(Context& c, const Op& op, Mask mask) {
     Transfer transfer;
     join_group(c, l, transfer);
     note_async(c, op, l, {from.block, from.offset}, bytes, Use::kRead, bulk_reads(c, l));
-    note_async(c, op, l, {nullptr, to}, bytes, op.flag ? Use::kAtomic : Use::kWrite,
-               bulk_writes(c, l));
+    note_stored(c, op, l, {&to, 1}, bytes, op.flag ? Use::kAtomic : Use::kWrite, bulk_writes(c, l));
     transfer.bytes = bytes;
     read_from(transfer, from, bytes);
     const Origin origin{&op, c.thread_of(l), c.warp->block->index};
     const Reducer reduce = op.flag ? reducer_of(static_cast<Action>(op.number), op.type) : nullptr;
     const auto width = static_cast<std::uint64_t>(bytes_of(op.type));
     transfer.write = [=](Context& later, const Bytes& data) {
-      std::uint8_t* begin = global(later, origin, to, bytes);
-      if (reduce == nullptr) std::memcpy(begin, data.data(), data.size());
-      for (std::uint64_t i = 0; reduce != nullptr && i < data.size(); i += width) {
-        reduce(begin + i, data.data() + i);
+      for (const std::uint64_t place : places_of(*later.memory, to)) {
+        std::uint8_t* begin = global(later, origin, place, bytes);
+        if (reduce == nullptr) std::memcpy(begin, data.data(), data.size());
+        for (std::uint64_t i = 0; reduce != nullptr && i < data.size(); i += width) {
+          reduce(begin + i, data.data() + i);
+        }
       }
     };
     c.engine->start(c, op, l, std::move(transfer));

@@ -8,6 +8,7 @@
 #include <string>
 #include <tuple>
 
+#include "gpu/ordering.h"
 #include "machine.h"
 
 namespace ptx_machine {
@@ -60,9 +61,8 @@ class CudaDevice {
   // The same for bytes that are to be set to a value.
   bool fill(void* stream, void* memory, int value, std::size_t bytes);
 
-  // A copy engine begins to write to memory, or has written. Copies that nobody tells of are not
-  // looked at.
-  static void wrote(std::uintptr_t address, std::size_t bytes, int words, int finished);
+  // What the emulated GPU tells of its streams.
+  static const emulated::Ordering* ordering();
 
   // Memory that kernels may access from now on, or no more; the name is for messages. A multicast
   // address stands for the same offset of all members.
@@ -82,6 +82,8 @@ class CudaDevice {
   Machine machine;
   std::uint64_t seed = 0;
   bool races = true;         // whether races are looked for
+  bool peer_reductions = false;  // bulk reductions are atomic among devices, as over NVLink
+  Vectors vectors = Vectors::kApart;
   std::uint32_t device = 0;  // of launches from now on: those of one device are in the scope .gpu
   std::uint64_t max_statements = 100'000'000'000;  // kernels that wait end by their own timeouts
 

@@ -248,6 +248,10 @@ class Execution {
 
   // Behind a round: whether threads only wait and poll, for what only others can bring.
   void watch() {
+    if (machine_.room().idle_patience == 0) {
+      tenant_.progress = acted_;
+      return;
+    }
     const bool was_on = spins_.on();
     spins_.round(changed_, !engine_.empty(), [this](auto&& f) { each_warp(f); });
     if (spins_.on() && !was_on) races_.forget_values();  // a load that may be late is not

@@ -20,26 +20,11 @@ std::shared_ptr<LaunchOrder> GlobalOrder::begin(const Program& program) {
   auto launch = std::make_shared<LaunchOrder>();
   launch->program = &program;
   launch->number = ++launches_;
+  launch->stream = stream_order().agent;
   launched_.push_back(launch);
   ++running_;
   forget_values();
   return launch;
-}
-
-// Whatever starts later comes behind all that has ended: when nothing runs, nothing is left to know.
-void GlobalOrder::end(LaunchOrder& launch, const ViewPtr& known) {
-  const std::lock_guard<std::mutex> lock(starting_);
-  launch.ended = ++ended_;
-  known_to_ended_ = join(known_to_ended_, known);
-  if (--running_ > 0) return;
-  for (Shard& shard : shards_) {
-    const std::lock_guard<std::mutex> using_it(shard.using_it);
-    shard.pages.clear();
-  }
-  for (std::uint32_t i = 0; i < next_chunk_; ++i) chunks_[i] = nullptr;
-  next_chunk_ = 1;
-  launched_.clear();
-  known_to_ended_ = nullptr;
 }
 
 Agent GlobalOrder::new_agent(LaunchOrder& launch, const AgentInfo& info) {
@@ -61,7 +46,7 @@ const AgentChunk* GlobalOrder::chunk_of(Agent agent) const {
 }
 
 void GlobalOrder::forget(std::uint64_t begin, std::uint64_t end) {
-  if (running_ == 0) return;
+  if (is_clear_) return;
   for (std::uint64_t page = begin / kPage; page * kPage < end; ++page) {
     Shard& one = shard(page);
     const std::lock_guard<std::mutex> lock(one.using_it);
@@ -122,42 +107,29 @@ void GlobalOrder::note_written(std::uint64_t begin, std::uint64_t end) {
   }
 }
 
-void GlobalOrder::wrote(std::uint64_t begin, std::uint64_t end, bool words, bool finished) {
-  if (finished) note_written(begin, end);
-  // What was marked as under way is marked again, whatever has ended since.
-  if (running_ == 0 && !finished) return;
+GlobalOrder::Page& GlobalOrder::page_of(Shard& shard, std::uint64_t page) {
+  std::unique_ptr<Page>& found = shard.pages[page];
+  if (found == nullptr) found = std::make_unique<Page>();
+  return *found;
+}
+
+void GlobalOrder::put(std::uint64_t begin, std::uint64_t end, bool ended) {
+  is_clear_ = false;
+  if (ended) note_written(begin, end);
   forget(begin, end);
-  // Nobody knows of a copy that is under way.
-  const std::uint32_t clock = finished ? ++outside_ : ~0u;
-  const std::uint32_t what = words ? Access::kStrong : 0;
+  // Nobody knows of a put that is under way.
+  const std::uint32_t clock = ended ? ++outside_ : ~0u;
   for (std::uint64_t page = begin / kPage; page * kPage < end; ++page) {
     Shard& one = shard(page);
     const std::lock_guard<std::mutex> lock(one.using_it);
-    if (running_ == 0 && !one.pages.contains(page)) continue;
-    auto& found = one.pages[page];
-    if (found == nullptr) found = std::make_unique<Page>();
+    Shadow& shadow = page_of(one, page).shadow;
     const std::uint64_t first = std::max(begin, page * kPage) - page * kPage;
     const std::uint64_t last = std::min(end, (page + 1) * kPage) - page * kPage;
-    found->shadow.visit(first, last, [&](Cell& cell, std::uint64_t, std::uint32_t) {
-      cell.write = {kOutside, clock, 1, what};
+    shadow.visit(first, last, [&](Cell& cell, std::uint64_t, std::uint32_t) {
+      cell.write = {kOutside, clock, 1, 0};
     });
-    found->shadow.unite(first, last);
+    shadow.unite(first, last);
   }
-}
-
-ViewPtr GlobalOrder::outside() {
-  const std::lock_guard<std::mutex> lock(starting_);
-  auto view = std::make_shared<View>();
-  const std::uint32_t clock = outside_;
-  view->known = {{kOutside, clock, clock, 0}};
-  view->ended = ended_;
-  return join(view, known_to_ended_);
-}
-
-ViewPtr GlobalOrder::at_start() {
-  auto view = std::make_shared<View>(*outside());
-  view->fenced.fill(view->known);
-  return view;
 }
 
 }  // namespace ptx_machine

@@ -14,14 +14,14 @@ Machine::Machine() : order_(std::make_shared<GlobalOrder>()) {}
 
 void Machine::add_memory(std::uint64_t address, std::uint64_t bytes, std::string name,
                          bool written) {
-  add(address, {address + bytes, std::move(name), {}});
+  add(address, {address + bytes, std::move(name), {}, false});
   if (!written) order_->expect_writes(address, address + bytes);
 }
 
 void Machine::add_multicast(std::uint64_t address, std::uint64_t bytes,
                             std::vector<std::uint64_t> members) {
   if (members.empty()) throw PtxError("multicast memory without members");
-  add(address, {address + bytes, "multicast memory", std::move(members)});
+  add(address, {address + bytes, "multicast memory", std::move(members), false});
 }
 
 void Machine::add(std::uint64_t address, Allocation allocation) {
@@ -47,8 +47,19 @@ std::shared_ptr<Allocations> Machine::changeable() {
 void Machine::remove_memory(std::uint64_t address) {
   order_->forget_writes(address, address + 1);
   const std::lock_guard<std::mutex> lock(changing_);
+  constexpr std::size_t kMost = 4096;
   auto changed = changeable();
-  changed->erase(address);
+  const auto found = changed->find(address);
+  if (found != changed->end() && !found->second.is_freed) {
+    order_->forget(address, found->second.end);
+    found->second.is_freed = true;
+    freed_.push_back(address);
+  }
+  if (freed_.size() > kMost) {
+    const auto oldest = changed->find(freed_.front());
+    if (oldest != changed->end() && oldest->second.is_freed) changed->erase(oldest);
+    freed_.pop_front();
+  }
   memory_ = std::move(changed);
 }
 

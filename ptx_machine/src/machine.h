@@ -48,6 +48,10 @@ struct Dim {
 
 struct Events;  // what warps did: trace.h
 
+// How strong loads and stores of vectors are performed. PTX takes their elements as accesses of their own;
+// protocols that send data and flags together rely on aligned vectors being whole.
+enum class Vectors : std::uint8_t { kApart, kWhole, kReported };  // a load that mixes stores is an error
+
 struct Launch {
   Dim grid;
   Dim block;
@@ -61,6 +65,9 @@ struct Launch {
   bool real_time = false;    // %globaltimer is the host's; else it counts statements
   bool stops_clock = false;  // clocks stand still while threads are found to poll for nothing
   Events* events = nullptr;  // records what is executed, if it is given
+  // Bulk reductions of global memory are atomic among devices. PTX: in the scope .gpu only.
+  bool peer_reductions = false;
+  Vectors vectors = Vectors::kApart;
   // Programmatic dependent launch: whether the launch before it on the stream has ended, which
   // griddepcontrol.wait waits for; and what all blocks do with griddepcontrol.launch_dependents. Empty:
   // launches run one after the other.
@@ -285,6 +292,7 @@ struct Allocation {
   std::uint64_t end;
   std::string name;
   std::vector<std::uint64_t> members;  // of multicast memory: addresses of what it stands for
+  bool is_freed = false;               // known no more, but for messages
 };
 using Allocations = std::map<std::uint64_t, Allocation>;  // of global memory, by address
 
@@ -296,6 +304,7 @@ class Machine {
   // of allocations are errors; so are reads of what was never written, if nothing is `written` yet.
   void add_memory(std::uint64_t address, std::uint64_t bytes, std::string name,
                   bool written = true);
+  // It is freed: accesses from now on are errors that name it.
   void remove_memory(std::uint64_t address);
   // Makes an address stand for the same offset of several allocations, for multimem only.
   void add_multicast(std::uint64_t address, std::uint64_t bytes,
@@ -336,6 +345,7 @@ class Machine {
 
   mutable std::mutex changing_;  // guards memory_, but not what it points to
   std::shared_ptr<const Allocations> memory_ = std::make_shared<Allocations>();
+  std::deque<std::uint64_t> freed_;  // the last ones, by address
   std::mutex loading_;  // guards loaded_; programs stay where they are
   std::map<const Module*, Loaded> loaded_;
   std::shared_ptr<GlobalOrder> order_;
@@ -367,6 +377,7 @@ struct Context {
   std::uint64_t workspace = 0;  // of a grid whose blocks meet (Program::has_workspace)
   // The host's, when clocks were stopped; 0: they run.
   std::uint64_t stopped_at = 0, stopped_statements = 0;
+  std::uint64_t vector = 0;  // number of the vector that is stored
 
   std::uint64_t statements() const { return stopped_at != 0 ? stopped_statements : counters.statements; }
 
@@ -419,6 +430,8 @@ std::int64_t integer(std::uint64_t bits, Type type);
 
 // Returns what is wrong with [address, address + bytes): it must lie in one allocation. Empty: nothing.
 std::string outside_global(const Allocations& memory, std::uint64_t address, std::uint64_t bytes);
+// Where the bytes of an address lie: there, or at each member of multicast memory.
+std::vector<std::uint64_t> places_of(const Allocations& memory, std::uint64_t address);
 // Host address of `bytes` bytes at a generic address, for a lane. Throws PtxError.
 std::uint8_t* at(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
                  std::uint64_t bytes);
@@ -453,7 +466,7 @@ bool have_met(Context& c, const Op& op, Mask mask, Mask named);
 // Takes lanes that exit out of the barrier of their cluster.
 void leave_cluster(Warp& warp, Mask mask);
 // Performs the copies (cp.async) of a lane that were started before the one of this number.
-void perform_copies(Warp& warp, int lane, std::uint64_t before);
+void perform_copies(const Context& c, Warp& warp, int lane, std::uint64_t before);
 
 // -- half precision ---------------------------------------------------------------------------------
 

@@ -259,7 +259,7 @@ Outcome arrive_behind_copies(Context& c, const Op& op, Mask mask) {
     const Origin origin{&op, c.thread_of(l), warp->block->index};
     arrival.write = [place, warp, l, origin, before = warp->copies_started[l],
                      group = warp->order->copies.of(l)](Context& later, const Bytes&) {
-      perform_copies(*warp, l, before);
+      perform_copies(later, *warp, l, before);
       try {
         arrive_with_copies(*warp, l, group, {place.block, place.offset});
         arrive_once(place);

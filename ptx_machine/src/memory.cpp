@@ -28,6 +28,11 @@ std::string outside_global(const Allocations& memory, std::uint64_t address, std
     near = "no allocation lies before it";
   } else {
     const auto& [begin, allocation] = *--next;
+    if (allocation.is_freed && address < allocation.end) {
+      return "use after free: access of " + std::to_string(bytes) + " bytes, " +
+             std::to_string(address - begin) + " bytes behind the start of " + allocation.name +
+             ", which was freed";
+    }
     if (address + bytes <= allocation.end) {
       return allocation.members.empty() ? ""
                                         : "a multicast address, which only multimem may access";
@@ -36,6 +41,16 @@ std::string outside_global(const Allocations& memory, std::uint64_t address, std
            ", which has " + std::to_string(allocation.end - begin);
   }
   return "access of " + std::to_string(bytes) + " bytes outside of global memory: " + near;
+}
+
+std::vector<std::uint64_t> places_of(const Allocations& memory, std::uint64_t address) {
+  auto next = memory.upper_bound(address);
+  if (next == memory.begin() || (--next)->second.members.empty()) return {address};
+  std::vector<std::uint64_t> places;
+  for (const std::uint64_t member : next->second.members) {
+    places.push_back(member + (address - next->first));
+  }
+  return places;
 }
 
 std::uint8_t* at(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
@@ -114,19 +129,34 @@ std::uint64_t extended(Context& c, const Value& target, std::uint64_t bits, Type
   return cut(static_cast<std::uint64_t>(integer(bits, type)), bytes);
 }
 
+// Keeps others from accessing elements of a vector meanwhile, if vectors are whole.
+std::unique_lock<std::mutex> hold_vector(Context& c, const Op& op, int count) {
+  const bool whole = op.order.strong && count > 1 && c.launch.vectors == Vectors::kWhole;
+  return whole ? c.races->hold_vector() : std::unique_lock<std::mutex>();
+}
+
 Outcome load(Context& c, const Op& op, Mask mask) {
   const Lanes base = read(c, op, 0, mask);  // a copy: the target may be the base
   const int bytes = bytes_of(op.type), count = static_cast<int>(op.targets.size());
   each(mask, [&](int l) {
     const std::uint64_t address = address_of(op, 0, base, l);
     std::uint8_t* from = at(c, op, l, op.space, address, bytes * count);
-    const bool nothing = !op.order.strong && note_read(c, op, l, op.space, address, bytes * count);
+    const auto whole = hold_vector(c, op, count);
+    std::uint64_t vector = 0;
+    const bool nothing =
+        !op.order.strong && note_read(c, op, l, op.space, address, bytes * count, op.flag);
     for (int i = 0; i < count; ++i) {
       std::uint64_t bits = 0;
       if (op.order.strong) {
         StrongAccess access(c, op, l, op.space, address + i * bytes, bytes, Use::kRead);
         bits = load_bytes(from + i * bytes, bytes);
         bits = access.loaded(bits);
+        if (i == 0) vector = access.vector();
+        if (access.vector() != vector && c.launch.vectors == Vectors::kReported) {
+          c.fail(op, l,
+                 "a load mixes elements of two stores: PTX takes the elements of a vector as accesses "
+                 "of their own (vectors=\"whole\" takes them as one)");
+        }
       } else {
         bits = load_bytes(from + i * bytes, bytes);
       }
@@ -144,6 +174,8 @@ Outcome store(Context& c, const Op& op, Mask mask) {
   each(mask, [&](int l) {
     const std::uint64_t address = address_of(op, 0, base, l);
     std::uint8_t* to = at(c, op, l, op.space, address, bytes * count);
+    const auto whole = hold_vector(c, op, count);
+    c.vector = op.order.strong && count > 1 ? c.races->new_vector() : 0;
     for (int i = 0; i < count; ++i) {
       const std::uint64_t bits = cut(read(c, op, 1 + i, Mask{1} << l)[l], bytes);
       if (op.order.strong) {
@@ -170,6 +202,7 @@ Outcome atomic(Context& c, const Op& op, Mask mask) {
   const bool swaps = op.values.size() > 2;
   const Lanes with = swaps ? read(c, op, 2, mask) : Lanes{};
   c.unchanged = true;
+  c.vector = 0;
   each(mask, [&](int l) {
     const std::uint64_t address = address_of(op, 0, base, l);
     std::uint8_t* where = at(c, op, l, op.space, address, sizeof(T));
@@ -210,7 +243,7 @@ Handler atomic_of(Type type) {
 
 bool decode_atomic(const Statement& s, Op& op) {
   op.number = action_of(s);
-  if (op.number < 0 || has(s, "async")) return false;
+  if (op.number < 0 || has(s, "async") || has(s, "v2") || has(s, "v4")) return false;
   const bool real = is_float(op.type);
   if (real && op.number != kAdd) return false;
   op.handler = atomic_of(op.type);
@@ -247,7 +280,11 @@ Outcome commit(Context& c, const Op&, Mask mask) {
   return Outcome::kNext;
 }
 
-void perform(Block& block, const Copy& one) {
+void perform(const Context& c, Block& block, const Copy& one) {
+  if (one.filled != 0) {
+    const std::string problem = outside_global(*c.memory, one.source, one.bytes);
+    if (!problem.empty()) throw PtxError("cp.async: " + problem);
+  }
   std::uint8_t* to = block.shared.data() + (one.target & kOffsetMask);
   std::memset(to, 0, one.bytes);
   if (one.filled != 0) {
@@ -256,7 +293,7 @@ void perform(Block& block, const Copy& one) {
 }
 
 void perform(Context& c, const std::vector<Copy>& copies) {
-  for (const Copy& one : copies) perform(*c.warp->block, one);
+  for (const Copy& one : copies) perform(c, *c.warp->block, one);
 }
 
 Outcome await_copies(Context& c, const Op& op, Mask mask) {
@@ -288,11 +325,11 @@ bool decode_copy(const Statement& s, Op& op) {
 
 }  // namespace
 
-void perform_copies(Warp& warp, int lane, std::uint64_t before) {
+void perform_copies(const Context& c, Warp& warp, int lane, std::uint64_t before) {
   const auto some = [&](std::vector<Copy>& copies) {
     std::erase_if(copies, [&](const Copy& one) {
       if (one.number >= before) return false;
-      perform(*warp.block, one);
+      perform(c, *warp.block, one);
       return true;
     });
   };
@@ -307,7 +344,10 @@ bool decode_memory(const Statement& s, Op& op) {
   op.order = memory_order_of(s);
   if (name == "cp") return decode_copy(s, op);
   if (name == "atom" || name == "red") return decode_atomic(s, op);
-  if (name == "ld" || name == "ldu") op.handler = load;
+  if (name == "ld" || name == "ldu") {
+    op.handler = load;
+    op.flag = has(s, "nc");
+  }
   if (name == "st") {
     op.handler = store;
     op.written = 0;

@@ -190,16 +190,34 @@ void note_async(Context& c, const Op& op, int lane, const Spot& spot, std::uint6
 
 void note_async(Context& c, const Op& op, int lane, Block* block,
                 std::span<const std::uint64_t> places, std::uint64_t bytes, Use use,
-                const Completion& completion) {
+                const Completion& completion, bool alias) {
   Races::Request request;
   request.spot = {block, 0};
   request.bytes = bytes;
   request.use = use;
   request.async = true;
+  request.alias = alias;
   request.completion = completion;
-  // Reductions are atomic, element by element, at the scope of the device or wider.
+  // Reductions are atomic, element by element: of global memory in the scope .gpu (PTX ISA,
+  // cp.reduce.async.bulk), where the device does not do more.
   request.order.strong = use == Use::kAtomic;
+  if (block == nullptr && !c.launch.peer_reductions) request.order.scope = Scope::kGpu;
   c.races->note(c, op, lane, request, places);
+}
+
+void note_stored(Context& c, const Op& op, int lane, std::span<const std::uint64_t> places,
+                 std::uint64_t bytes, Use use, const Completion& completion) {
+  if (places.empty()) return;
+  const std::size_t members = places_of(*c.memory, places[0]).size();
+  for (std::size_t member = 0; member < members; ++member) {
+    std::vector<std::uint64_t> of_member;
+    for (const std::uint64_t place : places) {
+      const std::vector<std::uint64_t> all = places_of(*c.memory, place);
+      if (member < all.size()) of_member.push_back(all[member]);
+    }
+    const bool alias = of_member[0] != places[0];
+    note_async(c, op, lane, nullptr, of_member, bytes, use, completion, alias);
+  }
 }
 
 void note_sent(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes, Use use,

@@ -144,8 +144,14 @@ Outcome load_reduce(Context& c, const Op& op, Mask mask) {
   each(mask, [&](int l) {
     const auto members = members_at(c, op, l, address_of(op, base, l), bytes * count);
     for (int i = 0; i < count; ++i) {
-      for (const std::uint8_t* member : members) {
-        note_member(c, op, l, member + i * bytes, bytes, Use::kRead);
+      for (std::uint8_t* member : members) {
+        if (!op.order.strong) {
+          note_member(c, op, l, member + i * bytes, bytes, Use::kRead);
+          continue;
+        }
+        const auto place = reinterpret_cast<std::uint64_t>(member + i * bytes);
+        StrongAccess access(c, op, l, Space::kGlobal, place, bytes, Use::kRead, true);
+        access.loaded(load(member + i * bytes, bytes));
       }
       std::uint64_t bits = 0;
       if (op.flag && op.number == kAdd) {
@@ -166,13 +172,21 @@ template <Kind kKind>
 Outcome change(Context& c, const Op& op, Mask mask) {
   const Lanes base = read(c, op, 0, mask);
   const int bytes = bytes_of(op.type), count = static_cast<int>(op.values.size()) - 1;
+  c.vector = 0;
   each(mask, [&](int l) {
     const auto members = members_at(c, op, l, address_of(op, base, l), bytes * count);
     for (int i = 0; i < count; ++i) {
       const std::uint64_t bits = read(c, op, 1 + i, Mask{1} << l)[l];
       for (std::uint8_t* member : members) {
-        note_member(c, op, l, member + i * bytes, bytes,
-                    kKind == kStore ? Use::kWrite : Use::kAtomic);
+        const Use use = kKind == kStore ? Use::kWrite : Use::kAtomic;
+        const auto place = reinterpret_cast<std::uint64_t>(member + i * bytes);
+        std::optional<StrongAccess> access;
+        if (op.order.strong) {
+          access.emplace(c, op, l, Space::kGlobal, place, bytes, use, true);
+        } else {
+          note_member(c, op, l, member + i * bytes, bytes, use);
+        }
+        const std::uint64_t before = access ? load(member + i * bytes, bytes) : 0;
         with_cell(member + i * bytes, bytes, [&](auto cell) {
           using T = typename decltype(cell)::value_type;
           if constexpr (kKind == kStore) return cell.store(static_cast<T>(bits));
@@ -180,6 +194,9 @@ Outcome change(Context& c, const Op& op, Mask mask) {
           while (!cell.compare_exchange_weak(old, static_cast<T>(combined_bits(op, old, bits)))) {
           }
         });
+        if (!access) continue;
+        access->settle(before);
+        access->stored(kKind == kStore ? cut(bits, bytes) : combined_bits(op, before, bits));
       }
     }
   });

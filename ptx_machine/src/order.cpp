@@ -92,13 +92,12 @@ bool covers(const Clocks& clocks, const Access& a) {
 ViewPtr join(const ViewPtr& a, const ViewPtr& b) {
   if (a == b || b == nullptr) return a;
   if (a == nullptr) return b;
-  bool all = a->ended >= b->ended && contains(a->known, b->known);
+  bool all = contains(a->known, b->known);
   for (std::size_t i = 0; i < kFences; ++i) all = all && contains(a->fenced[i], b->fenced[i]);
   if (all) return a;
   auto out = std::make_shared<View>();
   out->known = joined(a->known, b->known);
   for (std::size_t i = 0; i < kFences; ++i) out->fenced[i] = joined(a->fenced[i], b->fenced[i]);
-  out->ended = std::max(a->ended, b->ended);
   return out;
 }
 
@@ -285,11 +284,6 @@ bool WarpOrder::has_fenced(const Access& a, ProxyFence fence, int lane) {
   }
   return finds(a, common->fenced[f], recent_fenced[f]) ||
          (more && finds(a, extra[lane]->fenced[f], recent_extra_fenced[f]));
-}
-
-std::uint64_t WarpOrder::ended(int lane) const {
-  const bool more = (has_extra >> lane & 1) != 0;
-  return more ? std::max(common->ended, extra[lane]->ended) : common->ended;
 }
 
 }  // namespace ptx_machine

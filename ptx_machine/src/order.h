@@ -28,7 +28,7 @@ namespace ptx_machine {
 
 using Agent = std::uint32_t;
 constexpr Agent kNobody = 0;
-// The host, copy engines, other processes, as far as the machine is told of them.
+// NICs, as far as the machine is told of them. Streams are agents, too: StreamOrder.
 constexpr Agent kOutside = 1;
 
 // An access as memory remembers it.
@@ -76,7 +76,6 @@ struct View {
   Clocks known;
   // What proxy fences have made known beyond the proxy that accessed it.
   std::array<Clocks, kFences> fenced;
-  std::uint64_t ended = 0;  // all launches that ended up to this number
 };
 
 ViewPtr join(const ViewPtr& a, const ViewPtr& b);
@@ -159,7 +158,6 @@ struct WarpOrder {
   bool knows(const Access& a, int lane);
   // Whether a proxy fence has made an access known beyond its proxy.
   bool has_fenced(const Access& a, ProxyFence fence, int lane);
-  std::uint64_t ended(int lane) const;
 
  private:
   ViewPtr view(const Fence& fence, int lane) const;

@@ -77,7 +77,8 @@ Agent Races::new_agent(const Block& block) {
 }
 
 void Races::acquire_ended(Context& c, Mask lanes) {
-  c.warp->order->acquire(global_.at_start(), lanes, c.warp->alive);
+  start_ = join(start_, global_.at_start());
+  c.warp->order->acquire(start_, lanes, c.warp->alive);
 }
 
 void Races::leave(const Warp& warp) {
@@ -124,8 +125,6 @@ bool Races::note(Context& c, const Op& op, int lane, const Request& request,
 void Races::touch_global(Check& check, std::span<const std::uint64_t> places) {
   const Request& request = check.request;
   constexpr std::uint64_t kPage = GlobalOrder::kPage;
-  // A strong access (StrongAccess) holds the lock already, of the page that it lies in.
-  const bool is_locked = request.order.strong && !request.async && !request.alias;
   std::unique_lock<std::mutex> lock;
   GlobalOrder::Page* page = nullptr;
   std::uint64_t number = 0;  // of the page
@@ -144,7 +143,7 @@ void Races::touch_global(Check& check, std::span<const std::uint64_t> places) {
         number = at;
         if (lock) lock.unlock();
         GlobalOrder::Shard& shard = global_.shard(number);
-        if (!is_locked) lock = std::unique_lock(shard.using_it);
+        if (!request.is_locked) lock = std::unique_lock(shard.using_it);
         auto& found = shard.pages[number];
         if (found == nullptr) found = std::make_unique<GlobalOrder::Page>();
         page = found.get();
@@ -152,8 +151,7 @@ void Races::touch_global(Check& check, std::span<const std::uint64_t> places) {
       const std::uint64_t first = std::max(begin, at * kPage) - at * kPage;
       const std::uint64_t last = std::min(end, (at + 1) * kPage) - at * kPage;
       touch(check, page->shadow, first, last);
-      const bool keeps_places = request.order.strong && !request.alias;
-      if (!check.writes || keeps_places || page->places.empty()) continue;
+      if (!check.writes || request.is_locked || page->places.empty()) continue;
       for (std::uint64_t byte = begin; byte < end; ++byte) page->places.erase(byte);
     }
   }
@@ -217,6 +215,10 @@ void Races::check_write(Check& check, const Access& write, std::uint64_t at, std
            "a fence of scope .sys by the thread that wrote, as a NIC takes no part in the order of "
            "threads");
   }
+  if (check.request.constant && !was_before(write)) {
+    report(check, write, true, at, bytes,
+           "a load without .nc, as this memory is written while the kernel runs");
+  }
   if (passes) check.passed_write = write;
 }
 
@@ -268,10 +270,11 @@ bool Races::is_out_of_caches(const Check& check, const Access& write) const {
   return true;
 }
 
-bool Races::has_ended(const WarpOrder& warp, int lane, const Access& other) const {
+bool Races::has_ended(WarpOrder& warp, int lane, const Access& other) const {
   if (other.agent == kOutside) return false;
-  const std::uint64_t ended = global_.chunk_of(other.agent)->launch->ended;
-  return ended != 0 && ended <= warp.ended(lane);
+  const LaunchOrder& launch = *global_.chunk_of(other.agent)->launch;
+  const std::uint32_t ended = launch.ended;
+  return ended != 0 && warp.knows({launch.stream, ended, ~Mask{0}, 0}, lane);
 }
 
 bool Races::knows(Context& c, int lane, const Access& a) const {
@@ -281,14 +284,17 @@ bool Races::knows(Context& c, int lane, const Access& a) const {
 
 bool Races::is_ordered(const Check& check, const Access& other) {
   WarpOrder& warp = check.warp;
-  if (warp.knows(other, check.lane)) return true;
+  if (other.agent == warp.agent && warp.knows(other, check.lane)) return true;
+  if (warp.recent.covers(other)) return true;
+  // Of a launch that has ended one clock is looked up, which is the same for all of it.
+  if (has_ended(warp, check.lane, other) || warp.knows(other, check.lane)) return true;
   if (check.request.any_lane) {
     if (other.agent == warp.agent) return true;
     bool found = false;
     each(warp.has_extra, [&](int l) { found = found || warp.knows(other, l); });
     if (found) return true;
   }
-  return has_ended(check.warp, check.lane, other);
+  return false;
 }
 
 // A write through one proxy reaches another only behind a fence: the async proxy, and another address of
@@ -300,13 +306,17 @@ std::optional<ProxyFence> Races::fence_between(const Check& check, const Access&
     const ProxyFence needed = shared ? ProxyFence::kAsyncShared : ProxyFence::kAsyncGlobal;
     if (!is_fenced(check, other, needed)) return needed;
   }
-  if (request.alias != other.has(Access::kAlias) && !is_fenced(check, other, ProxyFence::kAlias)) {
+  // Signals are strong on both sides, and seen without one.
+  const bool signals = request.order.strong && !request.async && other.has(Access::kStrong);
+  if (request.alias != other.has(Access::kAlias) && !signals &&
+      !is_fenced(check, other, ProxyFence::kAlias)) {
     return ProxyFence::kAlias;
   }
   return std::nullopt;
 }
 
 bool Races::is_fenced(const Check& check, const Access& other, ProxyFence fence) {
+  if (has_ended(check.warp, check.lane, other)) return true;
   if (check.warp.has_fenced(other, fence, check.lane)) return true;
   if (check.request.any_lane) {
     bool found = false;
@@ -314,7 +324,7 @@ bool Races::is_fenced(const Check& check, const Access& other, ProxyFence fence)
          [&](int l) { found = found || check.warp.has_fenced(other, fence, l); });
     if (found) return true;
   }
-  return has_ended(check.warp, check.lane, other);
+  return false;
 }
 
 void Races::check_against(const Check& check, const Access& other, bool other_writes,
@@ -329,9 +339,9 @@ void Races::check_against(const Check& check, const Access& other, bool other_wr
   const Request& request = check.request;
   const bool both_strong = request.order.strong && other.has(Access::kStrong);
   // Words that the host fills, signals of a call that it gives up among them, may be polled meanwhile.
-  if (both_strong && other.agent == kOutside && request.bytes == 4 && request.use != Use::kAtomic)
-    return;
-  if (both_strong && other.agent != kOutside) {
+  const bool outside = is_outside(other);
+  if (both_strong && outside && request.bytes == 4 && request.use != Use::kAtomic) return;
+  if (both_strong && !outside) {
     if (other.size() != (1u << (check.access.what >> Access::kSize & 7))) {
       report(check, other, other_writes, at, bytes,
              "an order, as strong accesses of different sizes have none of their own");
@@ -342,11 +352,14 @@ void Races::check_against(const Check& check, const Access& other, bool other_wr
            std::string("the scope ") + name_of(needed) + " at both");
   }
   if (request.same && other_writes && check.writes && !other.has(Access::kLater)) return;
-  report(check, other, other_writes, at, bytes, missing(check, other));
+  report(check, other, other_writes, at, bytes, missing(check, other, other_writes));
 }
 
-std::string Races::missing(const Check& check, const Access& other) const {
-  if (other.agent == kOutside) return "an acquire of the signal that announces it";
+std::string Races::missing(const Check& check, const Access& other, bool other_writes) const {
+  if (is_outside(other)) {
+    return other_writes ? "an acquire of the signal that announces it"
+                        : "an acquire of a signal behind it, or an order of streams";
+  }
   const AgentInfo& info = global_.info(other.agent);
   switch (info.kind) {
     case AgentInfo::Kind::kCopies:
@@ -380,7 +393,9 @@ std::string Races::missing(const Check& check, const Access& other) const {
 
 std::string Races::describe(const Check& check, const Access& a, bool writes) const {
   const char* what = a.has(Access::kAtomic) ? "atomic" : writes ? "write" : "read";
-  if (a.agent == kOutside) return "a write by the host or a copy engine";
+  if (is_outside(a)) {
+    return writes ? "a write by the host or a copy engine" : "a read by a copy engine";
+  }
   const AgentInfo& info = global_.info(a.agent);
   const Program& program = *global_.chunk_of(a.agent)->launch->program;
   std::string text = "the ";
@@ -429,10 +444,11 @@ void Races::report(const Check& check, const Access& other, bool other_writes, s
 // -- for handlers -------------------------------------------------------------------------------------
 
 bool note_read(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
-               std::uint64_t bytes) {
+               std::uint64_t bytes, bool constant) {
   Races::Request request;
   if (!find_spot(c, op, lane, space, address, &request.spot)) return false;
   request.bytes = bytes;
+  request.constant = constant && request.spot.block == nullptr;
   return c.races->note(c, op, lane, request);
 }
 

@@ -13,9 +13,10 @@
 //    error where that is read: loops that load ahead load beyond the end too. ldmatrix may: rows beyond
 //    the end of a matrix are multiplied by mma.sync, and their products are not stored
 //
-// Global memory is shared by the launches of a machine that run at the same time. A launch starts behind
-// all that have ended, and behind what these have acquired. What the host, copies and other processes write is "outside": a strong load of a
-// value that no kernel of this machine stored is ordered behind all that has ended and was told of.
+// Global memory is shared by the launches of a machine, and by the copies of streams. A launch starts
+// behind what its stream comes behind (stream_order.cpp). What NICs, the host and other processes write
+// is "outside": a strong load of a value that neither a kernel nor a stream of this machine has stored
+// is ordered behind all that has ended and was told of.
 #pragma once
 
 #include <atomic>
@@ -39,7 +40,8 @@ struct AgentInfo {
     kBulkWrites,
     kProducts,
     kMbarrier,
-    kPuts
+    kPuts,
+    kStream  // copies, fills and words of a stream, and the ends of its launches
   };
   Kind kind = Kind::kWarp;
   Position position;
@@ -57,7 +59,9 @@ struct AgentChunk {
 struct LaunchOrder {
   const Program* program = nullptr;
   std::uint32_t number = 0;
-  std::atomic<std::uint64_t> ended{0};  // when it ended, among the others; 0: it runs
+  // What knows this clock of this stream knows all that the launch did. 0: it runs.
+  std::atomic<std::uint32_t> ended{0};
+  Agent stream = kNobody;
   std::deque<AgentChunk> chunks;
   std::uint32_t next = 0, last = 0;  // agents that are left
 };
@@ -71,6 +75,7 @@ struct SyncValue {
   int lane = 0;
   std::uint32_t clock = 0;
   std::uint64_t number = 0;  // among all values that were stored
+  std::uint64_t vector = 0;  // of the vector that it was an element of
 
   Access store() const { return {agent, clock, Mask{1} << lane, 0}; }
 };
@@ -88,6 +93,29 @@ struct SyncPlace {
   std::vector<Seen> seen;  // the last load of each thread, while there is more than one value
 };
 using SyncPlaces = std::unordered_map<std::uint64_t, SyncPlace>;
+
+// What a stream has done, and comes behind.
+struct StreamOrder {
+  // After a copy that may have raised signals: what these order.
+  struct Past {
+    std::uint32_t clock = 0;
+    ViewPtr view;
+  };
+  static constexpr std::size_t kPast = 64;
+
+  Agent agent = kNobody;
+  std::uint32_t clock = 0;  // goes on with each copy, word and end of a launch
+  ViewPtr view;
+  std::deque<Past> past;
+};
+
+// An access of a copy engine that nothing orders behind another one.
+struct CopyRace {
+  bool writes;
+  std::uint64_t at, bytes;
+  Access other;
+  bool other_writes;
+};
 
 // Global memory, as all launches of a machine see it.
 class GlobalOrder {
@@ -109,7 +137,7 @@ class GlobalOrder {
   Shard& shard(std::uint64_t page) { return shards_[page % kShards]; }
 
   std::shared_ptr<LaunchOrder> begin(const Program& program);
-  // `known`: to its threads when they exited. Whatever starts later knows it too.
+  // `known`: to its threads when they exited. What comes behind it on its stream knows it too.
   void end(LaunchOrder& launch, const ViewPtr& known);
   Agent new_agent(LaunchOrder& launch, const AgentInfo& info);
   const AgentChunk* chunk_of(Agent agent) const;
@@ -119,25 +147,57 @@ class GlobalOrder {
 
   // Memory was freed, or is another's now.
   void forget(std::uint64_t begin, std::uint64_t end);
-  // A copy engine begins to write there, or has written. `words`: each word of 4 bytes at once.
-  void wrote(std::uint64_t begin, std::uint64_t end, bool words, bool finished);
+  // A NIC begins to write there, or has written.
+  void put(std::uint64_t begin, std::uint64_t end, bool ended);
+  bool is_stream(Agent agent) const {
+    return agent > kOutside && info(agent).kind == AgentInfo::Kind::kStream;
+  }
+
+  // -- streams: of the one that the calling thread runs ------------------------------------------------
+
+  static constexpr int kDirect = -1;  // for launches that the host makes without a stream
+  // What the host has waited for so far.
+  std::uint64_t submitted();
+  void begin_item(int stream, std::uint64_t submitted);
+  void await_stream(int stream);
+  // A copy begins, or has ended; a fill has no source. `words`: each word of 4 bytes is written at once.
+  // Throws PtxError for what nothing orders, if `races`.
+  void copy(std::uint64_t to, std::uint64_t from, std::uint64_t bytes, bool words, bool ended,
+            bool races, const Allocations& memory);
+  void write_word(std::uint64_t word, std::uint32_t value);
+  void see_word(std::uint64_t word, std::uint32_t value);
+  // What the stream comes behind; and behind what it comes from now on.
+  struct Reached {
+    std::uint64_t generation;
+    ViewPtr view;
+  };
+  Reached reached();
+  void learn(const Reached& reached);
+  // Forgets all accesses so far, unless kernels run.
+  void forget_all();
   // Nothing has been written to this memory yet.
   void expect_writes(std::uint64_t begin, std::uint64_t end);
   // It is known anew as memory: what lay there before, but for the same, is not looked after any more.
   void forget_writes(std::uint64_t begin, std::uint64_t end);
+  // Whether a view covers an access, or the end of its launch.
+  bool knows(const ViewPtr& view, const Access& a) const;
   // Whether all of it has been written, as far as it is looked after.
   bool was_written(std::uint64_t begin, std::uint64_t end);
   void note_written(std::uint64_t begin, std::uint64_t end);
 
+  // Held while the elements of a whole vector are accessed.
+  std::mutex accessing_vector;
   // Numbers of values that strong accesses store.
   std::uint64_t next_value() { return ++values_; }
   // Whatever is loaded from now on, no value that has been replaced so far.
   void forget_values() { settled_ = values_.load(); }
   std::uint64_t settled() const { return settled_; }
 
-  // What an outside value orders, as of now.
+  // What an outside value orders, as of now: all that has ended.
   ViewPtr outside();
-  // What a launch that starts now knows.
+  // The same, for a value at a place that a stream may have copied there.
+  ViewPtr outside(const Access& write);
+  // What a launch of this stream knows that starts now.
   ViewPtr at_start();
 
  private:
@@ -152,6 +212,20 @@ class GlobalOrder {
   using FreshMemory = std::map<std::uint64_t, Fresh>;
   FreshMemory::iterator fresh_at(std::uint64_t begin);
 
+  // With the lock (starting_):
+  void tell_host(const ViewPtr& view);
+  StreamOrder& stream_order();
+  StreamOrder& stream_order(int stream);
+  // The next thing that a stream has done; what it knows with it.
+  void advance(StreamOrder& stream, const ViewPtr& known);
+  ViewPtr without_ended(const ViewPtr& view, const LaunchOrder& launch) const;
+  void clear_if_all_is_known();
+  void clear();
+  std::optional<CopyRace> note_copy(const Access& access, const ViewPtr& view, std::uint64_t begin,
+                                    std::uint64_t end, bool writes);
+  std::string describe(const CopyRace& race, const Allocations& memory) const;
+  Page& page_of(Shard& shard, std::uint64_t page);
+
   std::array<Shard, kShards> shards_;
   std::mutex writing_;  // guards fresh_
   FreshMemory fresh_;
@@ -161,8 +235,13 @@ class GlobalOrder {
   std::atomic<std::uint32_t> next_chunk_{1};
   std::atomic<std::uint32_t> running_{0};
   std::uint32_t launches_ = 0;
-  std::atomic<std::uint64_t> ended_{0};
-  ViewPtr known_to_ended_;
+  std::map<int, StreamOrder> streams_;
+  std::shared_ptr<LaunchOrder> of_streams_;  // whose agents streams are
+  ViewPtr host_, everything_;                // what the host has waited for; all that has ended
+  std::vector<ViewPtr> submissions_;         // what the host knew, each time that it has learned more
+  std::uint64_t first_submission_ = 0, generation_ = 0;
+  int copying_ = 0;
+  std::atomic<bool> is_clear_{true};  // nothing is kept about any memory
   std::atomic<std::uint32_t> outside_{1};
   std::atomic<std::uint64_t> values_{0}, settled_{0};
   std::vector<std::shared_ptr<LaunchOrder>> launched_;
@@ -225,6 +304,8 @@ class Races {
     MemoryOrder order;
     bool async = false;     // through the async proxy
     bool alias = false;     // by a multicast address
+    bool constant = false;  // nothing may write it as long as the launch runs (.nc)
+    bool is_locked = false;  // StrongAccess holds the lock of the page
     bool any_lane = false;  // by the warp as a whole
     bool same = false;      // writes what is there already
     bool by_nic = false;    // reads what is to be put
@@ -240,6 +321,10 @@ class Races {
 
   // Whether a thread is ordered behind an access.
   bool knows(Context& c, int lane, const Access& a) const;
+  std::uint64_t new_vector() { return global_.next_value(); }
+  std::unique_lock<std::mutex> hold_vector() {
+    return std::unique_lock(global_.accessing_vector);
+  }
   // fence.sc: see StrongAccess.
   void forget_values() { global_.forget_values(); }
 
@@ -261,13 +346,18 @@ class Races {
   std::optional<ProxyFence> fence_between(const Check& check, const Access& other);
   bool is_fenced(const Check& check, const Access& other, ProxyFence fence);
   bool is_out_of_caches(const Check& check, const Access& write) const;
-  bool has_ended(const WarpOrder& warp, int lane, const Access& other) const;
+  bool is_outside(const Access& a) const {
+    return a.agent == kOutside || global_.is_stream(a.agent);
+  }
+  bool has_ended(WarpOrder& warp, int lane, const Access& other) const;
+  // Whether a write was there before the launch, or before griddepcontrol.wait.
+  bool was_before(const Access& write) const { return global_.knows(start_, write); }
   void check_against(const Check& check, const Access& other, bool other_writes, std::uint64_t at,
                      std::uint32_t bytes);
   [[noreturn]] void report(const Check& check, const Access& other, bool other_writes,
                            std::uint64_t at, std::uint32_t bytes, const std::string& missing);
   std::string describe(const Check& check, const Access& a, bool writes) const;
-  std::string missing(const Check& check, const Access& other) const;
+  std::string missing(const Check& check, const Access& other, bool other_writes) const;
 
   GlobalOrder& global_;
   const Program& program_;
@@ -300,7 +390,7 @@ inline bool find_spot(Context& c, const Op& op, int lane, Space space, std::uint
 
 // Returns whether some of it was never written.
 bool note_read(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
-               std::uint64_t bytes);
+               std::uint64_t bytes, bool constant = false);
 // Makes a register that was loaded from there one that was never written.
 void unwrite(Context& c, const Op& op, int target, Mask lanes);
 void note_write(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
@@ -316,12 +406,14 @@ void note_write(Context& c, const Op& op, int lane, Space space, std::uint64_t a
 class StrongAccess {
  public:
   StrongAccess(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
-               std::uint64_t bytes, Use use);
+               std::uint64_t bytes, Use use, bool alias = false);
   // Memory has this value before a store.
   void settle(std::uint64_t value);
   // Memory has this value. Returns what the load does: it, or an older one. Before stored(), of an atomic.
   std::uint64_t loaded(std::uint64_t value);
   void stored(std::uint64_t value);
+  // Of a value that was loaded: the number of the vector that it was stored with; 0: none.
+  std::uint64_t vector() const { return vector_; }
 
  private:
   Context& c_;
@@ -331,13 +423,15 @@ class StrongAccess {
   std::uint64_t bytes_;
   Spot spot_;
   SyncPlaces* places_ = nullptr;
+  Access write_;  // the last one before this access
+  std::uint64_t vector_ = 0;
   std::unique_lock<std::mutex> lock_;
 
   const SyncValue& choose(SyncPlace& place) const;
   void note_seen(SyncPlace& place, const SyncValue& value) const;
 };
 
-// multimem: an access to one of the members.
+// multimem: a weak access to one of the members.
 void note_member(Context& c, const Op& op, int lane, const std::uint8_t* member,
                  std::uint64_t bytes, Use use);
 
@@ -371,7 +465,10 @@ void note_async(Context& c, const Op& op, int lane, const Spot& spot, std::uint6
 // The same at each of several places of a block's shared memory, or of global memory (null).
 void note_async(Context& c, const Op& op, int lane, Block* block,
                 std::span<const std::uint64_t> places, std::uint64_t bytes, Use use,
-                const Completion& completion);
+                const Completion& completion, bool alias = false);
+// The same of global memory by a multicast address: at the same places of each member.
+void note_stored(Context& c, const Op& op, int lane, std::span<const std::uint64_t> places,
+                 std::uint64_t bytes, Use use, const Completion& completion);
 // st.async and red.async: in the generic proxy.
 void note_sent(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes, Use use,
                const Completion& completion);

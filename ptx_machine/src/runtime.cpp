@@ -354,9 +354,39 @@ void CudaDevice::add_multicast(void* memory, std::size_t bytes, const std::uint6
                                    {members, members + count});
 }
 
-void CudaDevice::wrote(std::uintptr_t address, std::size_t bytes, int words, int finished) {
-  instance().machine.order().wrote(address, address + bytes, words != 0, finished != 0);
+namespace {
+
+GlobalOrder& order() { return CudaDevice::instance().machine.order(); }
+
+void copies(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, int words, int ended) {
+  CudaDevice& device = CudaDevice::instance();
+  try {
+    order().copy(to, from, bytes, words != 0, ended != 0, device.races, *device.machine.memory());
+  } catch (const std::exception& problem) {
+    device.fail(problem.what());
+  }
 }
+
+using Reached = GlobalOrder::Reached;
+
+constexpr emulated::Ordering kOrdering = {
+    [] { return order().submitted(); },
+    [](int stream, std::uint64_t submitted) { order().begin_item(stream, submitted); },
+    [](int stream) { order().await_stream(stream); },
+    copies,
+    [](std::uintptr_t to, std::size_t bytes, int ended) {
+      order().put(to, to + bytes, ended != 0);
+    },
+    [](std::uintptr_t word, std::uint32_t value) { order().write_word(word, value); },
+    [](std::uintptr_t word, std::uint32_t value) { order().see_word(word, value); },
+    []() -> void* { return new Reached(order().reached()); },
+    [](const void* known) { order().learn(*static_cast<const Reached*>(known)); },
+    [](void* known) { delete static_cast<Reached*>(known); },
+};
+
+}  // namespace
+
+const emulated::Ordering* CudaDevice::ordering() { return &kOrdering; }
 
 void CudaDevice::fail(const std::string& text) {
   {
@@ -377,6 +407,7 @@ void CudaDevice::clear() {
   error_.clear();
   counters_.clear();
   launches_ = 0;  // so that a seed gives the same orders again
+  machine.order().forget_all();
 }
 
 std::vector<CudaDevice::Record> CudaDevice::counters() {
@@ -392,6 +423,8 @@ bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& modul
   request.max_statements = max_statements;
   request.device = device;
   request.races = races;
+  request.peer_reductions = peer_reductions;
+  request.vectors = vectors;
   request.real_time = true;  // peers are other threads, or processes
   request.stops_clock = machine.room().idle_patience > 0;
   if (yield_turn_ != nullptr) request.yield_turn = [this] { return yield_turn_() != 0; };
@@ -419,9 +452,9 @@ bool CudaDevice::fill(void* stream, void* memory, int value, std::size_t bytes) 
     const auto address = reinterpret_cast<std::uint64_t>(memory);
     const std::string why = outside_global(*machine.memory(), address, bytes);
     if (!why.empty()) throw PtxError("cudaMemsetAsync: " + why);
-    wrote(address, bytes, 0, 0);
+    copies(address, 0, bytes, 0, 0);
     std::memset(memory, value, bytes);
-    wrote(address, bytes, 0, 1);
+    copies(address, 0, bytes, 0, 1);
   });
 }
 

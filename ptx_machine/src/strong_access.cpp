@@ -6,7 +6,7 @@
 namespace ptx_machine {
 
 StrongAccess::StrongAccess(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
-                           std::uint64_t bytes, Use use)
+                           std::uint64_t bytes, Use use, bool alias)
     : c_(c), op_(op), use_(use), lane_(lane), bytes_(bytes) {
   if (!find_spot(c, op, lane, space, address, &spot_)) return;
   GlobalOrder& global = c.races->global_;
@@ -15,6 +15,7 @@ StrongAccess::StrongAccess(Context& c, const Op& op, int lane, Space space, std:
   request.bytes = bytes;
   request.use = use;
   request.order = op.order;
+  request.alias = alias;
   if (spot_.block != nullptr) {
     places_ = &spot_.block->order->places;
     c.races->note(c, op, lane, request);
@@ -22,9 +23,14 @@ StrongAccess::StrongAccess(Context& c, const Op& op, int lane, Space space, std:
   }
   GlobalOrder::Shard& shard = global.shard(spot_.at / GlobalOrder::kPage);
   lock_ = std::unique_lock(shard.using_it);
-  c.races->note(c, op, lane, request);
   auto& page = shard.pages[spot_.at / GlobalOrder::kPage];
   if (page == nullptr) page = std::make_unique<GlobalOrder::Page>();
+  const std::uint64_t at = spot_.at % GlobalOrder::kPage;
+  page->shadow.visit(at, at + bytes, [&](const Cell& cell, std::uint64_t, std::uint32_t) {
+    write_ = cell.write;
+  });
+  request.is_locked = true;
+  c.races->note(c, op, lane, request);
   places_ = &page->places;
 }
 
@@ -39,7 +45,7 @@ void StrongAccess::settle(std::uint64_t value) {
   place.bytes = bytes_;
   SyncValue outside;
   outside.value = value;
-  if (spot_.block == nullptr) outside.views.fill(global.outside());
+  if (spot_.block == nullptr) outside.views.fill(global.outside(write_));
   outside.number = global.next_value();
   place.values.push_back(std::move(outside));
   global.forget_values();
@@ -47,7 +53,8 @@ void StrongAccess::settle(std::uint64_t value) {
 
 const SyncValue& StrongAccess::choose(SyncPlace& place) const {
   const std::size_t count = place.values.size();
-  if (count == 1 || !c_.launch.races || c_.random == nullptr) return place.values.back();
+  const bool newest = c_.launch.vectors == Vectors::kWhole && op_.targets.size() > 1;
+  if (count == 1 || !c_.launch.races || c_.random == nullptr || newest) return place.values.back();
   if ((*c_.random)() % 4 != 0) return place.values.back();
   const auto knows = [&](const Access& a) { return c_.races->knows(c_, lane_, a); };
   std::uint64_t least = c_.races->global_.settled();
@@ -88,6 +95,7 @@ std::uint64_t StrongAccess::loaded(std::uint64_t value) {
   const Scope needed = found.agent == kNobody ? Scope::kSys : warp.position.to(found.position);
   warp.observe(found.views, needed, op_.order, Mask{1} << lane_, c_.warp->alive);
   value = found.value;
+  vector_ = found.vector;
   note_seen(place, found);
   return value;
 }
@@ -97,7 +105,7 @@ void StrongAccess::stored(std::uint64_t value) {
   WarpOrder& warp = *c_.warp->order;
   SyncPlace& place = (*places_)[spot_.at];
   Scoped views = warp.released(op_.order, lane_, c_.warp->alive);
-  const bool atomic = op_.statement->opcode[0] == "atom" || op_.statement->opcode[0] == "red";
+  const bool atomic = use_ == Use::kAtomic;
   if (place.bytes != bytes_) place = {};
   place.bytes = bytes_;
   // A release reaches on: through the same thread's later stores there, and through atomics.
@@ -113,7 +121,7 @@ void StrongAccess::stored(std::uint64_t value) {
   }
   const std::uint64_t number = c_.races->global_.next_value();
   place.values.push_back(
-      {value, std::move(views), warp.position, warp.agent, lane_, warp.clock, number});
+      {value, std::move(views), warp.position, warp.agent, lane_, warp.clock, number, c_.vector});
   if (place.values.size() > SyncPlace::kKept) place.values.pop_front();
   std::erase_if(place.seen, [&](const SyncPlace::Seen& one) {
     return one.number <= place.values.front().number;

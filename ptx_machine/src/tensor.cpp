@@ -124,6 +124,7 @@ void check_corner(const Context& c, const Op& op, int lane, const Box& box) {
 }
 
 // The two sides of a copy, as accesses.
+// Writes may go to a multicast address.
 void note_tensor(Context& c, const Op& op, int lane, const Box& box, Use use,
                  const Completion& done) {
   std::vector<std::uint64_t> places;
@@ -132,6 +133,7 @@ void note_tensor(Context& c, const Op& op, int lane, const Box& box, Use use,
     places.push_back(run.address);
     bytes = run.bytes;
   });
+  if (use != Use::kRead) return note_stored(c, op, lane, places, bytes, use, done);
   note_async(c, op, lane, nullptr, places, bytes, use, done);
 }
 void note_box(Context& c, const Op& op, int lane, const TensorMap& map, const Place& place, Use use,
@@ -226,11 +228,13 @@ Outcome store_box(Context& c, const Op& op, Mask mask) {
     transfer.write = [=](Context& later, const Bytes& data) {
       const auto width = static_cast<std::uint64_t>(box.map.element_bytes());
       each_run(box, [&](const Run& run) {
-        std::uint8_t* to = global(later, origin, run.address, run.bytes);
         const std::uint8_t* by = data.data() + run.offset;
-        if (reduce == nullptr) std::memcpy(to, by, run.bytes);
-        for (std::uint64_t i = 0; reduce != nullptr && i < run.bytes; i += width) {
-          reduce(to + i, by + i);
+        for (const std::uint64_t place : places_of(*later.memory, run.address)) {
+          std::uint8_t* to = global(later, origin, place, run.bytes);
+          if (reduce == nullptr) std::memcpy(to, by, run.bytes);
+          for (std::uint64_t i = 0; reduce != nullptr && i < run.bytes; i += width) {
+            reduce(to + i, by + i);
+          }
         }
       });
     };

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -158,7 +160,7 @@ def test_a_member_that_is_gone_is_an_error() -> None:
     device.add_multicast(ADDRESS, [kept, gone])
     device.release(gone)
     body = "ld.param.u64 %rd2, [p0]; multimem.st.weak.global.f32 [%rd2], 0f3F800000;"
-    with pytest.raises(PtxError, match="outside of global memory"):
+    with pytest.raises(PtxError, match=r"use after free: .* member 1, which was freed"):
         device.launch(Module(kernel(body, 1)), "k", grid=1, block=1, args=[ADDRESS])
 
 
@@ -218,3 +220,100 @@ def test_a_fence_lies_between_two_addresses(
         return
     with pytest.raises(PtxError, match=error):
         run(f"{OTHER} {first} {order} {then}", members, members[1])
+
+
+# Thread 0 writes data by the multicast address and raises a flag of each member by it; thread 32,
+# of another warp, awaits the flag at a member.
+SIGNAL = """
+    ld.param.u64 %rd1, [p0];
+    ld.param.u64 %rd5, [p1];
+    and.b32 %r1, %r0, 31;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra END;
+    setp.ne.u32 %p1, %r0, 0;
+    @%p1 bra WAIT;
+    multimem.st.weak.global.u32 [%rd1+64], 7;
+    {signal}
+    bra END;
+WAIT:
+    {wait}.sys.global.u32 %r2, [%rd5];
+    setp.eq.u32 %p2, %r2, 0;
+    @%p2 bra WAIT;
+    {behind}
+    ld.global.u32 %r3, [%rd5+64];
+END:
+"""
+ALIAS = "fence.proxy.alias;"
+
+
+@pytest.mark.parametrize(
+    "signal, wait, behind, error",
+    [
+        ("multimem.red.release.sys.global.add.u32 [%rd1], 1;", "ld.acquire", ALIAS, None),
+        ("multimem.st.release.sys.global.u32 [%rd1], 1;", "ld.acquire", ALIAS, None),
+        (
+            "fence.acq_rel.sys; multimem.red.relaxed.sys.global.add.u32 [%rd1], 1;",
+            "ld.acquire",
+            ALIAS,
+            None,
+        ),
+        (
+            "multimem.red.relaxed.sys.global.add.u32 [%rd1], 1;",
+            "ld.acquire",
+            ALIAS,
+            "race: this read .* missing is a barrier",
+        ),
+        (
+            "multimem.st.release.sys.global.u32 [%rd1], 1;",
+            "ld.relaxed",
+            ALIAS,
+            "race: this read .* missing is a barrier",
+        ),
+        (
+            "multimem.st.release.sys.global.u32 [%rd1], 1;",
+            "ld.acquire",
+            "",
+            "missing is a fence.proxy.alias",
+        ),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_signal_to_every_member(
+    signal: str, wait: str, behind: str, error: str | None, seed: int
+) -> None:
+    device, members = Device(), [torch.zeros(64, dtype=torch.int32) for _ in range(2)]
+    device.add_multicast(ADDRESS, members)
+    module = Module(kernel(SIGNAL.format(signal=signal, wait=wait, behind=behind), 2))
+    launch: dict[str, Any] = {"grid": 1, "block": 64, "args": [ADDRESS, members[1]], "seed": seed}
+    if error is None:
+        device.launch(module, "k", **launch)
+        assert [int(member[16]) for member in members] == [7, 7]
+        return
+    with pytest.raises(PtxError, match=error):
+        device.launch(module, "k", **launch)
+
+
+BULK = """
+    .shared .align 16 .b8 memory[64];
+    ld.param.u64 %rd1, [p0];
+    mov.u32 %r1, memory;
+    setp.ne.u32 %p1, %r0, 0;
+    @%p1 bra END;
+    st.shared.v4.u32 [%r1], {1, 2, 3, 4};
+    fence.proxy.async.shared::cta;
+    cp{reduce}.async.bulk.global.shared::cta.bulk_group{action} [%rd1], [%r1], 16;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group 0;
+END:
+"""
+
+
+@pytest.mark.parametrize("reduce, action", [("", ""), (".reduce", ".add.u32")])
+def test_bulk_stores_reach_every_member(reduce: str, action: str) -> None:
+    """TMA writes to a multicast address as to any other; it reads from none."""
+    device, members = Device(), [torch.ones(16, dtype=torch.int32) for _ in range(2)]
+    device.add_multicast(ADDRESS, members)
+    text = BULK.replace("{reduce}", reduce).replace("{action}", action)
+    device.launch(Module(kernel(text, 1)), "k", grid=1, block=32, args=[ADDRESS])
+    expected = [2, 3, 4, 5] if reduce else [1, 2, 3, 4]
+    assert [member[:5].tolist() for member in members] == [[*expected, 1]] * 2

@@ -274,3 +274,47 @@ def test_what_one_launch_writes_another_may_read() -> None:
         module = Module(kernel(f"{COPY} {statements}", 1))
         device.launch(module, "k", grid=1, block=32, args=[data])
     assert data[3] == 24
+
+
+# Block 0 stores pairs (i, i) until the end; block 1 loads them and counts those that differ.
+PAIRS = """
+    ld.param.u64 %rd1, [p0];
+    mov.u32 %r1, %ctaid.x;
+    setp.ne.u32 %p1, %r0, 0;
+    @%p1 bra END;
+    mov.u32 %r2, 0;
+    mov.u32 %r5, 0;
+NEXT:
+    add.u32 %r2, %r2, 1;
+    setp.ne.u32 %p1, %r1, 0;
+    @!%p1 st.volatile.global.v2.u32 [%rd1], {%r2, %r2};
+    @%p1 ld.volatile.global.v2.u32 {%r3, %r4}, [%rd1];
+    @%p1 setp.ne.u32 %p2, %r3, %r4;
+    @!%p1 setp.ne.u32 %p2, 0, 0;
+    @%p2 add.u32 %r5, %r5, 1;
+    setp.lt.u32 %p3, %r2, 40;
+    @%p3 bra NEXT;
+    @%p1 st.global.u32 [%rd1+64], %r5;
+END:
+"""
+
+
+@pytest.mark.parametrize("vectors", ["apart", "whole", "reported"])
+def test_elements_of_a_vector(vectors: str) -> None:
+    """PTX takes them as accesses of their own, which see several stores."""
+    mixed, reports = 0, 0
+    for seed in range(1, 21):
+        data = torch.zeros(32, dtype=torch.int32)
+        try:
+            run(kernel(PAIRS, 1), [data], seed=seed, grid=2, vectors=vectors)
+        except PtxError as error:
+            assert "a load mixes elements of two stores" in str(error)
+            reports += 1
+        mixed += int(data[16])
+    assert (mixed > 0, reports > 0) == (vectors == "apart", vectors == "reported")
+
+
+def test_memory_that_a_kernel_writes_is_not_constant() -> None:
+    body = f"{COPY} st.global.u64 [%rd1], %rd0; {{behind}} ld.global.nc.u64 %rd2, [%rd1];"
+    check(body.format(behind="bar.sync 0;"), "race: .* missing is a load without .nc")
+    check(f"{COPY} ld.global.nc.u64 %rd2, [%rd1]; st.global.u64 [%rd1], %rd2;", None)

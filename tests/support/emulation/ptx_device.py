@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,9 +48,9 @@ class MachineDevice(EmulatedDevice):
         (yield_turn,) = self._addresses("emulator_yield_turn")
         assert yield_turn is not None
         self.cuda.attach_turns(yield_turn)
-        self.library.emulator_observe(ctypes.c_void_p(self.cuda.observer))
         self.library.emulator_attach_memory(*map(ctypes.c_void_p, self.cuda.memory_functions))
         self._gpus: dict[int, int] = {}
+        self._known: dict[int, weakref.finalize[Any, Any]] = {}  # memory, by address
 
     def _addresses(self, *names: str) -> list[int | None]:
         entries = [getattr(self.library, name) for name in names]
@@ -57,6 +59,13 @@ class MachineDevice(EmulatedDevice):
     def reset(self) -> None:
         super().reset()
         self.cuda.clear()
+        self.library.emulator_attach_ordering(ctypes.c_void_p(self.cuda.ordering))
+        self.native_peer_atomics()
+
+    def native_peer_atomics(self, on: bool = True) -> None:
+        """Let atomics on memory of other devices be native, those of bulk copies too."""
+        super().native_peer_atomics(on)
+        self.cuda.peer_reductions = on
 
     @contextmanager
     def on_stream(self, stream: int) -> Iterator[None]:
@@ -75,6 +84,12 @@ class MachineDevice(EmulatedDevice):
             address, size = extent(tensor)
             if size:
                 self.cuda.machine.add_memory(address, size, f"a tensor of {tuple(tensor.shape)}")
+                if address not in self._known or not self._known[address].alive:
+                    freed = self.cuda.machine.remove_memory
+                    self._known[address] = weakref.finalize(
+                        tensor.untyped_storage(), freed, address
+                    )
+                    self._known[address].atexit = False
 
     def keep(self, *tensors: torch.Tensor) -> None:
         self.know(*tensors)
