@@ -3,6 +3,7 @@
 #include <string_view>
 
 #include "machine.h"
+#include "uncommon.h"
 
 namespace ptx_machine {
 namespace {
@@ -130,7 +131,8 @@ class Decoding {
     for (const Decoder family :
          {decode_scalar, decode_bits, decode_float, decode_convert, decode_memory, decode_cluster,
           decode_mbarrier, decode_bulk, decode_tensor, decode_warp, decode_matrix, decode_wgmma,
-          decode_wmma, decode_multimem, decode_call, decode_extended}) {
+          decode_wmma, decode_multimem, decode_call, decode_extended, decode_uncommon,
+          decode_products, decode_tensor_map}) {
       op = Op();  // what a family that does not know the statement left there
       op.statement = &s;
       op.type = last_type(s);

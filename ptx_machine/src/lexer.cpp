@@ -50,13 +50,40 @@ class Lexer {
     if (c == '"') {
       string();
     } else if (std::isdigit(static_cast<unsigned char>(c))) {
-      take(Token::Kind::kNumber,
-           [](char d) { return std::isalnum(static_cast<unsigned char>(d)); });
+      number();
     } else if (begins_word(c)) {
       word();
     } else {
       add(Token::Kind::kMark, at_, at_ + 1);
     }
+  }
+
+  static bool is_digit(char c) { return std::isdigit(static_cast<unsigned char>(c)) != 0; }
+
+  // 12, 0x1F, 0f3F800000, 1.5, 2., 1e-3
+  void number() {
+    auto end = at_;
+    const auto skip_digits = [&] {
+      while (end < text_.size() && is_digit(text_[end])) ++end;
+    };
+    const auto at = [&](std::size_t i) { return i < text_.size() ? text_[i] : '\0'; };
+    skip_digits();
+    const bool plain = std::isalpha(static_cast<unsigned char>(at(end))) == 0;
+    const bool has_point = at(end) == '.' && !begins_word(at(end + 1));
+    if (has_point) {
+      ++end;
+      skip_digits();
+    }
+    const bool has_sign = at(end + 1) == '-' || at(end + 1) == '+';
+    const bool has_exponent =
+        (at(end) == 'e' || at(end) == 'E') && is_digit(at(end + (has_sign ? 2 : 1)));
+    if (has_exponent) {
+      end += has_sign ? 2 : 1;
+      skip_digits();
+    }
+    if (plain || has_point || has_exponent) return add(Token::Kind::kNumber, at_, end);
+    take(Token::Kind::kNumber,
+         [](char d) { return std::isalnum(static_cast<unsigned char>(d)) != 0; });
   }
 
   void string() {

@@ -293,6 +293,16 @@ bool decode_proxy(const Statement& s, Op& op) {
     op.number = bit(ProxyFence::kAlias);
     return has_no_other(s, {"proxy", "alias"});
   }
+  if (has(s, "tensormap::generic")) {  // orders as a fence; that it is there is not checked
+    op.handler = fence;
+    op.number = 0;
+    op.order.scope = has(s, "cta")       ? Scope::kCta
+                     : has(s, "cluster") ? Scope::kCluster
+                     : has(s, "gpu")     ? Scope::kGpu
+                                         : Scope::kSys;
+    return has_no_other(s, {"proxy", "tensormap::generic", "acquire", "release", "cta", "cluster",
+                            "gpu", "sys"});
+  }
   const bool global = has(s, "global");
   const bool shared = has(s, "shared::cta") || has(s, "shared::cluster");
   op.number = (shared ? 0 : bit(ProxyFence::kAsyncGlobal)) |
@@ -318,7 +328,7 @@ MemoryOrder memory_order_of(const Statement& s) {
   return order;
 }
 
-// Fences but those of tensor maps that kernels change.
+// Fences.
 bool decode_fence(const Statement& s, Op& op) {
   op.written = 0;
   op.handler = fence;
@@ -339,7 +349,9 @@ bool decode_fence(const Statement& s, Op& op) {
                    : has(s, "gpu")     ? Scope::kGpu
                                        : Scope::kSys;
   return (has(s, "cta") || has(s, "cluster") || has(s, "gpu") || has(s, "sys")) &&
-         has_no_other(s, {"sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys"});
+         has_no_other(s, {"sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys",
+                          // Of one space alone; here it orders all.
+                          "sync_restrict::shared::cluster", "sync_restrict::shared::cta"});
 }
 
 }  // namespace ptx_machine

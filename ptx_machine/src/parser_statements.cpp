@@ -1,7 +1,9 @@
 // Statements of PTX text, and their operands; calls, and statements that become several.
+#include <bit>
 #include <sstream>
 
 #include "parser.h"
+#include "uncommon.h"
 
 namespace ptx_machine {
 namespace {
@@ -27,6 +29,14 @@ void Parser::statement() {
   }
   s.opcode = split_at_dots(word());
   if (s.opcode[0] == "call") return call(std::move(s));
+  if ((s.opcode[0] == "alloca" || s.opcode[0] == "stacksave") && !has(kernel_->locals, kStack)) {
+    Variable stack;
+    stack.name = kStack;
+    stack.space = Space::kLocal;
+    stack.bytes = kStackBytes;
+    stack.align = 16;
+    place(std::move(stack));
+  }
   while (!accept(";")) {
     s.operands.push_back(operand());
     if (!is(";")) expect(",");
@@ -246,6 +256,12 @@ Operand Parser::number() {
     o.number = static_cast<std::int64_t>(std::stoull(text.substr(2), nullptr, 16));
     o.is_double = true;
     if (negative) o.number ^= std::int64_t{1} << 63;
+    take();
+  } else if (const bool hex = text.size() > 1 && (text[1] == 'x' || text[1] == 'X');
+             !hex && text.find_first_of(".eE") != std::string::npos) {
+    const double value = std::stod(text);
+    o.number = static_cast<std::int64_t>(std::bit_cast<std::uint64_t>(negative ? -value : value));
+    o.is_double = true;
     take();
   } else {
     o.number = integer();

@@ -168,6 +168,7 @@ Outcome load_box(Context& c, const Op& op, Mask mask) {
         each_run(box, [&](const Run& run) {
           std::memcpy(data.data() + run.offset, global(later, origin, run.address, run.bytes),
                       run.bytes);
+          convert_elements(box.map, data.data() + run.offset, run.bytes);
         });
       };
       transfer.write = [map = box.map, at = Place{block, to.offset}](Context&, const Bytes& data) {

@@ -18,15 +18,21 @@ constexpr ElementType kElements[] = {
     {7, Type::kF32, 4},   // FLOAT32
     {8, Type::kF64, 8},   // FLOAT64
     {9, Type::kBf16, 2},  // BFLOAT16
+    {10, Type::kF32, 4},  // FLOAT32_FTZ
+    {11, Type::kF32, 4},  // TFLOAT32
+    {12, Type::kF32, 4},  // TFLOAT32_FTZ
 };
-// FLOAT32_FTZ, TFLOAT32, TFLOAT32_FTZ, and three types of packed four and six bits.
+constexpr int kFloatFtz = 10, kTfloat = 11, kTfloatFtz = 12;
+// Three types of packed four and six bits are known to the driver only.
 constexpr int kLastType = 15;
 constexpr int kLastSwizzle = 6;  // 4 to 6: 128 bytes by chunks of 32 and 64 bytes
 
 std::uint64_t checksum(const TensorMap& map) {
   std::uint64_t sum = 14695981039346656037u;  // FNV-1a
   const auto* at = reinterpret_cast<const std::uint8_t*>(&map);
-  for (std::size_t i = 0; i < offsetof(TensorMap, check); ++i) sum = (sum ^ at[i]) * 1099511628211u;
+  for (std::size_t i = 0; i < offsetof(TensorMap, check); ++i) {
+    if (i != offsetof(TensorMap, of_driver)) sum = (sum ^ at[i]) * 1099511628211u;
+  }
   return sum;
 }
 
@@ -113,6 +119,21 @@ int encode_tiled(void* map, const TensorMapRequest& r, std::string* why) {
   made.check = checksum(made);
   std::memcpy(map, &made, sizeof(made));
   return 0;
+}
+
+void seal_tensor_map(TensorMap* map) { map->check = checksum(*map); }
+
+// TF32 keeps ten bits of the fraction: to nearest, ties away from zero, as cvt.rna.tf32 does.
+void convert_elements(const TensorMap& map, std::uint8_t* data, std::uint64_t bytes) {
+  if (map.type < kFloatFtz || map.type > kTfloatFtz) return;
+  for (std::uint64_t i = 0; i + 4 <= bytes; i += 4) {
+    std::uint32_t bits;
+    std::memcpy(&bits, data + i, 4);
+    const std::uint32_t exponent = bits >> 23 & 0xFF;
+    if (exponent == 0 && map.type != kTfloat) bits &= 0x80000000;
+    if (map.type != kFloatFtz && exponent != 0xFF) bits = (bits + 0x1000) & ~0x1FFFu;
+    std::memcpy(data + i, &bits, 4);
+  }
 }
 
 std::string read_tensor_map(const std::uint8_t* from, TensorMap* map) {

@@ -23,17 +23,19 @@ const ElementType* element_type(int number);
 struct TensorMap {
   static constexpr std::uint64_t kMagic = 0x50414D4558554C46;
   std::uint64_t magic = 0;
+  std::uint8_t type = 0;
+  std::uint8_t rank = 0;
+  std::uint8_t of_driver = 0x20;  // CUTLASS clears a bit for older drivers, the 21st of the second word
+  std::uint8_t swizzle = 0;       // CUtensorMapSwizzle: 0 none, 1: 32 bytes, 2: 64, 3: 128
+  std::uint8_t fills_nan = 0;
+  std::uint8_t unused[3] = {};
   std::uint64_t address = 0;
   std::uint64_t sizes[kMaxRank] = {};    // in elements, innermost first
   std::uint64_t strides[kMaxRank] = {};  // bytes between elements of a dimension
   std::uint16_t box[kMaxRank] = {};
   std::uint8_t steps[kMaxRank] = {};  // elementStrides: every how many elements of a box are copied
-  std::uint8_t type = 0;
-  std::uint8_t rank = 0;
-  std::uint8_t swizzle = 0;  // CUtensorMapSwizzle: 0 none, 1: 32 bytes, 2: 64, 3: 128
-  std::uint8_t fills_nan = 0;
-  std::uint8_t unused[5] = {};
-  std::uint64_t check = 0;  // of what is before
+  std::uint8_t unused_too = 0;
+  std::uint64_t check = 0;  // of what is before, but for the driver's bits
 
   int element_bytes() const { return element_type(type)->bytes; }
   // Elements that a dimension of the box has in shared memory.
@@ -71,6 +73,11 @@ struct TensorMapRequest {
 // Returns a value of CUresult: 1 (invalid value) for what the driver refuses as well, 801 (not supported)
 // for what only the machine does. `why` says it in words.
 int encode_tiled(void* map, const TensorMapRequest& request, std::string* why);
+
+// Makes a map that a kernel has changed one that is encoded.
+void seal_tensor_map(TensorMap* map);
+// What a copy makes of elements of a type that has fewer bits, or no subnormal numbers, in place.
+void convert_elements(const TensorMap& map, std::uint8_t* data, std::uint64_t bytes);
 
 // Reads an encoded map. Returns what is wrong with it; empty: nothing.
 std::string read_tensor_map(const std::uint8_t* from, TensorMap* map);

@@ -139,7 +139,7 @@ bool acts(const Statement& s) {
   if (name == "mbarrier") return s.opcode[1] != "try_wait" && s.opcode[1] != "test_wait";
   if (name == "bar" || name == "barrier") return !has(s, "warp");
   if (name == "multimem") return !has(s, "ld_reduce");
-  for (const char* other : {"red", "atom", "cp", "mma", "wmma", "wgmma", "stmatrix", "call"}) {
+  for (const char* other : {"red", "atom", "cp", "mma", "wmma", "wgmma", "stmatrix", "call", "discard", "tensormap"}) {
     if (name == other) return true;
   }
   return false;
