@@ -66,18 +66,41 @@ void bind_op(py::module_& m) {
                        int signals, int offers, Address report, std::uint64_t timeout_ns,
                        int sm_count, int device, bool poison, int nodes,
                        std::shared_ptr<Remote> remote, int beside, int strips, int boxes, int dtype,
-                       bool shared, bool graph_overlap) {
+                       bool shared, bool graph_overlap, int lane, int margin) {
              const int world = static_cast<int>(pads.size());
-             return std::make_unique<CudaOp>(
-                 std::move(driver), std::move(kernels),
-                 CudaOpSetup{rank,          world,          std::move(pads), std::move(data),
-                             multicast,     sums_by_switch, row_bytes,       slots,
-                             slot_bytes,    guard_bytes,    rest_offset,     sums_offset,
-                             scales_travel, all_reduce,     scale,           signals,
-                             offers,        report,         timeout_ns,      sm_count,
-                             device,        poison,         nodes,           std::move(remote),
-                             beside,        strips,         boxes,           dtype,
-                             shared,        graph_overlap});
+             return std::make_unique<CudaOp>(std::move(driver), std::move(kernels),
+                                             CudaOpSetup{rank,
+                                                         world,
+                                                         std::move(pads),
+                                                         std::move(data),
+                                                         multicast,
+                                                         sums_by_switch,
+                                                         row_bytes,
+                                                         slots,
+                                                         slot_bytes,
+                                                         guard_bytes,
+                                                         rest_offset,
+                                                         sums_offset,
+                                                         scales_travel,
+                                                         all_reduce,
+                                                         scale,
+                                                         signals,
+                                                         offers,
+                                                         report,
+                                                         timeout_ns,
+                                                         sm_count,
+                                                         device,
+                                                         poison,
+                                                         nodes,
+                                                         std::move(remote),
+                                                         beside,
+                                                         strips,
+                                                         boxes,
+                                                         dtype,
+                                                         shared,
+                                                         graph_overlap,
+                                                         lane,
+                                                         margin});
            }),
            py::kw_only(), py::arg("driver"), py::arg("kernels"), py::arg("rank"), py::arg("pads"),
            py::arg("data"), py::arg("multicast"), py::arg("sums_by_switch"), py::arg("row_bytes"),
@@ -87,11 +110,13 @@ void bind_op(py::module_& m) {
            py::arg("timeout_ns"), py::arg("sm_count"), py::arg("device"), py::arg("poison"),
            py::arg("nodes") = 1, py::arg("remote") = nullptr, py::arg("beside") = 0,
            py::arg("strips") = 0, py::arg("boxes") = 0, py::arg("dtype") = 0,
-           py::arg("shared") = false, py::arg("graph_overlap") = false)
+           py::arg("shared") = false, py::arg("graph_overlap") = false, py::arg("lane") = 0,
+           py::arg("margin") = 0)
       .def_static("pad_words", &CudaOp::pad_words, py::arg("world"), py::arg("signals"),
                   py::arg("offers"))
       .def("require_room", &CudaOp::require_room, py::arg("schedule"))
       .def("close", &CudaOp::close)
+      .def("touch_peers", &CudaOp::touch_peers)
       .def("look", &CudaOp::look, py::call_guard<WithoutGil>())
       .def("let_go", &CudaOp::let_go, py::call_guard<WithoutGil>())
       .def("trace", &CudaOp::trace, py::arg("kernels"), py::arg("streams"))

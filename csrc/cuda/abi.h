@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 /* Raised whenever a struct here changes; libraries of another version are refused. */
-#define FLUX_ABI_VERSION 5
+#define FLUX_ABI_VERSION 6
 /* Ranks whose memory one kernel can address: tensor maps are kernel parameters. */
 #define FLUX_MAX_WORLD 32
 
@@ -53,7 +53,7 @@ enum {
   FLUX_TRACE_WAIT = 3, /* a wait, if the first check failed */
   FLUX_TRACE_RELEASE = 4, /* stores of a tile awaited, and its flags raised at their owners */
   FLUX_TRACE_SUM = 5,     /* partials added up */
-  FLUX_TRACE_UNITS = 4
+  FLUX_TRACE_UNITS = 8
 };
 /* In device memory, allocated before the call. Records beyond the capacity are counted and dropped. */
 typedef struct FluxTrace {
@@ -94,7 +94,7 @@ enum {
   FLUX_WAIT_ENTRY = 2,   /* a peer whose memory is to be written has not begun the call */
   FLUX_WAIT_PARTIAL = 3, /* partials for the own rows: a flag of the own pad */
   FLUX_ABANDONED = 4,    /* nothing of one's own: the peer FLUX_STATUS_SIGNAL has given up */
-  FLUX_WAIT_MEET = 5     /* a peer has not come to where all ranks of a captured call meet */
+  FLUX_WAIT_MEET = 5     /* a peer has not come to where all ranks of a call meet */
 };
 
 typedef struct FluxGemmArgs {
@@ -157,24 +157,29 @@ typedef struct FluxReduceArgs {
   int32_t sm_count;
   FluxSync sync;
   int32_t first_source, source_count; /* the ranks whose flags are awaited */
-  int32_t most_blocks;                /* of the launch, beside a GEMM; 0: what fills sm_count */
+  int32_t most_blocks; /* of the launch; 0: as many as leave room for other kernels */
   int32_t early; /* 1: the launch before it on the stream is the GEMM of the same kernel. Blocks may
                     start as soon as all blocks of that have, on multiprocessors that it leaves free */
 } FluxReduceArgs;
 
-/* The barrier of the ranks of a captured call: a kernel of one block, which in this order numbers the
- * call, resets words of this rank, tells all ranks, and awaits them. A rank that gives up writes that to
- * the status of every peer, since the copies that follow in the graph cannot be prevented. */
+/* A wait on a stream for what peers have written, where copies of it follow: a kernel of one block, since
+ * a stream's own wait orders no writes of other devices. It can also be the barrier of the ranks of a
+ * call. In this order it numbers a captured call, resets words of this rank, tells all ranks, and awaits
+ * words. A rank that gives up writes that to the status of every peer, since the copies that follow
+ * cannot be prevented. */
 typedef struct FluxMeetArgs {
   int32_t world, rank;
   uint32_t advance; /* 1: a call begins; 0: it is the same one still */
   int32_t reset_count;
-  uint32_t* count;                    /* of this rank's captured calls */
-  uint32_t* reset;                    /* words that are set to 0 */
-  uint32_t* raised[FLUX_MAX_WORLD];   /* by rank: this rank's word there, set to the count */
-  const uint32_t* awaited;            /* by rank: words of the own pad; null: no wait */
-  uint64_t* statuses[FLUX_MAX_WORLD]; /* by rank */
-  FluxSync sync;                      /* epoch and count are not looked at */
+  uint32_t* count; /* of this rank's captured calls; null: its number is the epoch */
+  uint32_t* reset; /* words that are set to 0 */
+  uint32_t*
+      raised[FLUX_MAX_WORLD];   /* by rank: this rank's word there, set to the number; or null */
+  const uint32_t* awaited;      /* words of the own pad, which reach the number; null: no wait */
+  int32_t first, awaited_count; /* of them */
+  int32_t code;                 /* FLUX_WAIT_*, of a wait that fails */
+  uint64_t* statuses[FLUX_MAX_WORLD]; /* by rank; or null */
+  FluxSync sync;                      /* its count is not looked at */
 } FluxMeetArgs;
 
 enum {

@@ -70,19 +70,25 @@ inline int reduce_units(const FluxReduceArgs& args) {
   return (tiles.end - tiles.begin) * flag_columns(s) * ceil_div(args.tile_m, kStripRows);
 }
 
-// Blocks of the reduction. Eight of 256 threads fill a multiprocessor; but a device places blocks
-// breadth-first, so n blocks may be on n multiprocessors, which is what `most_blocks` limits.
+// Blocks of the reduction, of kReduceTeams units at a time. A device places blocks breadth-first, so n
+// blocks may be on n multiprocessors, none of which has room for a block of a GEMM then. While they wait
+// for peers, two thirds of the multiprocessors stay free for kernels of other streams, which a peer may
+// be waiting for in turn. 44 blocks of 1024 threads keep the memory of 132 multiprocessors busy.
 inline int reduce_blocks(const FluxReduceArgs& args) {
-  const int most = args.most_blocks > 0 ? args.most_blocks : 8 * max_of(args.sm_count, 1);
+  const int most = args.most_blocks > 0 ? args.most_blocks : max_of(args.sm_count / 3, 1);
   return min_of(reduce_units(args), most);
 }
 
+// Whether ranks share the device of `device_sms` multiprocessors. A rank alone on it uses all of them
+// but for a margin (Knobs.sm_margin).
+inline bool shares_device(int sm_count, int device_sms) { return 2 * sm_count <= device_sms; }
+
 // Blocks of a GEMM that hands out tiles by block number and may use `sm_count` of `device_sms`
-// multiprocessors, each with room for `blocks_per_sm`. If not all multiprocessors are its own, there are
-// no more blocks than its share of them, since each may be on another one.
+// multiprocessors, each with room for `blocks_per_sm`. If ranks share the device, there are no more
+// blocks than its share of them, since each may be on another one.
 inline int shared_blocks(int tiles, int sm_count, int device_sms, int blocks_per_sm) {
-  const int most = sm_count < device_sms ? sm_count : device_sms * max_of(blocks_per_sm, 1);
-  return min_of(tiles, most);
+  const bool shared = shares_device(sm_count, device_sms);
+  return min_of(tiles, shared ? sm_count : sm_count * max_of(blocks_per_sm, 1));
 }
 
 }  // namespace flux

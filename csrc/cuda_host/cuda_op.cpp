@@ -55,7 +55,7 @@ CudaOp::CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kerne
   if (setup_.remote) network_stream_ = driver_->create_stream();
   forked_ = driver_->create_event();
   joined_ = driver_->create_event();
-  ended_ = driver_->create_event();
+  last_call_ = driver_->last_call(setup_.lane);
   captured_end_ = driver_->create_event();
 }
 
@@ -70,13 +70,27 @@ void CudaOp::close() {
   if (copy_stream_ == 0) return;
   driver_->destroy_event(forked_);
   driver_->destroy_event(joined_);
-  driver_->destroy_event(ended_);
   driver_->destroy_event(captured_end_);
   driver_->destroy_stream(copy_stream_);
   if (network_stream_ != 0) driver_->destroy_stream(network_stream_);
   copy_stream_ = network_stream_ = 0;
   rescue_.reset();
+  last_call_.reset();
   if (setup_.remote) setup_.remote->close();
+}
+
+// The words are 0 until this rank's first call, and only this rank raises them.
+void CudaOp::touch_peers() {
+  const Address done = eager_.done[setup_.rank] + setup_.rank * kWord;
+  std::vector<MemOp> ops;
+  for (int peer = neighbours().begin; peer < neighbours().end; ++peer) {
+    const Address entry = eager_.entries[peer] + setup_.rank * kWord;
+    driver_->copy(copy_stream_, entry, done, kWord);
+    driver_->fill(copy_stream_, entry, 0, 1);
+    ops.push_back({MemOp::kWrite, entry, 0});
+  }
+  ops.push_back({MemOp::kWait, done, 0});
+  driver_->memory_ops(copy_stream_, ops);
 }
 
 bool CudaOp::failed() const {
@@ -168,8 +182,9 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
   const bool behind = read_by_peers(schedule);
   ++epoch_;
   // Calls run one after the other on whatever streams they are: an entry covers all earlier calls.
-  if (last_stream_ && *last_stream_ != stream) driver_->await_event(stream, ended_);
-  last_stream_ = stream;
+  if (last_call_->stream.value_or(stream) != stream)
+    driver_->await_event(stream, last_call_->ended);
+  last_call_->stream = stream;
   if (traced()) whole_call_ = streams_->begin(stream);
   if (epoch_ % kRenewEvery == 0) renew_signals(stream);
   if (!behind) fill_with_nan(stream);
@@ -216,7 +231,7 @@ void CudaOp::end(Stream stream, bool kernel_reports) {
   if (!kernel_reports) {
     driver_->copy(stream, setup_.report, status_of(setup_.rank), kStatusBytes);
   }
-  driver_->record(capture_ != 0 ? captured_end_ : ended_, stream);
+  driver_->record(capture_ != 0 ? captured_end_ : last_call_->ended, stream);
 }
 
 Address CudaOp::status_of(int rank) const {
@@ -311,10 +326,19 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   std::vector<GatherPart> parts{
       {x.x, setup_.row_bytes, &setup_.data, sources.empty() ? &setup_.data : &sources}};
   if (setup_.scales_travel) parts.push_back({x.scale, kScaleBytes, &scales_, &scales_});
-  GatherCall moved{stream,          copy_stream_,   forked_,
-                   number(),        parts,          capture_ != 0 ? kAllMet : words_->entries,
-                   words_->signals, words_->offers, setup_.remote ? neighbours() : Range{0, 0},
-                   streams_.get()};
+  const FluxMeetArgs wait = rows_wait();
+  GatherCall moved{stream,
+                   copy_stream_,
+                   forked_,
+                   number(),
+                   parts,
+                   capture_ != 0 ? kAllMet : words_->entries,
+                   words_->signals,
+                   words_->offers,
+                   setup_.remote ? neighbours() : Range{0, 0},
+                   streams_.get(),
+                   kernels_.at(0).get(),
+                   setup_.shared ? nullptr : &wait};
   Gather gather(*driver_, schedule, moved);
   {
     const Span stage("flux own rows");
@@ -366,19 +390,27 @@ void CudaOp::put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
   kernels_.at(number)->launch(args, stream);
 }
 
-// Makes a stream wait for all gathered rows, in calls in which no kernel does so.
-void CudaOp::await_rows(const Schedule& schedule, Stream stream) {
+// Lets a kernel wait for signals of rows that a stream copies next (docs/kernels/protocol.md).
+FluxMeetArgs CudaOp::rows_wait() const {
+  FluxMeetArgs args = meeting(words_->signals);
+  std::fill(std::begin(args.raised), std::end(args.raised), nullptr);
+  args.count = nullptr;
+  args.code = FLUX_WAIT_GATHER;
+  return args;
+}
+
+// Makes a stream wait for all gathered rows, in calls in which no GEMM does so.
+void CudaOp::await_rows(const Schedule& schedule, Stream stream) const {
   const CommTiling& c = schedule.spec.comm;
-  std::vector<MemOp> waits;
+  FluxMeetArgs args = rows_wait();
   for (int owner = 0; owner < setup_.world; ++owner) {
     const Range rows{row_begin(c.m, c.world, owner), row_end(c.m, c.world, owner)};
     if (rows.begin == rows.end) continue;
     const Range signals = signals_of_rows(c, rows.begin, rows.end);
-    for (int signal = signals.begin; signal < signals.end; ++signal) {
-      waits.push_back({MemOp::kWait, words_->signals[setup_.rank] + signal * kWord, number()});
-    }
+    args.first = signals.begin;
+    args.awaited_count = signals.end - signals.begin;
+    kernels_.at(0)->meet(args, stream);
   }
-  driver_->memory_ops(stream, waits);
 }
 
 // -- ReduceScatter ---------------------------------------------------------------------------------
@@ -487,22 +519,19 @@ void CudaOp::gemm_rs(const Schedule& schedule, Stream stream, const Rows& x, con
                      Address out) {
   const Span call(setup_.all_reduce ? "GemmAR" : "GemmRS", schedule.spec.problem.m);
   scatter(schedule, stream, x, operand);
-  // Not early if ranks share the device: the reduction would wait in places that a peer's GEMM
-  // needs.
-  put_reduction(schedule, stream, operand, out, !setup_.shared && !setup_.remote && capture_ == 0);
+  // Not early if ranks share the device, or leave some of it to other streams: the reduction would
+  // wait in places that a peer's GEMM or those streams' kernels need.
+  const bool alone = !setup_.shared && setup_.margin == 0 && !setup_.remote;
+  put_reduction(schedule, stream, operand, out, alone && capture_ == 0);
 }
 
 // GemmAR: copies the result to `out` after all ranks' rows of it have been written here.
 void CudaOp::collect(int m, Stream stream, Address out) {
   const Span stage("flux collect");
-  if (capture_ != 0) {
-    kernels_.at(0)->meet(meeting(words_->done), stream);
-  } else {
-    std::vector<MemOp> done = raise_in_node(words_->done, {setup_.rank});
-    const std::vector<MemOp> waits = await_node(words_->done);
-    done.insert(done.end(), waits.begin(), waits.end());
-    put_traced(stream, Work::kResult, done);
-  }
+  // Not a wait of the stream: the copy reads what peers have written (docs/kernels/protocol.md).
+  const auto met = [&] { return record_of(Work::kResult, epoch_); };
+  stamped(streams_.get(), stream, met,
+          [&] { kernels_.at(0)->meet(meeting(words_->done), stream); });
   const auto collected = [&] { return record_of(Work::kCollect, epoch_); };
   stamped(streams_.get(), stream, collected, [&] {
     driver_->copy(stream, out, setup_.data[setup_.rank] + setup_.rest_offset,

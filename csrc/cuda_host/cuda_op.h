@@ -27,7 +27,6 @@
 
 #include <map>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "cuda_host/driver.h"
@@ -92,6 +91,8 @@ struct CudaOpSetup {
   // graph's scheduler knows only the graph's edges. It may also put the copies after the kernel,
   // and then all ranks would hang.
   bool graph_overlap = false;
+  int lane = 0;    // this rank's number among the ranks of its process on this device
+  int margin = 0;  // multiprocessors that are left to kernels of other streams
 };
 
 template <class T>
@@ -168,6 +169,11 @@ class CudaOp {
   // Zeroed memory of that size for a stream. It still belongs to the caller.
   void set_workspace(Stream stream, Address address, std::uint64_t bytes);
 
+  // Makes the first copy, fill and memory operations between this rank and each peer, on the copy
+  // stream. The first of a kind may load code or map memory, and must not come behind a kernel that
+  // waits.
+  void touch_peers();
+
   // Throws std::invalid_argument when the pads, the data or the boxes are too small for a schedule.
   // Calls throw the same before anything is on a stream. It is alike on all ranks.
   void require_room(const Schedule& schedule) const;
@@ -191,6 +197,7 @@ class CudaOp {
   void begin_captured(const Schedule& schedule, Stream stream);
   void follow_capture(Stream stream);
   FluxMeetArgs meeting(const std::vector<Address>& words) const;
+  FluxMeetArgs rows_wait() const;
   // Whether peers read this rank's buffers. If so, these are free when all have entered the next
   // call.
   bool read_by_peers(const Schedule& schedule) const;
@@ -208,7 +215,7 @@ class CudaOp {
   void end(Stream stream, bool kernel_reports);
   void fill_with_nan(Stream stream);
   void renew_signals(Stream stream);
-  void await_rows(const Schedule& schedule, Stream stream);
+  void await_rows(const Schedule& schedule, Stream stream) const;
   void collect(int m, Stream stream, Address out);
   int words_in_use(const Schedule& schedule) const;
   // The value that signals and flags of the call hold.
@@ -262,9 +269,8 @@ class CudaOp {
   std::shared_ptr<const Stream> rescue_;  // no wait is put on it
   Event forked_ = 0;
   Event joined_ = 0;
-  Event ended_ = 0;                    // the last call, on its stream
-  std::optional<Stream> last_stream_;  // torch's default stream is 0
-  Event captured_end_ = 0;             // the same within a capture
+  std::shared_ptr<Driver::LastCall> last_call_;  // of the rank's eager calls, of any op
+  Event captured_end_ = 0;                       // of the op's last call, within a capture
   Stream captured_stream_ = 0;
   std::uint64_t last_capture_ = 0;
   Address kernel_trace_ = 0;  // FluxTrace

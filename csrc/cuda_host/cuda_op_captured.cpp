@@ -30,12 +30,15 @@ FluxMeetArgs CudaOp::meeting(const std::vector<Address>& words) const {
   FluxMeetArgs args{};
   args.world = setup_.world;
   args.rank = setup_.rank;
-  args.count = pointer<std::uint32_t>(count_);
-  for (int rank = 0; rank < setup_.world; ++rank) {
+  if (capture_ != 0) args.count = pointer<std::uint32_t>(count_);
+  for (int rank = neighbours().begin; rank < neighbours().end; ++rank) {
     args.raised[rank] = pointer<std::uint32_t>(words[rank]) + setup_.rank;
     args.statuses[rank] = pointer<std::uint64_t>(status_of(rank));
   }
   args.awaited = pointer<const std::uint32_t>(words[setup_.rank]);
+  args.first = neighbours().begin;
+  args.awaited_count = lanes();
+  args.code = FLUX_WAIT_MEET;
   args.sync = sync(0);
   return args;
 }

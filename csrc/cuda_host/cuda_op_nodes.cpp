@@ -35,9 +35,11 @@ void CudaOp::gather_rows(const Schedule& schedule) {
     parts.push_back(setup_.rest_offset);
     row_bytes.push_back(sizeof(float));
   }
+  const FluxMeetArgs wait = rows_wait();
   gather_from_nodes(*driver_, *setup_.remote, schedule,
                     NetworkCall{network_stream_, epoch_, neighbours(), parts, row_bytes,
-                                words_->signals, words_->offers, streams_.get()});
+                                words_->signals, words_->offers, streams_.get(), *kernels_.at(0),
+                                setup_.shared ? nullptr : &wait});
 }
 
 // -- ReduceScatter ---------------------------------------------------------------------------------

@@ -133,6 +133,19 @@ std::shared_ptr<const Stream> Driver::rescue_stream() {
   return stream;
 }
 
+std::shared_ptr<Driver::LastCall> Driver::last_call(int lane) {
+  std::weak_ptr<LastCall>& kept = last_calls_[lane];
+  std::shared_ptr<LastCall> last = kept.lock();
+  if (last) return last;
+  last = std::shared_ptr<LastCall>(new LastCall{create_event(), std::nullopt},
+                                   [library = library_, entries = entries_](LastCall* call) {
+                                     entries->event_destroy(reinterpret_cast<void*>(call->ended));
+                                     delete call;
+                                   });
+  kept = last;
+  return last;
+}
+
 Event Driver::create_event() {
   void* event = nullptr;
   check(entries_->event_create(&event, kEventDisableTiming), "cuEventCreate");

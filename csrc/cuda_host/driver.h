@@ -8,7 +8,9 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -43,6 +45,15 @@ class Driver {
   // ops share it. It is created before any of them waits: streams share hardware queues, and a new
   // stream may be behind a stream that waits. It lives as long as a caller holds it.
   std::shared_ptr<const Stream> rescue_stream();
+  // The end of the last call that one of this process's ranks has made, and the stream it is on. Calls
+  // of all ops of a rank run one after the other, in the order in which the host makes them. If two of
+  // them waited for peers at the same time, each with the multiprocessors that the other one needs on
+  // a peer, neither would end. `lane` is the rank's number in the process.
+  struct LastCall {
+    Event ended;
+    std::optional<Stream> stream;  // torch's default stream is 0
+  };
+  std::shared_ptr<LastCall> last_call(int lane);
   void synchronize(Stream stream);
   // Whether all work of the stream is done.
   bool ready(Stream stream);
@@ -78,6 +89,7 @@ class Driver {
   SharedLibrary library_;
   std::shared_ptr<Entries> entries_;
   std::weak_ptr<const Stream> rescue_;
+  std::map<int, std::weak_ptr<LastCall>> last_calls_;
 };
 
 }  // namespace flux::host

@@ -39,8 +39,7 @@ class NetworkGather {
       add(&moves, Move::kSend, out, tile);
       if (!moves.empty() && out.chunk != tiles_.rank) {
         const auto wait = [&] { return about(Work::kWait, tiles_.rank, out, tile); };
-        stamped(call_.trace, call_.stream, wait,
-                [&] { driver_.await_signal(call_.stream, signal(out.chunk, tile), call_.epoch); });
+        stamped(call_.trace, call_.stream, wait, [&] { await(out.chunk, tile); });
       }
     }
     const std::size_t sends = moves.size();
@@ -55,6 +54,17 @@ class NetworkGather {
     stamped(call_.trace, call_.stream, parts,
             [&] { remote_.exchange(call_.stream, moves, call_.epoch); });
     if (moves.size() > sends) arrived(in.chunk, tile);
+  }
+
+  // See GatherCall::wait.
+  void await(int chunk, int tile) {
+    if (call_.wait == nullptr) {
+      return driver_.await_signal(call_.stream, signal(chunk, tile), call_.epoch);
+    }
+    FluxMeetArgs wait = *call_.wait;
+    wait.first = signal_index(comm_, chunk, tile);
+    wait.awaited_count = 1;
+    call_.kernel.meet(wait, call_.stream);
   }
 
   // Tells kernels of this rank that they may read the tile, and ranks of the node that they may

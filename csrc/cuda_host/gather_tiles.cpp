@@ -170,8 +170,18 @@ void Gather::await_entry(Stream stream, int peer) {
 }
 
 void Gather::await_received(const Transfer& t) {
-  await(call_.stream, {MemOp::kWait, word(call_.signals, rank_, t.signal), call_.epoch},
-        record_of(Work::kWait, call_.epoch, rank_, t.chunk, t.tile, t.rows, rank_, t.signal));
+  const auto what = [&] {
+    return record_of(Work::kWait, call_.epoch, rank_, t.chunk, t.tile, t.rows, rank_, t.signal);
+  };
+  if (call_.wait == nullptr) {
+    const MemOp signal{MemOp::kWait, word(call_.signals, rank_, t.signal), call_.epoch};
+    return await(call_.stream, signal, what());
+  }
+  flush();
+  FluxMeetArgs wait = *call_.wait;
+  wait.first = t.signal;
+  wait.awaited_count = 1;
+  stamped(call_.trace, call_.stream, what, [&] { call_.kernel->meet(wait, call_.stream); });
 }
 
 void Gather::send(const Transfer& t) {

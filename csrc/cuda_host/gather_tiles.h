@@ -12,7 +12,10 @@
 // (CUDA_DEVICE_MAX_CONNECTIONS=1), work that is submitted after a wait starts after that wait. A
 // kernel that is submitted after the copies would overlap with none of them.
 //
-// A stream waits only for words of its own rank's pad; peers write to these words. A puller waits
+// A stream waits only for words of its own rank's pad; peers write to these words. Rows that a peer has
+// pushed are forwarded after a kernel has waited for their signal. A stream's own wait orders no
+// writes of other devices: this one might see the signal and copy what was there before the rows.
+// A puller waits
 // for the *offer* of a tile. The source raises the offer at the puller when the source has the
 // tile. (A *signal* says that the tile is in the gathered rows of the rank whose pad has the
 // signal. Kernels wait for signals.)
@@ -35,6 +38,7 @@
 #include <vector>
 
 #include "cuda_host/driver.h"
+#include "cuda_host/kernels.h"
 #include "cuda_host/remote.h"
 #include "cuda_host/stream_trace.h"
 #include "schedule/schedule.h"
@@ -60,6 +64,10 @@ struct GatherCall {
   const std::vector<Address>& offers;   // by rank: the offers of its pad, numbered as signals
   Range node = {0, 0};                  // ranks that share memory; empty: all ranks
   StreamTrace* trace = nullptr;
+  // Waits in a kernel for signals, before rows that peers have written are forwarded. Null: all ranks
+  // are on this device, so no write is remote, and the stream waits; no multiprocessor may be free.
+  const Kernel* kernel = nullptr;
+  const FluxMeetArgs* wait = nullptr;
 };
 
 // Whether rows are fetched by their destination.
@@ -128,6 +136,8 @@ struct NetworkCall {
   const std::vector<Address>& signals;         // by rank: the signals of its pad
   const std::vector<Address>& offers;          // by rank
   StreamTrace* trace = nullptr;
+  const Kernel& kernel;  // as in GatherCall
+  const FluxMeetArgs* wait;
 };
 void gather_from_nodes(Driver& driver, Remote& remote, const Schedule& schedule,
                        const NetworkCall& call);

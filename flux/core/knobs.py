@@ -140,6 +140,9 @@ class Knobs:
             call to call).
         copy_streams: 1 moves tiles on a thread beside the GEMM, 0 on the calling thread, which is
             faster for small transfers.
+        sm_margin: CUDA: multiprocessors that kernels that wait for peers leave to other streams'
+            kernels; None: 8, or a 16th of fewer than 128. With 0 two streams can wait for each
+            other through a peer, and the reduction of GemmRS begins while the GEMM ends.
     """
 
     path: str = "fused"
@@ -152,6 +155,7 @@ class Knobs:
     store: str | None = None
     reduce: str | None = None
     copy_streams: int | None = None
+    sm_margin: int | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -168,6 +172,9 @@ class Knobs:
             value = getattr(self, name)
             if value is not None and not _is_count(value):
                 raise ValueError(f"Knobs.{name} must be a positive integer, got {value!r}")
+        margin = self.sm_margin
+        if margin is not None and margin != 0 and not _is_count(margin):
+            raise ValueError(f"Knobs.sm_margin must be an integer >= 0, got {margin!r}")
         if self.copy_streams is not None and not (
             type(self.copy_streams) is int and self.copy_streams in (0, 1)
         ):

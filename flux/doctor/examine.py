@@ -223,10 +223,18 @@ def _cuda() -> list[Item]:
                     note=f"{_bytes(device.total_memory)}, {device.multi_processor_count} SMs",
                 )
             )
-        return items
+        return [*items, module_loading(os.environ.get("CUDA_MODULE_LOADING"))]
     driver = _driver()
     torch_side = Item("CUDA of torch", built_for) if built_for else _no_cuda_build()
     return [torch_side, driver, Item("devices", "none", ABSENT, _reason_no_devices(driver))]
+
+
+def module_loading(value: str | None) -> Item:
+    """Return when CUDA loads kernels; ``value``: of CUDA_MODULE_LOADING."""
+    if value == "EAGER":
+        return Item("CUDA_MODULE_LOADING", value)
+    advice = "set it to EAGER: a kernel that is loaded while another one waits for a peer may hang"
+    return Item("CUDA_MODULE_LOADING", value or "unset", WARNING, advice)
 
 
 def _no_cuda_build() -> Item:

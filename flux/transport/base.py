@@ -36,9 +36,22 @@ BESIDE = 8
 Eight blocks move more bytes than the network of a GPU does."""
 
 
+MARGIN = 8
+"""Multiprocessors that are left at most, by default."""
+
+
 def beside(sm_share: int) -> int:
     """Return how many of these blocks ``sm_share`` multiprocessors can spare."""
     return max(1, min(BESIDE, sm_share // 16))
+
+
+def margin(sm_count: int) -> int:
+    """Return the multiprocessors that kernels that wait for peers leave to other kernels.
+
+    A kernel of another stream may be what a peer is waiting for. Nothing must keep it from a
+    multiprocessor until this rank's own wait is over.
+    """
+    return min(MARGIN, sm_count // 16) or int(sm_count > 1)
 
 
 def first_signal(world: int) -> int:
@@ -119,12 +132,14 @@ class DeviceTransport(Protocol):
         nodes: number of sets of ranks that share memory: consecutive, of one size.
         sm_share: multiprocessors that this rank's kernels may occupy.
         multicast: whether the memory will have a multicast address; the same on all ranks.
+        lane: number of this rank among those of its process, whose calls are ordered apart.
         relays: whether the device itself puts sums to other nodes (Relay, csrc/cuda_host/remote.h).
     """
 
     rank: int
     world: int
     multicast: bool
+    lane: int
 
     @property
     def relays(self) -> bool:

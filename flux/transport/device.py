@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -121,6 +121,13 @@ def _identity(properties: Any) -> str:
     return f"{socket.gethostname()}/{properties.uuid}"
 
 
+@cache
+def _driver(index: int) -> _C.Driver:
+    """Return the driver of a device. Its ops share a stream, and the order of their calls."""
+    torch.zeros(1, device=torch.device("cuda", index))  # makes the context of its streams
+    return _C.Driver()
+
+
 class CudaDevice:
     """A CUDA device of this process.
 
@@ -145,11 +152,10 @@ class CudaDevice:
         self.capability = (properties.major, properties.minor)
         self.identity = _identity(properties)
 
-    @cached_property
+    @property
     def driver(self) -> _C.Driver:
-        """The driver library that torch has already loaded."""
-        torch.zeros(1, device=self.torch_device)  # makes the context, in which streams are made
-        return _C.Driver()
+        """The driver library that torch has already loaded; one object per device."""
+        return _driver(self.index)
 
     @cached_property
     def registry(self) -> Registry:

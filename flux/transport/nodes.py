@@ -61,6 +61,7 @@ class Nodes:
         PeerTimeoutError: a rank of the node did not connect.
     """
 
+    lane = 0
     multicast = False  # not available between nodes
     relays = False  # NCCL is launched from the host, on streams
 

@@ -214,7 +214,7 @@ class OneGpuExchange:
 
     def __init__(self, rank: OneGpuRank, label: str) -> None:
         self.of = rank.of
-        self.rank = rank.number
+        self.rank = self.lane = rank.number
         self.world = rank.of.world
         self.label = label
         self.multicast = rank.of.multicast

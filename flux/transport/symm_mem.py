@@ -41,6 +41,7 @@ class SymmMem:
     """
 
     nodes = 1
+    lane = 0
     relays = False
 
     def __init__(self, exchange: Exchange, device: Device) -> None:

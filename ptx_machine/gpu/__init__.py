@@ -157,7 +157,11 @@ class Gpu:
         self._call("limit_room", int(on))
 
     def load_lazily(self, on: bool = True) -> None:
-        """Let the first use of a kernel or of a function of torch wait until no kernel runs."""
+        """Let the first use of a kernel or of a function of torch wait until no kernel runs.
+
+        So does the first copy, fill or memory operation on the memory of each other device, which
+        ``forbid_waits`` tells of.
+        """
         self._lazy = on
         self._call("load_lazily", int(on))
 
@@ -168,6 +172,30 @@ class Gpu:
         """
         self._room_for_copies = on
         self._call("copies_need_room", int(on))
+
+    @contextmanager
+    def on_gpu(self, gpu: int) -> Iterator[None]:
+        """Make streams on one of several GPUs with ``sm_count`` multiprocessors each.
+
+        Streams that are made outside of such contexts are on GPU 0.
+        """
+        self._call("use_gpu", gpu)
+        try:
+            yield
+        finally:
+            self._call("use_gpu", 0)
+
+    def gpu_memory(self, address: int, size: int, gpu: int) -> None:
+        """Declare memory of one of several GPUs, for ``write_late``."""
+        self._call("gpu_memory", ctypes.c_size_t(address), ctypes.c_size_t(size), gpu)
+
+    def write_late(self, microseconds: int) -> None:
+        """Let copies and stand-in kernels write to other GPUs' memory so much later.
+
+        The data is there earlier if a kernel of that GPU sees a word that it waits for. A stream
+        that waits may see the word, and not yet the data.
+        """
+        self._call("write_late", microseconds)
 
     def native_peer_atomics(self, on: bool = True) -> None:
         """Let the driver say that atomic operations on memory of other devices are native."""

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <iterator>
 #include <random>
 
@@ -51,6 +52,15 @@ void dawdle() {
   if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(most));
 }
 
+int& current_gpu() {
+  thread_local int gpu = 0;
+  return gpu;
+}
+
+void write(std::uintptr_t to, const void* from, std::size_t bytes) {
+  device().write(to, from, bytes);
+}
+
 // Never destroyed: threads of streams use it until the process ends.
 Device& device() {
   static auto* const one = new Device;
@@ -96,30 +106,32 @@ int Device::place(Grid* grid) {
   if (!limits_room) return next_sm_++ % kMultiprocessors;
   for (const Grid* earlier : active_) {
     if (earlier == grid) break;
-    if (!earlier->placed()) return -1;
+    if (earlier->gpu_ == grid->gpu_ && !earlier->placed()) return -1;
   }
+  Multiprocessor* const sms = sms_[grid->gpu_];
   int best = -1;
   for (int sm = 0; sm < kMultiprocessors; ++sm) {
-    if (!has_room(sms_[sm], grid->work().footprint)) continue;
-    if (best < 0 || sms_[sm].blocks < sms_[best].blocks) best = sm;
+    if (!has_room(sms[sm], grid->work().footprint)) continue;
+    if (best < 0 || sms[sm].blocks < sms[best].blocks) best = sm;
   }
   if (best < 0) return -1;
   const Footprint& block = grid->work().footprint;
-  sms_[best].blocks += 1;
-  sms_[best].threads += block.threads;
-  sms_[best].registers += block.threads * block.registers;
-  sms_[best].shared += block.shared;
+  sms[best].blocks += 1;
+  sms[best].threads += block.threads;
+  sms[best].registers += block.threads * block.registers;
+  sms[best].shared += block.shared;
   return best;
 }
 
 void Device::leave(Grid* grid, int sm) {
   const std::lock_guard<std::mutex> hold(mutex_);
-  if (!limits_room || sms_[sm].blocks == 0) return;
+  Multiprocessor& left = sms_[grid->gpu_][sm];
+  if (!limits_room || left.blocks == 0) return;
   const Footprint& block = grid->work().footprint;
-  sms_[sm].blocks -= 1;
-  sms_[sm].threads -= block.threads;
-  sms_[sm].registers -= block.threads * block.registers;
-  sms_[sm].shared -= block.shared;
+  left.blocks -= 1;
+  left.threads -= block.threads;
+  left.registers -= block.threads * block.registers;
+  left.shared -= block.shared;
 }
 
 void Device::end(Grid* grid) {
@@ -222,6 +234,61 @@ bool Device::waits_forbidden(std::uintptr_t address) {
   return holds(peers_, address);
 }
 
+bool Device::first_use(const char* kind, std::uintptr_t address) {
+  if (!loads_lazily) return true;
+  {
+    const std::lock_guard<std::mutex> hold(mutex_);
+    const auto peer = std::find_if(peers_.begin(), peers_.end(), [=](const Memory& m) {
+      return address >= m.base && address < m.base + m.bytes;
+    });
+    if (peer == peers_.end() || !used_.emplace(kind, peer->base).second) return true;
+  }
+  return load_module(std::string("first ") + kind + " on another device");
+}
+
+void Device::add_gpu_memory(Memory memory, int gpu) {
+  const std::lock_guard<std::mutex> hold(landing_);
+  gpu_memory_.emplace_back(memory, gpu);
+}
+
+void Device::write(std::uintptr_t to, const void* from, std::size_t bytes) {
+  if (late_us > 0) {
+    const std::lock_guard<std::mutex> hold(landing_);
+    for (const auto& [memory, gpu] : gpu_memory_) {
+      if (to < memory.base || to >= memory.base + memory.bytes || gpu == current_gpu()) continue;
+      const auto* data = static_cast<const char*>(from);
+      const auto due = Clock::now() + std::chrono::microseconds(late_us);
+      late_.push_back({gpu, to, std::vector<char>(data, data + bytes), due});
+      return;
+    }
+  }
+  std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+}
+
+void Device::land(int gpu) {
+  if (late_us == 0) return;
+  const std::lock_guard<std::mutex> hold(landing_);
+  for (Late& one : late_) {
+    if (one.gpu != gpu) continue;
+    std::memcpy(reinterpret_cast<void*>(one.to), one.data.data(), one.data.size());
+    one.gpu = -1;
+  }
+  while (!late_.empty() && late_.front().gpu < 0) late_.pop_front();
+}
+
+void Device::land_what_is_due() {
+  if (late_us == 0) return;
+  const std::lock_guard<std::mutex> hold(landing_);
+  const auto at = Clock::now();
+  while (!late_.empty() && (late_.front().gpu < 0 || late_.front().due <= at)) {
+    const Late& one = late_.front();
+    if (one.gpu >= 0) {
+      std::memcpy(reinterpret_cast<void*>(one.to), one.data.data(), one.data.size());
+    }
+    late_.pop_front();
+  }
+}
+
 bool Device::is_own(std::uintptr_t address) {
   const std::lock_guard<std::mutex> hold(mutex_);
   return !holds(peers_, address) && !holds(host_, address);
@@ -271,19 +338,25 @@ void Device::reset() {
   peer_atomics = true;
   starving_ms = loading_ms = 5000;
   ordering = nullptr;
+  late_us = 0;
   ++generation;
   const char* queues = std::getenv("PTX_MACHINE_QUEUES");
   set_queues(queues != nullptr ? std::atoi(queues) : 0);
   const std::lock_guard<std::mutex> hold(mutex_);
   host_.clear();
   peers_.clear();
+  used_.clear();
+  const std::lock_guard<std::mutex> still(landing_);
+  gpu_memory_.clear();
+  late_.clear();
 }
 
 // -- blocks ----------------------------------------------------------------------------------------
 
-Grid::Grid(std::shared_ptr<const Work> work, std::uintptr_t stream)
+Grid::Grid(std::shared_ptr<const Work> work, std::uintptr_t stream, int gpu)
     : work_(std::move(work)),
       stream_(stream),
+      gpu_(gpu),
       blocks_(new Block[static_cast<std::size_t>(work_->blocks)]) {
   for (int i = 0; i < work_->blocks; ++i) blocks_[i].unit = i;
 }
@@ -359,6 +432,7 @@ Grid::Seen Grid::look(Block& block, int number) {
   }
   const std::uint32_t seen = load(wait.words + wait.index);
   if (reached(seen, wait.value)) {
+    device().land(gpu_);  // it acquires
     if (block.looked) work_->waited(wait, block.stamp, {number, block.sm});
     return Seen::kCame;
   }

@@ -32,7 +32,8 @@ constexpr int kLaunchFailure =
 constexpr int kRefused = 1;  // CUDA_ERROR_INVALID_VALUE
 constexpr int kNotSupported = 801;
 
-constexpr int kMultiprocessors = 8;
+constexpr int kMultiprocessors = 8;  // of each GPU
+constexpr int kGpus = 16;            // that the streams of a process can be on
 constexpr std::uint64_t kClockOffset = 3'000'000'000'000'000;  // 35 days
 
 // The device's clock, in nanoseconds: the host's, so far off that nothing takes one for the other.
@@ -63,6 +64,14 @@ extern std::atomic<const Ordering*> ordering;
 
 // Whether some of a range is reserved (cuMemAddressReserve), and not mapped with access: no longer, or not yet.
 bool is_unmapped(std::uintptr_t address, std::size_t bytes);
+
+// The GPU that the calling thread acts for: of a stream's thread, the stream's; else the one that the next
+// stream is made on.
+int& current_gpu();
+
+// Writes memory as a copy or a kernel of the current GPU does. If that is memory of another one, and late
+// writes are asked for, the data lands later than words that are written after it.
+void write(std::uintptr_t to, const void* from, std::size_t bytes);
 
 // Copies, or fills if there is no source; whether whole words are written.
 template <class Copy>
@@ -129,7 +138,7 @@ struct Work {
 // One execution of it. The thread of its stream steps its blocks.
 class Grid {
  public:
-  Grid(std::shared_ptr<const Work> work, std::uintptr_t stream);
+  Grid(std::shared_ptr<const Work> work, std::uintptr_t stream, int gpu);
   // Places blocks that find room, and goes on with those that have it; whether anything moved.
   bool step();
   bool placed() const { return placed_ == work_->blocks; }
@@ -161,6 +170,7 @@ class Grid {
 
   std::shared_ptr<const Work> work_;
   std::uintptr_t stream_;
+  const int gpu_;
   std::unique_ptr<Block[]> blocks_;
   std::atomic<int> placed_{0}, over_{0};
   Clock::time_point unplaced_since_ = Clock::now();
@@ -223,8 +233,18 @@ class Device {
   // Memory of the host, and of other devices. Of the latter no stream may wait for a word.
   void add_host_memory(Memory memory);
   void forbid_waits(Memory memory);
+  // Whether the first use of this kind towards another device, which may load code, is legal now.
+  bool first_use(const char* kind, std::uintptr_t address);
   bool waits_forbidden(std::uintptr_t address);
   bool is_own(std::uintptr_t address);
+
+  // Memory of one of several GPUs. Writes by others land there after `late_us`, or when a kernel of that
+  // GPU has seen a word that it waits for: what a stream waits for orders none of them.
+  std::atomic<int> late_us{0};
+  void add_gpu_memory(Memory memory, int gpu);
+  void write(std::uintptr_t to, const void* from, std::size_t bytes);
+  void land(int gpu);  // all
+  void land_what_is_due();
 
   // The log: lines of tab-separated fields.
   void record(bool on);
@@ -247,11 +267,21 @@ class Device {
   std::mutex mutex_;
   std::atomic<bool> failed_{false}, recording_{false};
   std::string error_, starved_;
-  Multiprocessor sms_[kMultiprocessors];
+  Multiprocessor sms_[kGpus][kMultiprocessors];
   std::vector<Grid*> active_;  // from when they may start until they end
   int next_sm_ = 0;
   std::vector<std::unique_ptr<Queue>> queues_, retired_;
   std::vector<Memory> host_, peers_;
+  std::set<std::pair<std::string, std::uintptr_t>> used_;  // towards other devices
+  struct Late {
+    int gpu;
+    std::uintptr_t to;
+    std::vector<char> data;
+    Clock::time_point due;
+  };
+  std::mutex landing_;
+  std::vector<std::pair<Memory, int>> gpu_memory_;
+  std::deque<Late> late_;
   std::vector<std::string> calls_, times_;
 };
 
@@ -291,6 +321,7 @@ class Stream {
   std::uintptr_t handle() const;
   void tell_awaited() const;
   int number() const { return number_; }
+  int gpu() const { return gpu_; }
 
  private:
   void work();
@@ -303,6 +334,7 @@ class Stream {
 
   const bool is_default_;
   const int number_;
+  const int gpu_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Entry>> entries_;

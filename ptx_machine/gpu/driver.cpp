@@ -43,7 +43,7 @@ void put_transfer(const char* what, void* stream, bool needs_room, std::function
     work.open = [](int, std::vector<Wait>*) {};
     work.close = [body = made.run](int, const std::vector<bool>&, Place) { body(); };
     made.run = [shared = std::make_shared<const Work>(std::move(work)), stream] {
-      Grid grid(shared, stream_of(stream)->handle());
+      Grid grid(shared, stream_of(stream)->handle(), stream_of(stream)->gpu());
       device().start(&grid);
       while (!grid.over()) {
         if (!grid.step()) nap();
@@ -125,6 +125,12 @@ void emulator_host_memory(std::uintptr_t base, std::size_t bytes) {
 void emulator_forbid_waits(std::uintptr_t base, std::size_t bytes) {
   device().forbid_waits({base, bytes});
 }
+// The GPU that streams are made on from now on, by this thread.
+void emulator_use_gpu(int gpu) { current_gpu() = gpu % kGpus; }
+void emulator_gpu_memory(std::uintptr_t base, std::size_t bytes, int gpu) {
+  device().add_gpu_memory({base, bytes}, gpu);
+}
+void emulator_write_late(int us) { device().late_us = us; }
 int emulator_resident() { return device().resident() ? 1 : 0; }
 int emulator_load_module(const char* name) { return device().load_module(name) ? 0 : 1; }
 void emulator_record(int yes) { device().record(yes != 0); }
@@ -230,6 +236,7 @@ int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
 }
 int cuMemcpyAsync(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, void* stream) {
   if (device().copies_refused) return refuse("emulated failure");
+  if (!device().first_use("copy", to)) return kLaunchFailure;
   log_call("copy", stream,
            number("bytes", bytes) + ";" + number("to", to) + ";" + number("from", from));
   const bool inside = device().is_own(to) && device().is_own(from);
@@ -242,9 +249,9 @@ int cuMemcpyAsync(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, voi
     }
     // Copy engines write aligned words whole: flags that are copied may be polled meanwhile.
     const bool words = to % 4 == 0 && bytes % 4 == 0;
-    observed(to, from, bytes, words, [=] {
-      std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
-    });
+    device().land_what_is_due();
+    observed(to, from, bytes, words,
+             [=] { emulated::write(to, reinterpret_cast<const void*>(from), bytes); });
   });
   return 0;
 }
@@ -267,6 +274,9 @@ int cuStreamBatchMemOp_v2(void* stream, unsigned count, const BatchOp* ops, unsi
     ++waits;
     if (device().waits_forbidden(ops[i].address)) return refuse(kForeign);
   }
+  for (unsigned i = 0; i < count; ++i) {
+    if (!device().first_use("memory operation", ops[i].address)) return kLaunchFailure;
+  }
   log_call("batch", stream, number("waits", waits) + ";" + number("writes", count - waits));
   stream_of(stream)->put(item("batch", [all = std::vector<BatchOp>(ops, ops + count)] {
     for (const BatchOp& op : all) {
@@ -277,6 +287,7 @@ int cuStreamBatchMemOp_v2(void* stream, unsigned count, const BatchOp* ops, unsi
   return 0;
 }
 int cuMemsetD32Async(std::uintptr_t words, unsigned value, std::size_t count, void* stream) {
+  if (!device().first_use("fill", words)) return kLaunchFailure;
   log_call("fill", stream, number("words", count) + ";" + number("to", words));
   put_transfer("fill", stream, device().copies_need_room && device().is_own(words), [=] {
     observed(words, 0, 4 * count, true, [=] {

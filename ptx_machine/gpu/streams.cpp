@@ -72,6 +72,7 @@ bool predecessor_ended() {
 Stream::Stream(bool is_default)
     : is_default_(is_default),
       number_(is_default ? 0 : ++streams_made),
+      gpu_(is_default ? 0 : current_gpu()),
       thread_([this] { work(); }) {
   if (is_default_) return;
   ++device().streams_alive;
@@ -182,6 +183,7 @@ void Stream::drain() {
   std::unique_lock<std::mutex> hold(mutex_);
   while (!entries_.empty() && !device().failed()) {
     turns().let_go();
+    device().land_what_is_due();
     changed_.wait_for(hold, std::chrono::milliseconds(10));
   }
   if (entries_.empty()) tell_awaited();
@@ -189,6 +191,7 @@ void Stream::drain() {
 
 void Stream::work() {
   bool has_turn = false;
+  current_gpu() = gpu_;
   for (;;) {
     std::unique_lock<std::mutex> hold(mutex_);
     changed_.wait(hold, [this] { return !entries_.empty(); });
@@ -238,7 +241,7 @@ std::shared_ptr<Stream::Entry> Stream::behind(const std::shared_ptr<Entry>& entr
 }
 
 void Stream::start(Entry& entry) {
-  entry.grid = std::make_unique<Grid>(entry.item.work, handle());
+  entry.grid = std::make_unique<Grid>(entry.item.work, handle(), gpu_);
   entry.began = Clock::now();
   device().start(entry.grid.get());
 }

@@ -154,7 +154,7 @@ def test_blocks_that_have_room_run_together(
 def test_blocks_are_placed_breadth_first(
     gpu: EmulatedDevice, launches: Launches, stream: int, blocks: int, fits: bool
 ) -> None:
-    """Eight small blocks would fit on one multiprocessor, but are placed on eight."""
+    """Eight blocks would fit on four multiprocessors, but are placed on eight."""
     gpu.limit_room()
     flags = launches.words(1000)
     args, _ = launches.reduction(64, flags=flags, blocks=blocks)

@@ -3,15 +3,20 @@ enforces the rule. With processes: test_gpu_rules_processes.py."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from emulated import EmulatedDevice, emulated_device
-from emulated_cases import BF16
+from emulated_cases import BF16, eventually
+from emulated_worlds import GpuEach
 from flux import _C, Knobs, PeerTimeoutError
 from flux.transport.loopback import LoopbackWorld
 from flux.transport.virtual import VirtualWorld
@@ -184,6 +189,114 @@ def test_waiting_and_failing_create_no_stream(device: EmulatedDevice, op: str) -
         device.finish()
 
 
+def waiting_for_more_than_a_peer(
+    device: EmulatedDevice, knobs: Knobs, circle: Callable[..., None]
+) -> str:
+    """Two ranks with a GPU each, and two ops on two streams of each; return what starved.
+
+    ``circle`` makes the calls. A kernel of neither op (`ordinary`) is part of the circle.
+    """
+    device.limit_room()
+    device.starving_after(1.0)
+    p = Problem("ag_gemm", 64, (16,), 8, BF16)
+    inputs = [Inputs(p, 64, 2, seed=seed) for seed in range(2)]
+    word = torch.zeros(1, dtype=torch.int32)
+    box = torch.zeros(8, 8, dtype=BF16)
+
+    def ordinary(stream: int) -> None:
+        place = (ctypes.c_size_t(box.data_ptr()), 8, 8)
+        device.library.emulator_store_box(ctypes.c_void_p(stream), *place, 0, 0)
+
+    with GpuEach(2, device) as ranks, ExitStack() as stack:
+        ops = [stack.enter_context(built(ranks, p, tuning=knobs, timeout_s=5.0)) for _ in inputs]
+        aside = [ranks.new_stream_of(r) for r in range(2)]
+        calls = [[each.ready(r) for r in range(2)] for each in inputs]
+        outs: dict[tuple[int, int], Any] = {}
+
+        def call(op: int, rank: int, stream: int) -> None:
+            with device.on_stream(stream):
+                outs[op, rank] = calls[op][rank](ops[op][rank])
+
+        circle(ranks.streams, aside, call, ordinary, word)
+        ended = eventually(lambda: all(map(device.driver.ready, (*ranks.streams, *aside))), 2.0)
+        starved = device.starved()
+        assert ended == (starved == "")
+        word.fill_(1)
+        for each in (*ranks.streams, *aside):
+            device.driver.synchronize(each)
+        for (op, rank), got in outs.items():
+            inputs[op].check(got, rank)
+    device.clear_error()
+    return starved
+
+
+@pytest.mark.parametrize(("margin", "room"), [(0, False), (None, True)])
+def test_kernels_that_wait_leave_room_for_others(
+    device: EmulatedDevice, margin: int | None, room: bool
+) -> None:
+    """Rank 1 makes its call after a kernel of rank 0, as of a pipeline, which comes behind one that
+    waits for rank 1."""
+
+    def circle(streams: Any, aside: Any, call: Any, ordinary: Any, word: torch.Tensor) -> None:
+        call(0, 0, streams[0])
+        assert eventually(device.resident)
+        ordinary(aside[0])
+        device.driver.signal(aside[0], word.data_ptr(), 1)
+        device.driver.await_signal(streams[1], word.data_ptr(), 1)
+        call(0, 1, streams[1])
+
+    starved = waiting_for_more_than_a_peer(device, Knobs(sm_margin=margin), circle)
+    assert (starved == "") == room
+
+
+def test_ops_of_two_streams_do_not_wait_at_the_same_time(device: EmulatedDevice) -> None:
+    """Both ranks call op 0, then op 1. On rank 1 the stream of op 0 is late, and in front of its
+    call is a kernel; on rank 0 that is so for op 1. Without a margin the order has to do."""
+
+    def circle(streams: Any, aside: Any, call: Any, ordinary: Any, word: torch.Tensor) -> None:
+        call(0, 0, streams[0])
+        assert eventually(device.resident)
+        ordinary(aside[0])
+        call(1, 0, aside[0])
+        device.driver.await_signal(streams[1], word.data_ptr(), 1)
+        ordinary(streams[1])
+        call(0, 1, streams[1])
+        call(1, 1, aside[1])
+        time.sleep(0.05)  # op 1 of rank 1 may take all multiprocessors
+        word.fill_(1)
+
+    assert waiting_for_more_than_a_peer(device, Knobs(sm_margin=0), circle) == ""
+
+
+def test_kernels_that_wait_to_forward_need_a_margin(device: EmulatedDevice) -> None:
+    pushed = Knobs(sm_margin=0, order="ring1d", direction="push")
+    with GpuEach(2, device) as ranks:
+        with pytest.raises(ValueError, match="sm_margin must be 1 or more where rows are pushed"):
+            Problem("ag_gemm", 8, (8,), 8, BF16).build(ranks.rank(0), tuning=pushed)
+        with pytest.raises(ValueError, match=r"sm_margin must be an integer >= 0, got -1"):
+            Knobs(sm_margin=-1)
+
+
+@pytest.mark.parametrize(
+    ("op", "knobs"),
+    [
+        ("gemm_ar", Knobs()),
+        ("ag_gemm", Knobs(order="ring1d", direction="push")),
+        ("ag_gemm", Knobs(order="ring1d", direction="pull")),
+    ],
+)
+def test_kernels_wait_for_rows_that_streams_copy_on(
+    device: EmulatedDevice, op: str, knobs: Knobs
+) -> None:
+    """Rows of peers land later than words that come after them, unless a kernel acquires these."""
+    device.write_late(20_000)
+    p = Problem(op, 24, (8,), 8, BF16)
+    everything = [Inputs(p, m, 4, seed=m) for m in (24, 23, 24)]
+    with GpuEach(4, device) as ranks, built(ranks, p, tuning=knobs, timeout_s=5.0) as ops:
+        outs = call_on_and_on(ranks, ops, everything)
+        check(ops, everything, outs)
+
+
 def test_results_are_right_under_all_rules(device: EmulatedDevice) -> None:
     """One case of each op with every rule at once."""
     for rule in (device.limit_room, device.load_lazily):
@@ -199,19 +312,20 @@ def test_results_are_right_under_all_rules(device: EmulatedDevice) -> None:
 
 
 @pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("apart", "margin"), [(False, None), (True, None), (True, 0)])
 def test_reductions_begin_early_where_a_rank_has_the_device(
-    device: EmulatedDevice, op: str, apart: bool
+    device: EmulatedDevice, op: str, apart: bool, margin: int | None
 ) -> None:
-    """With a shared device, an early reduction would occupy multiprocessors of a peer's GEMM."""
+    """Elsewhere it would occupy multiprocessors that are left to a peer's GEMM or to streams."""
     p = Problem(op, 23, (12,), 10, BF16)
     everything = [Inputs(p, m, 2, seed=m) for m in (23, 1, 7)]
     world = ApartWorld if apart else VirtualWorld
-    with world(2, device) as ranks, built(ranks, p, timeout_s=1.0) as ops, device.record_calls():
+    options: dict[str, Any] = {"tuning": Knobs(sm_margin=margin), "timeout_s": 1.0}
+    with world(2, device) as ranks, built(ranks, p, **options) as ops, device.record_calls():
         outs = call_on_and_on(ranks, ops, everything)
         check(ops, everything, outs)
     launched = [call.details["early"] for call in device.calls() if call.name == "launch"]
-    assert ("1" in launched) is apart and "0" in launched
+    assert ("1" in launched) is (apart and margin == 0) and "0" in launched
 
 
 @pytest.mark.parametrize(

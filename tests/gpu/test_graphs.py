@@ -195,7 +195,7 @@ def test_rank_that_does_not_replay_raises_on_its_peers(a100: EmulatedDevice, op:
             graphs.append(graph)
         with a100.on_stream(ranks.streams[0]):
             graphs[0].replay()
-        waits = "same call of a captured graph" if op == "ag_gemm" else "entry of rank 1"
+        waits = "same place in the call" if op == "ag_gemm" else "entry of rank 1"
         with pytest.raises(PeerTimeoutError, match=f"waited more than 0.3 s for .*{waits}"):
             calls.ops[0].wait()
         with pytest.raises(PeerTimeoutError, match="rank 0 gave up"):

@@ -105,6 +105,12 @@ def test_a_set_variable_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["environment"]["FLUX_POISON"]["value"] == "'1'"
 
 
+@pytest.mark.parametrize(("value", "fine"), [("EAGER", True), ("LAZY", False), (None, False)])
+def test_eager_loading_of_modules_is_recommended(value: str | None, fine: bool) -> None:
+    item = doctor.module_loading(value)
+    assert (item.status == doctor.OK) == fine and ("set it to EAGER" in item.note) != fine
+
+
 def test_no_shared_memory_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -46,7 +46,9 @@ class Rank:
         own = [device.register(t) for t in (self.count, self.reset, self.words, self.status)]
         count, reset, words, status = own
         head = struct.pack("<iiIi", WORLD, rank, 1, 600)
-        body = struct.pack("<67Q", count, reset, *raised, words, *statuses)
+        waits = struct.pack("<4i", 0, WORLD, 5, 0)
+        body = struct.pack("<35Q", count, reset, *raised, words) + waits
+        body += struct.pack("<32Q", *statuses)
         sync = struct.pack("<IIQQQQQ", 0, 0, TIMED_OUT_AFTER, status, 0, 0, 0)
         return head + body + sync
 

@@ -95,9 +95,9 @@ def test_first_or_each_warp_group_writes_a_record(printed: list[list[int]]) -> N
     tile, part, wait = 1, 2, 3
     records = printed[1:]
     both = [
-        [tile, thread, 2, 0, 70 + b, b * 4 + thread // 128] for b in (0, 1) for thread in (128, 256)
+        [tile, thread, 2, 0, 70 + b, b * 8 + thread // 128] for b in (0, 1) for thread in (128, 256)
     ]
-    shared = [[part, 8, 9, 0, 70 + b, b * 4 + 1] for b in (0, 1)]
+    shared = [[part, 8, 9, 0, 70 + b, b * 8 + 1] for b in (0, 1)]
     assert [r[:6] for r in records[:7]] == [*both, *shared, [wait, 1, 2, 4, 70, 0]]
     assert all(r[6:] == [5, 3, 1] for r in records[:7]), "epoch, launch, and begin before end"
 

@@ -1,5 +1,6 @@
-// Where the ranks of a captured call meet (docs/kernels/protocol.md, captured calls): one block, launched on the
-// caller's stream when the kernels of earlier calls have ended, so it finds a multiprocessor free.
+// Waits on a stream that copies of what peers have written come behind (docs/kernels/protocol.md): one block.
+// On the caller's stream it is launched when the kernels of earlier calls have ended, so it finds a
+// multiprocessor free. On a copy stream it runs beside a GEMM, on one that this leaves (Knobs.sm_margin).
 //
 // Memory ordering. The block's resets come before its raises: a barrier and a fence lie between. Writes of
 // a peer before its own `meet` are visible to later work of this stream: the acquire that saw the peer's
@@ -12,7 +13,7 @@
 
 namespace flux {
 
-constexpr int kMeetThreads = 256;
+constexpr int kMeetThreads = 256;  // if words are reset, or many awaited
 
 // Plain stores, no atomics: a peer behind PCIe supports none. The code is stored last.
 __device__ inline void tell_given_up(FluxMeetArgs const& args, int peer, std::uint32_t number) {
@@ -23,30 +24,38 @@ __device__ inline void tell_given_up(FluxMeetArgs const& args, int peer, std::ui
   status[FLUX_STATUS_CODE] = FLUX_ABANDONED;
 }
 
-static __global__ void __launch_bounds__(kMeetThreads)
+static __global__ void __launch_bounds__(kMeetThreads, 8)
     meet_kernel(const __grid_constant__ FluxMeetArgs args) {
   __shared__ std::uint32_t shared_number;
-  const int thread = static_cast<int>(threadIdx.x);
-  if (thread == 0) *args.count = shared_number = *args.count + args.advance;
-  for (int i = thread; i < args.reset_count; i += kMeetThreads) args.reset[i] = 0;
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  if (thread == 0) {
+    shared_number = args.sync.epoch;
+    if (args.count != nullptr) *args.count = shared_number = *args.count + args.advance;
+  }
+  for (int i = thread; i < args.reset_count; i += threads) args.reset[i] = 0;
   __threadfence_system();
   __syncthreads();
-  const std::uint32_t number = shared_number;
+  FluxSync sync = args.sync;
+  sync.epoch = shared_number;
+  const bool has_peer = thread < args.world;
+  if (has_peer && args.raised[thread] != nullptr) {
+    store_release_sys(args.raised[thread], sync.epoch);
+  }
   bool came = true;
-  if (thread < args.world) {
-    store_release_sys(args.raised[thread], number);
-    FluxSync sync = args.sync;
-    sync.epoch = number;
-    if (args.awaited != nullptr) came = await(args.awaited, thread, sync, FLUX_WAIT_MEET, 0);
+  for (int i = thread; args.awaited != nullptr && i < args.awaited_count; i += threads) {
+    came &= await(args.awaited, args.first + i, sync, args.code, 0);
   }
   const bool complete = __syncthreads_and(came);
-  if (!complete && thread < args.world && thread != args.rank) tell_given_up(args, thread, number);
+  if (!complete && has_peer && thread != args.rank && args.statuses[thread] != nullptr) {
+    tell_given_up(args, thread, sync.epoch);
+  }
 }
 
 // FluxKernel.meet, of all kernels.
 inline int meet(FluxMeetArgs const* args, void* stream) {
   if (args->world > FLUX_MAX_WORLD) return FLUX_REFUSED;
-  meet_kernel<<<1, kMeetThreads, 0, static_cast<cudaStream_t>(stream)>>>(*args);
+  const bool small = args->reset_count == 0 && args->awaited_count <= 32;
+  meet_kernel<<<1, small ? 32 : kMeetThreads, 0, static_cast<cudaStream_t>(stream)>>>(*args);
   return static_cast<int>(cudaGetLastError());
 }
 

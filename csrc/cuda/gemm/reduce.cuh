@@ -5,7 +5,8 @@
 // It starts on a strip of a tile as soon as all sources have raised the tile's flag. Its blocks spin
 // until then, and must not hold what a GEMM that they wait for needs to start:
 //   one rank per device   launched behind the own GEMM, it gets no multiprocessor before that has them
-//                         all or has given some back; peers have multiprocessors of their own
+//                         all or has given some back; GEMMs of other streams, which a peer may wait for,
+//                         have two thirds of the multiprocessors (reduce_blocks)
 //   ranks that share one  each multiprocessor with a block of it has no room for one of a GEMM, and a
 //                         device places blocks breadth-first: so it has no more blocks than the rank
 //                         has multiprocessors (FluxReduceArgs.most_blocks)
@@ -17,7 +18,8 @@
 // rank's too. What the reduction reads else was written before the GEMM was launched. Each block ends
 // with griddepcontrol.wait, so the reduction ends after the GEMM, and what follows on the stream, or in
 // a graph, comes behind both. `early` is not for ranks that share a device, nor where multiprocessors
-// are left to kernels of other streams: blocks of the reduction would take those, and wait there.
+// are left to kernels of other streams (Knobs.sm_margin): blocks of the reduction would take those, and
+// wait there.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -31,7 +33,21 @@
 
 namespace flux {
 
-constexpr int kReduceThreads = 256;
+constexpr int kReduceThreads = 256;  // of a team, which sums one strip at a time
+constexpr int kReduceTeams = 4;      // of a block
+constexpr int kReduceBlock = kReduceThreads * kReduceTeams;
+
+// Whether `value` holds for all threads of the team, which meets here.
+__device__ __forceinline__ bool all_of_team(int team, bool value) {
+  int all;
+  asm volatile(
+      "{\n\t.reg .pred p, q;\n\tsetp.ne.s32 p, %1, 0;\n\t"
+      "barrier.cta.red.and.pred q, %2, %3, p;\n\tselp.s32 %0, 1, 0, q;\n\t}"
+      : "=r"(all)
+      : "r"(static_cast<int>(value)), "r"(team + 1), "n"(kReduceThreads)
+      : "memory");
+  return all != 0;
+}
 
 // Sum of `Width` neighbouring elements over `count` slots, in their order. slot(i): where elements of
 // slot i begin.
@@ -92,7 +108,8 @@ __device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int 
                              bool complete) {
   using Vector = cutlass::AlignedArray<Element, Width>;
   const int vectors = columns / Width;
-  for (int at = threadIdx.x; at < rows * vectors; at += kReduceThreads) {
+  const int thread = static_cast<int>(threadIdx.x) % kReduceThreads;
+  for (int at = thread; at < rows * vectors; at += kReduceThreads) {
     const int r = row + at / vectors;
     const int c = column + at % vectors * Width;
     cutlass::Array<float, Width> sum;
@@ -134,14 +151,18 @@ __device__ __forceinline__ void let_reduction_start() {
 }
 
 template <class Element, int Width>
-__global__ void __launch_bounds__(kReduceThreads)
+__global__ void __launch_bounds__(kReduceBlock, 1)
     reduce_kernel(const __grid_constant__ FluxReduceArgs args) {
   const ScatterTiling s{args.m, args.n, args.world, args.tile_m, args.tile_n};
   const Range tiles = tiles_of_owner(s, args.rank);
   const int strips = ceil_div(args.tile_m, kStripRows);
   const int columns = flag_columns(s);
   const int units = (tiles.end - tiles.begin) * columns * strips;  // as reduce_units() says
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+  const int team = static_cast<int>(threadIdx.x) / kReduceThreads;
+  const int thread = static_cast<int>(threadIdx.x) % kReduceThreads;
+  const int blocks = static_cast<int>(gridDim.x);
+  for (int unit = static_cast<int>(blockIdx.x) + team * blocks; unit < units;
+       unit += kReduceTeams * blocks) {
     const int tile_row = tiles.begin + unit / (columns * strips);
     const int column = unit / strips % columns;
     const int begin = max_of(tile_row * s.tile_m + unit % strips * kStripRows, args.first_row);
@@ -150,12 +171,12 @@ __global__ void __launch_bounds__(kReduceThreads)
         args.first_row + args.rows);
     if (begin < end) {
       bool came = true;
-      if (args.flags != nullptr && static_cast<int>(threadIdx.x) < args.source_count) {
-        const int source = args.first_source + static_cast<int>(threadIdx.x);
+      if (args.flags != nullptr && thread < args.source_count) {
+        const int source = args.first_source + thread;
         const int flag = flag_index(s, source, args.rank, tile_row, column);
         came = await(args.flags, flag, args.sync, FLUX_WAIT_PARTIAL, tile_row);
       }
-      const bool complete = __syncthreads_and(came);
+      const bool complete = all_of_team(team, came);
       if (args.out_count == 0) continue;
       // The partials were written at other addresses than the switch reads them at.
       if (args.switch_in != nullptr) fence_alias();
@@ -163,11 +184,11 @@ __global__ void __launch_bounds__(kReduceThreads)
       const std::uint64_t began = stamp();
       reduce_strip<Element, Width>(args, begin - args.first_row, end - begin, first,
                                    min_of(s.tile_n, args.n - first), complete);
-      if (threadIdx.x == 0) tell(args.sync, began, {FLUX_TRACE_SUM, begin, column, end - begin});
+      if (thread == 0) tell(args.sync, began, {FLUX_TRACE_SUM, begin, column, end - begin});
     }
   }
   await_gemm();
-  if (threadIdx.x == 0) report_failure(args.sync);
+  if (thread == 0) report_failure(args.sync);
 }
 
 inline bool aligned16(const void* pointer) {
@@ -201,7 +222,7 @@ int reduce_partials(FluxReduceArgs const* args, void* stream) {
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(reduce_blocks(*args));
-  config.blockDim = dim3(kReduceThreads);
+  config.blockDim = dim3(kReduceBlock);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &early;
   config.numAttrs = kEarly && args->early != 0 ? 1 : 0;

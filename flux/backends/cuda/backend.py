@@ -46,7 +46,7 @@ from flux.core.topology import Topology
 from flux.kernels import loading
 from flux.kernels.registry import BuiltKernel
 from flux.select.heuristic import most_comm_tiles
-from flux.transport.base import WORD, DeviceTransport, Peers, beside
+from flux.transport.base import WORD, DeviceTransport, Peers, beside, margin
 from flux.transport.device import Device
 from flux.transport.watch import Watch
 
@@ -114,6 +114,8 @@ class CudaBackend:
         self.sums_by_switch = sums_by_switch(spec, transport, knobs)
         if self.sums_by_switch:
             knobs = replace(knobs, reduce="local")  # as far as kernels and memory are concerned
+        self.margin = self._margin(knobs)
+        self.sm_count = max(1, self.sm_count - self.margin)
         sizes = (knobs, choice.kernel)
         chosen = choose_kernels(spec, transport, self.sm_count, *sizes)
         self._activate_after = any(kernel.activate_after for kernel in chosen)
@@ -123,7 +125,9 @@ class CudaBackend:
             cluster = max(math.prod(kernel.built.config.cluster) for kernel in chosen)
             self.sm_count = max(1, self.sm_count - self.beside * cluster)
         self.configs = [kernel.built.config for kernel in chosen]
-        self.cluster: ClusterTile | None = cluster_tile(spec, transport, self.configs, *sizes)
+        self.cluster: ClusterTile | None = cluster_tile(
+            spec, transport, self.sm_count, self.configs, *sizes
+        )
         self.kernels = [self._load(kernel.built) for kernel in chosen]
         self._fit = Fit(max(kernel.built.config.alignment_elements for kernel in chosen))
         tile = self.kernels[0].tile
@@ -151,6 +155,7 @@ class CudaBackend:
         who = f"{spec.label}: rank {self.rank}"
         noticed = (self.native, self.peers, watch, self._report)
         self._waits = StreamWaits(who, transport, *noticed, timeout_s)
+        self._touch_peers()
         self._calls = CachedCalls()
         self.repeats = 0  # calls that were recognised
         self._open = True
@@ -193,7 +198,43 @@ class CudaBackend:
             dtype=int(spec.out_dtype == torch.float16),  # FLUX_BF16, FLUX_F16
             shared=self.transport.sm_share < self.device.sm_count,
             graph_overlap=GRAPH_OVERLAP.get(),
+            lane=self.transport.lane,
+            margin=self.margin,
         )
+
+    def _margin(self, knobs: Knobs) -> int:
+        """Return the multiprocessors that this rank's kernels leave to other streams.
+
+        By default none where fewer than all are its own: the others are left as well.
+
+        Raises:
+            ValueError: kernels on the copy stream would have no room.
+        """
+        forwards = self.spec.op.gathers and knobs.direction != "pull"
+        forwards &= knobs.path == "medium" or knobs.order not in (None, "direct")
+        if knobs.sm_margin == 0 and forwards:
+            raise ValueError(
+                f"{self.spec.label}: sm_margin must be 1 or more where rows are pushed on, got 0 "
+                f"with order = {knobs.order}: kernels wait for them beside the GEMM"
+            )
+        if knobs.sm_margin is not None:
+            return knobs.sm_margin
+        alone = self.world > 1 and self.nodes == 1 and self.sm_count == self.device.sm_count
+        return margin(self.sm_count) if alone else 0
+
+    @on_its_device
+    def _touch_peers(self) -> None:
+        """Make the first copies between this rank and its peers: see ``CudaOp.touch_peers``.
+
+        Raises:
+            PeerTimeoutError: a kernel of another op kept them from ending.
+        """
+        self.native.touch_peers()
+        if not self._waits.drain(self.native.copy_stream):
+            raise PeerTimeoutError(
+                f"{self.spec.label}: rank {self.rank}: the first copies to its peers were not done "
+                f"after {self.timeout_s:g} s"
+            )
 
     @property
     def workspace_bytes(self) -> int:

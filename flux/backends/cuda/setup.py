@@ -65,6 +65,7 @@ def choose_kernels(
 def cluster_tile(
     spec: OpSpec,
     transport: DeviceTransport,
+    sm_count: int,
     configs: Sequence[GemmConfig],
     knobs: Knobs,
     preferred: GemmConfig | None,
@@ -74,5 +75,5 @@ def cluster_tile(
     columns = spec.local_n(world, 0)
     if columns == spec.local_n(world, transport.rank):
         return ClusterTile.of(configs)
-    args = (transport.device, knobs, transport.sm_share, preferred, TRACE.get())
+    args = (transport.device, knobs, sm_count, preferred, TRACE.get())
     return ClusterTile.of(op_kernel(spec, world, n, *args).built.config for n in columns)

@@ -18,7 +18,7 @@ _WAITS = {
     1: "rows of x (AllGather signal {signal})",
     2: "the entry of rank {signal}, before writing to its memory",
     3: "partials of a peer (flag {signal})",
-    5: "rank {signal} to reach the same call of a captured graph",
+    5: "rank {signal} to reach the same place in the call",
     6: "the sum of node {node}",
 }
 

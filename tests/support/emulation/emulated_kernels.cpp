@@ -39,8 +39,7 @@ constexpr int kBoxColumns = 4;
 
 // With this, one block of a GEMM fills a multiprocessor.
 constexpr Footprint kGemm{384, 168, 227 << 10};
-constexpr Footprint kReduction{256, 32, 0};
-constexpr Footprint kMeeting{256, 32, 0};
+constexpr Footprint kReduction{1024, 32, 0};
 
 // The code of a kernel: loaded onto the device by `prepare`, or by its first launch.
 struct Code {
@@ -203,7 +202,8 @@ int make_gemm_rs(const FluxGemmArgs& args, Work* work) {
 // What a rank has summed up goes to each rank that wants it.
 void put_sum(const FluxReduceArgs& args, std::int64_t at, std::uint16_t sum) {
   for (int out = 0; out < args.out_count; ++out) {
-    static_cast<std::uint16_t*>(args.outs[out])[at] = sum;
+    auto* const to = static_cast<std::uint16_t*>(args.outs[out]) + at;
+    emulated::write(reinterpret_cast<std::uintptr_t>(to), &sum, sizeof(sum));
   }
 }
 
@@ -279,21 +279,24 @@ int make_reduction(const FluxReduceArgs& args, Work* work) {
 // What is done to one rank at a time, as the threads of the kernel's one block do it.
 int make_meeting(const FluxMeetArgs& args, Work* work) {
   const auto number = std::make_shared<std::uint32_t>();
-  work->footprint = kMeeting;
+  const bool small = args.reset_count == 0 && args.awaited_count <= 32;
+  work->footprint = Footprint{small ? 32 : 256, 32, 0};
   emulated::set_sync(args.sync, false, work);
   work->open = [=](int, std::vector<Wait>* waits) {
     for (int i = 0; i < args.reset_count; ++i) emulated::store(args.reset + i, 0);
-    *number = *args.count += args.advance;
+    *number = args.count != nullptr ? *args.count += args.advance : args.sync.epoch;
     emulated::dawdle();
-    for (int rank = 0; rank < args.world; ++rank) emulated::store(args.raised[rank], *number);
-    for (int rank = 0; args.awaited != nullptr && rank < args.world; ++rank) {
-      waits->push_back({args.awaited, rank, *number, "rank", FLUX_WAIT_MEET, 0});
+    for (int rank = 0; rank < args.world; ++rank) {
+      if (args.raised[rank] != nullptr) emulated::store(args.raised[rank], *number);
+    }
+    for (int i = 0; args.awaited != nullptr && i < args.awaited_count; ++i) {
+      waits->push_back({args.awaited, args.first + i, *number, "word", args.code, 0});
     }
   };
   work->close = [=](int, const std::vector<bool>& came, Place) {
     if (std::find(came.begin(), came.end(), false) == came.end()) return;
     for (int rank = 0; rank < args.world; ++rank) {
-      if (rank == args.rank) continue;
+      if (rank == args.rank || args.statuses[rank] == nullptr) continue;
       args.statuses[rank][FLUX_STATUS_SIGNAL] = static_cast<std::uint64_t>(args.rank);
       args.statuses[rank][FLUX_STATUS_EXPECTED] = *number;
       __atomic_store_n(args.statuses[rank], std::uint64_t{FLUX_ABANDONED}, __ATOMIC_RELEASE);

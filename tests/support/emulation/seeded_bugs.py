@@ -96,6 +96,7 @@ WAITS = r"[^\n]*\n +waits for "
 
 # -- patterns --------------------------------------------------------------------------------------
 JOINED = r"bar\.red\.and\.pred\s+(\S+), 0, (\S+);"  # __syncthreads_and
+TEAM_JOINED = r"barrier\.cta\.red\.and\.pred\s+(\S+), \S+, \d+, (\S+);"  # all_of_team
 NOT_JOINED = r"and.pred \1, \2, \2;"
 REACHED = r"setp\.gt\.s32\s+(\S+), (\S+), -1;"  # a word has reached the epoch
 REACHED_BEFORE = r"setp.gt.s32 \1, \2, -2;"
@@ -171,7 +172,7 @@ BUGS = {
     "flags raised relaxed": _rs80(r"st\.release\.sys", "st.relaxed.sys", RELEASED, SUMMED),
     "flags raised at the GPU's scope": _rs80(r"st\.release\.sys", "st.release.gpu", SCOPE, FLAG),
     "a flag before its store": _rs80(LAST_STORE + BEHIND, r"\2 \1", RELEASED, SUMMED),
-    "no barrier behind the wait for flags": _sum80(JOINED, NOT_JOINED, RELEASED, SUMMED),
+    "no barrier behind the wait for flags": _sum80(TEAM_JOINED, NOT_JOINED, RELEASED, SUMMED),
     "no barrier before the flags": _rs80(JOINED, NOT_JOINED, RELEASED, SUMMED),
     # -- captured calls
     "the number without a barrier": _meet("80", r"bar\.sync\s+0;", "", BARRIER, r"ld\.shared"),

@@ -154,8 +154,8 @@ BUGS = [
     Bug(
         "forwarded-signal",
         "rows are forwarded behind their signal",
-        _ag(**_RING),
-        no_stream_wait("signal", "copy stream"),
+        _ag(**_RING, apart=True),
+        no_tile_wait_on("signal", "copy stream"),
     ),
     *(
         Bug(
@@ -221,7 +221,7 @@ BUGS = [
         "done-awaited",
         "the result is read behind the 'done' of all ranks",
         _rs("gemm_ar"),
-        no_stream_wait("'done'", "caller's stream"),
+        no_meeting("'done'"),
     ),
     Bug(
         "done-after-reduction",
@@ -272,7 +272,7 @@ BUGS = [
                 "gemm_ar",
                 "done-awaited",
                 "the result is read behind the 'done' of all ranks",
-                no_stream_wait("'done'", "caller's stream"),
+                no_meeting("'done'"),
                 False,
             ),
         )

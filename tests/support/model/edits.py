@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from model.program import POISON, Item, Program, Step
 from model.recording import Kind, What
@@ -172,7 +173,17 @@ def entry_before_fill(program: Program) -> None:
 
 
 def done_before_reduction(program: Program) -> None:
-    move_up(program, of_word(program, Kind.raise_, "'done'"), is_kernel)
+    """Exchange the kernel that exchanges 'done' and the one before it."""
+    raises = of_word(program, Kind.raise_, "'done'")
+    changed = False
+    for items in program.streams:
+        kernels = [item for item in items if isinstance(item, list)]
+        for before, kernel in pairwise(kernels):
+            if any(raises(step) for block in kernel for step in block):
+                items.remove(kernel)
+                items.insert(items.index(before), kernel)
+                changed = True
+    assert changed, "there is no 'done'"
 
 
 def entry_forgotten(program: Program) -> None:

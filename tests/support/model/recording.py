@@ -133,7 +133,8 @@ class Scenario:
         switch: memory has a multicast address, and GemmRS and GemmAR reduce in flight.
         nodes: that the ranks are on.
         puts: nodes reach each other by NVSHMEM, whose kernels send the sums.
-        apart: each rank has a GPU of its own, so that reductions begin beside their GEMM.
+        apart: each rank has a GPU of its own, so that reductions begin beside their GEMM, and
+            kernels wait for rows that are forwarded.
     """
 
     ops: tuple[str, ...]
@@ -170,7 +171,8 @@ class Scenario:
         extras += [f"{self.streams} streams"] if self.streams > 1 else []
         extras += ["by the switch"] if self.switch else []
         extras += ["by puts"] if self.puts else []
-        extras += ["early reduction"] if self.apart else []
+        if self.apart:
+            extras += ["a GPU each" if self.ops == ("ag_gemm",) else "early reduction"]
         if self.captured:
             every = len(self.captured) == len(self.rows)
             which = "all calls" if every else "call " + ",".join(str(t + 1) for t in self.captured)
@@ -330,13 +332,15 @@ class _Session:
         n, k = (s.n or 4 * s.world, 4) if gathers else (8, 2 * s.world)
         order = None if s.nodes > 1 and s.order == "direct" else s.order
         knobs = Knobs(direction=s.direction, order=order, comm_tile_rows=s.comm_tile_rows)
+        margin = 0 if s.apart else None  # else the reduction would not begin early
+        of_sums = Knobs(reduce="in_flight" if s.switch else "local", sm_margin=margin)
         op = OPS[name](
             self.world.rank(rank),
             max_m=max(s.rows),
             n=n,
             k=k,
             dtype=torch.bfloat16,
-            tuning=knobs if gathers else Knobs(reduce="in_flight" if s.switch else "local"),
+            tuning=knobs if gathers else of_sums,
             topology=Topology(*s.topology) if s.topology else None,
             timeout_s=1.0,
         )

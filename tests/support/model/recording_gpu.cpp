@@ -363,14 +363,16 @@ int record_put(void* to, const void* from, std::uint64_t bytes, std::uint64_t* w
 
 // The block's resets, a barrier, and then a thread for each rank. It counts for real.
 int record_meet(const FluxMeetArgs* args, void* stream) {
-  const std::uint32_t number = *args->count += args->advance;
+  const std::uint32_t number =
+      args->count != nullptr ? * args->count += args->advance : args->sync.epoch;
   add(kLaunch, stream);
   for (int i = 0; i < args->reset_count; ++i) Tile{stream, 0, 0}.word(kReset, args->reset, i);
   add(kLaunch, stream);
-  for (int rank = 0; rank < args->world; ++rank) {
-    const Tile thread{stream, number, rank};
-    thread.word(kRaise, args->raised[rank], 0);
-    if (args->awaited != nullptr) thread.word(kAwait, args->awaited, rank);
+  const int waits = args->awaited != nullptr ? args->awaited_count : 0;
+  for (int i = 0; i < max_of(args->world, waits); ++i) {
+    const Tile thread{stream, number, i};
+    if (i < args->world && args->raised[i] != nullptr) thread.word(kRaise, args->raised[i], 0);
+    if (i < waits) thread.word(kAwait, args->awaited, args->first + i);
   }
   return FLUX_OK;
 }

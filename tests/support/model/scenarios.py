@@ -26,6 +26,7 @@ def standard() -> Iterator[Scenario]:
                 gather = op == "ag_gemm" and poison
                 yield Scenario((op,), world, rows, direction, poison=poison, gather=gather)
     yield Scenario(("ag_gemm",), 3, (6, 4), order="ring1d")
+    yield Scenario(("ag_gemm",), 3, (6, 4), order="ring1d", apart=True)
     yield Scenario(("ag_gemm",), 3, (6, 4), order="ring1d", direction="pull")
     yield Scenario(("ag_gemm",), 3, (6, 5), comm_tile_rows=1)
     yield Scenario(("ag_gemm", "gemm_rs"), 2, (4, 3, 4))

@@ -240,7 +240,7 @@ struct Launcher {
         cudaDeviceGetAttribute(&out->device_sms, cudaDevAttrMultiProcessorCount, args.device);
     out->sm_count = args.sm_count > 0 ? args.sm_count : out->device_sms;
     out->blocks_per_sm = 1;
-    if (status == cudaSuccess && out->sm_count >= out->device_sms) {
+    if (status == cudaSuccess && !shares_device(out->sm_count, out->device_sms)) {
       status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&out->blocks_per_sm, kKernel,
                                                              Base::kThreadCount, kSharedBytes);
     }
@@ -264,7 +264,7 @@ struct Launcher {
     // Partial sums of a tile are added up by the block that finishes it: one epilogue per tile.
     if constexpr (kStreamK) {
       out.base.block_mapping.reduction_blocks = 0;
-      if (with.sm_count < with.device_sms) keep_to_share(out.base.block_mapping);
+      if (shares_device(with.sm_count, with.device_sms)) keep_to_share(out.base.block_mapping);
     }
     return out;
   }
