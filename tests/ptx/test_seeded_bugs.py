@@ -127,6 +127,8 @@ def _run(answer: Any, kernels: Path, arch: str, bug: Bug | None) -> None:
     torch.set_num_threads(1)
     device = PtxDevice(kernels, arch)
     device.cuda.edit = None if bug is None else bug.edit
+    if bug is not None and bug.idle:
+        device.cuda.machine.idle_patience = 2
     try:
         if bug is None:
             make_calls_without_bug(device, kernels)

@@ -29,6 +29,7 @@ class Bug:
         reduce: the knob of the op.
         switch: whether ranks are behind an NVLink switch.
         puts: whether each rank is a node, which libflux_nvshmem connects.
+        idle: whether kernels wait for what never comes: their own timeouts are not waited for.
     """
 
     arch: str
@@ -44,6 +45,7 @@ class Bug:
     reduce: str = "local"
     switch: bool = False
     puts: bool = False
+    idle: bool = False
 
     def edit(self, text: str) -> str:
         """Return the text with the bug, where it has the kernel."""
@@ -78,6 +80,7 @@ MULTIPLIED = "missing is wgmma.wait_group"
 NIC_FENCED = r"missing is a fence of scope .sys by the thread that wrote"
 PUT_SEEN = "missing is an acquire of the (signal that announces it|word that the put raises)"
 DEADLOCK = "deadlock: every thread waits"
+NEVER_COMES = "deadlock: every thread waits, or polls what nothing changes"
 
 # -- statements ------------------------------------------------------------------------------------
 CP_ASYNC = r"cp\.async\.cg\.shared\.global"
@@ -93,6 +96,7 @@ PRODUCT = r"wgmma\.mma_async"
 TRY_WAIT = r"mbarrier\.try_wait"
 PUT = "call.uni"
 WAITS = r"[^\n]*\n +waits for "
+POLLS = r"ld\.acquire\.sys" + WAITS + "a change of 4 bytes at"
 
 # -- patterns --------------------------------------------------------------------------------------
 JOINED = r"bar\.red\.and\.pred\s+(\S+), 0, (\S+);"  # __syncthreads_and
@@ -174,6 +178,7 @@ BUGS = {
     "a flag before its store": _rs80(LAST_STORE + BEHIND, r"\2 \1", RELEASED, SUMMED),
     "no barrier behind the wait for flags": _sum80(TEAM_JOINED, NOT_JOINED, RELEASED, SUMMED),
     "no barrier before the flags": _rs80(JOINED, NOT_JOINED, RELEASED, SUMMED),
+    "flags never raised": _rs80(r"st\.release\.sys[^;]*;", "", NEVER_COMES, POLLS, idle=True),
     # -- captured calls
     "the number without a barrier": _meet("80", r"bar\.sync\s+0;", "", BARRIER, r"ld\.shared"),
     "entries raised relaxed": _meet(
