@@ -92,9 +92,7 @@ class LaunchCache {
     }
   };
   struct Equal {
-    bool operator()(const Key& a, const Key& b) const {
-      return std::memcmp(&a, &b, sizeof a) == 0;
-    }
+    bool operator()(const Key& a, const Key& b) const { return std::memcmp(&a, &b, sizeof a) == 0; }
   };
 
   std::mutex guard_;

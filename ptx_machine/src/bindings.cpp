@@ -270,7 +270,9 @@ PYBIND11_MODULE(_machine, m) {
           [](CudaDevice& d, const std::string& name) { d.vectors = vectors_named(name); })
       .def_property_readonly_static(
           "ordering",
-          [](const py::object&) { return reinterpret_cast<std::uintptr_t>(CudaDevice::ordering()); })
+          [](const py::object&) {
+            return reinterpret_cast<std::uintptr_t>(CudaDevice::ordering());
+          })
       .def_property_readonly_static(
           "memory_functions",
           [](const py::object&) {

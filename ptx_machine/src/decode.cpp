@@ -86,8 +86,9 @@ constexpr SpecialRow kSpecials[] = {
      [](const Context& c, Lanes& o) {
        const auto host = [] { return std::chrono::steady_clock::now().time_since_epoch(); };
        o.fill(!c.launch.real_time ? c.statements()
-              : c.stopped_at != 0 ? c.stopped_at
-                                  : static_cast<std::uint64_t>(host() / std::chrono::nanoseconds(1)));
+              : c.stopped_at != 0
+                  ? c.stopped_at
+                  : static_cast<std::uint64_t>(host() / std::chrono::nanoseconds(1)));
      }},
 };
 

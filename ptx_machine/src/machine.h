@@ -50,7 +50,11 @@ struct Events;  // what warps did: trace.h
 
 // How strong loads and stores of vectors are performed. PTX takes their elements as accesses of their own;
 // protocols that send data and flags together rely on aligned vectors being whole.
-enum class Vectors : std::uint8_t { kApart, kWhole, kReported };  // a load that mixes stores is an error
+enum class Vectors : std::uint8_t {
+  kApart,
+  kWhole,
+  kReported
+};  // a load that mixes stores is an error
 
 struct Launch {
   Dim grid;
@@ -209,9 +213,9 @@ struct Program {
 struct Group {
   Mask mask = 0;
   int pc = 0;
-  int barrier = -1;         // that it has arrived at
-  std::uint64_t phase = 0;  // of the barrier, when it arrived
-  bool waits = false;       // its last statement was not executed, as something is missing
+  int barrier = -1;            // that it has arrived at
+  std::uint64_t phase = 0;     // of the barrier, when it arrived
+  bool waits = false;          // its last statement was not executed, as something is missing
   const Op* polled = nullptr;  // what it loaded last, while it is watched (spins.h)
 };
 
@@ -346,7 +350,7 @@ class Machine {
   mutable std::mutex changing_;  // guards memory_, but not what it points to
   std::shared_ptr<const Allocations> memory_ = std::make_shared<Allocations>();
   std::deque<std::uint64_t> freed_;  // the last ones, by address
-  std::mutex loading_;  // guards loaded_; programs stay where they are
+  std::mutex loading_;               // guards loaded_; programs stay where they are
   std::map<const Module*, Loaded> loaded_;
   std::shared_ptr<GlobalOrder> order_;
   std::unique_ptr<Room> room_ = std::make_unique<Room>();
@@ -361,9 +365,9 @@ struct Context {
   Warp* warp = nullptr;
   Group* group = nullptr;
   Mask taken = 0;
-  bool slept = false;    // the statement was nanosleep
+  bool slept = false;      // the statement was nanosleep
   bool unchanged = false;  // the statement has stored what was there already
-  bool outside = false;  // a statement waits for another launch
+  bool outside = false;    // a statement waits for another launch
   std::array<Lanes, 8> scratch;
   Dim cluster{};                      // in blocks
   bool explicit_cluster = false;      // the launch or the kernel says how large
@@ -379,7 +383,9 @@ struct Context {
   std::uint64_t stopped_at = 0, stopped_statements = 0;
   std::uint64_t vector = 0;  // number of the vector that is stored
 
-  std::uint64_t statements() const { return stopped_at != 0 ? stopped_statements : counters.statements; }
+  std::uint64_t statements() const {
+    return stopped_at != 0 ? stopped_statements : counters.statements;
+  }
 
   [[noreturn]] void fail(const Op& op, const std::string& why) const;
   [[noreturn]] void fail(const Op& op, int lane, const std::string& why) const;

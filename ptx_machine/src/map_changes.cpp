@@ -21,10 +21,9 @@ enum Field {
   kSwizzle,
   kFill
 };
-constexpr const char* kFields[] = {"global_address", "rank",         "box_dim",
-                                   "global_dim",     "global_stride", "element_stride",
-                                   "elemtype",       "interleave_layout", "swizzle_mode",
-                                   "fill_mode"};
+constexpr const char* kFields[] = {
+    "global_address", "rank",     "box_dim",           "global_dim",   "global_stride",
+    "element_stride", "elemtype", "interleave_layout", "swizzle_mode", "fill_mode"};
 
 bool has_number(int field) { return field >= kBoxDim && field <= kElementStride; }
 
@@ -132,8 +131,8 @@ bool decode_tensor_map(const Statement& s, Op& op) {
   if (s.opcode[1] == "cp_fenceproxy") {
     op.handler = copy_map;
     return s.operands.size() == 3 &&
-           has_no_other(s, {"cp_fenceproxy", "global", "shared::cta", "tensormap::generic", "release",
-                            "cta", "cluster", "gpu", "sys", "sync", "aligned"});
+           has_no_other(s, {"cp_fenceproxy", "global", "shared::cta", "tensormap::generic",
+                            "release", "cta", "cluster", "gpu", "sys", "sync", "aligned"});
   }
   if (s.opcode[1] != "replace" || s.opcode[2] != "tile" || s.opcode.size() < 6) return false;
   op.number = -1;

@@ -153,9 +153,10 @@ Outcome load(Context& c, const Op& op, Mask mask) {
         bits = access.loaded(bits);
         if (i == 0) vector = access.vector();
         if (access.vector() != vector && c.launch.vectors == Vectors::kReported) {
-          c.fail(op, l,
-                 "a load mixes elements of two stores: PTX takes the elements of a vector as accesses "
-                 "of their own (vectors=\"whole\" takes them as one)");
+          c.fail(
+              op, l,
+              "a load mixes elements of two stores: PTX takes the elements of a vector as accesses "
+              "of their own (vectors=\"whole\" takes them as one)");
         }
       } else {
         bits = load_bytes(from + i * bytes, bytes);

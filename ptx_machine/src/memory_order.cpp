@@ -300,8 +300,8 @@ bool decode_proxy(const Statement& s, Op& op) {
                      : has(s, "cluster") ? Scope::kCluster
                      : has(s, "gpu")     ? Scope::kGpu
                                          : Scope::kSys;
-    return has_no_other(s, {"proxy", "tensormap::generic", "acquire", "release", "cta", "cluster",
-                            "gpu", "sys"});
+    return has_no_other(
+        s, {"proxy", "tensormap::generic", "acquire", "release", "cta", "cluster", "gpu", "sys"});
   }
   const bool global = has(s, "global");
   const bool shared = has(s, "shared::cta") || has(s, "shared::cluster");

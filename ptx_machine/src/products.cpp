@@ -32,10 +32,10 @@ Outcome transpose(Context& c, const Op& op, Mask mask) {
 // with eight rows of A place lane % 4 + 4 r. One of B holds column lane / 4, and place lane % 4 + 4 r.
 
 struct Shape {
-  int rows;       // of A
-  int depth;      // places along K
-  bool is_f64;    // else 32 bits in each place
-  bool is_xor;    // else and
+  int rows;     // of A
+  int depth;    // places along K
+  bool is_f64;  // else 32 bits in each place
+  bool is_xor;  // else and
 };
 
 Shape shape_of(const Op& op) {
@@ -88,8 +88,8 @@ bool decode_places(const Statement& s, Op& op) {
     const char* name;
     int rows, depth;
     bool is_f64;
-  } kShapes[] = {{"m8n8k4", 8, 4, true},     {"m16n8k4", 16, 4, true},   {"m16n8k8", 16, 8, true},
-                 {"m16n8k16", 16, 16, true}, {"m8n8k128", 8, 4, false},  {"m16n8k128", 16, 4, false},
+  } kShapes[] = {{"m8n8k4", 8, 4, true},     {"m16n8k4", 16, 4, true},  {"m16n8k8", 16, 8, true},
+                 {"m16n8k16", 16, 16, true}, {"m8n8k128", 8, 4, false}, {"m16n8k128", 16, 4, false},
                  {"m16n8k256", 16, 8, false}};
   const bool is_f64 = names[6] == "f64";
   op.number = 0;
@@ -116,7 +116,8 @@ bool decode_places(const Statement& s, Op& op) {
 // eight below; words of lanes next to each other are of 16 (tf32: 8) elements each.
 
 template <class T, Format kFormat>
-void read_sparse(Context& c, const Op& op, int depth, T (*a)[16], const Lanes& words, int selector) {
+void read_sparse(Context& c, const Op& op, int depth, T (*a)[16], const Lanes& words,
+                 int selector) {
   constexpr int kBytes = bytes_of(kFormat), kElements = 4 / kBytes;
   constexpr bool kWide = kBytes == 4;
   const int kept = depth / 2, registers = kept * kBytes / 8;
@@ -130,16 +131,18 @@ void read_sparse(Context& c, const Op& op, int depth, T (*a)[16], const Lanes& w
       for (int i = 0; i < kElements; ++i) packed[k + i][row] = element<kFormat>(bytes + i * kBytes);
     }
   }
-  const int span = kWide ? 8 : 16;           // elements of a word
-  const int lanes_of_row = depth / span;     // that hold words
-  const int group = kWide ? 2 : 4;           // elements that four bits are of
+  const int span = kWide ? 8 : 16;        // elements of a word
+  const int lanes_of_row = depth / span;  // that hold words
+  const int group = kWide ? 2 : 4;        // elements that four bits are of
   for (int row = 0; row < 16; ++row) {
     for (int first = 0; first < depth; first += group) {
       const int lane = row % 8 * 4 + selector * lanes_of_row + first / span;
-      const auto bits = static_cast<unsigned>(words[lane] >> (16 * (row / 8)) >>
-                                              (4 * (first % span / group))) & 15;
+      const auto bits =
+          static_cast<unsigned>(words[lane] >> (16 * (row / 8)) >> (4 * (first % span / group))) &
+          15;
       if constexpr (kWide) {
-        if (bits != 4 && bits != 14) c.fail(op, lane, "metadata of a sparse matrix that keep none of two");
+        if (bits != 4 && bits != 14)
+          c.fail(op, lane, "metadata of a sparse matrix that keep none of two");
         a[first + (bits == 14 ? 1 : 0)][row] = packed[first / 2][row];
       } else {
         const unsigned low = bits & 3, high = bits >> 2;
@@ -159,15 +162,15 @@ Outcome multiply_sparse(Context& c, const Op& op, Mask mask) {
   const bool half = op.type == Type::kF16;
   const int registers_d = half ? 2 : 4;
   const Lanes words = read(c, op, registers_a + registers_b + registers_d, kWhole);
-  const int selector = static_cast<int>(read(c, op, registers_a + registers_b + registers_d + 1, kWhole)[0]);
+  const int selector =
+      static_cast<int>(read(c, op, registers_a + registers_b + registers_d + 1, kWhole)[0]);
   const int lanes_of_row = depth / (bytes == 4 ? 8 : 16);
   if (selector < 0 || (selector + 1) * lanes_of_row > 4) {
     c.fail(op, 0, "a sparsity selector of " + std::to_string(selector));
   }
   T a[64][16] = {}, b[64][8];
-  with_format<T>(op.format_a, [&](auto format) {
-    read_sparse<T, format()>(c, op, depth, a, words, selector);
-  });
+  with_format<T>(op.format_a,
+                 [&](auto format) { read_sparse<T, format()>(c, op, depth, a, words, selector); });
   with_format<T>(op.format_b, [&](auto format) {
     constexpr int kBytes = bytes_of(format()), kElements = 4 / kBytes;
     for (int r = 0; r < registers_b; ++r) {
@@ -176,12 +179,14 @@ Outcome multiply_sparse(Context& c, const Op& op, Mask mask) {
         std::uint8_t part[4];
         std::memcpy(part, &lanes[lane], 4);
         const int k = kElements * (lane % 4 + r * 4);
-        for (int i = 0; i < kElements; ++i) b[k + i][lane / 4] = element<format()>(part + i * kBytes);
+        for (int i = 0; i < kElements; ++i)
+          b[k + i][lane / 4] = element<format()>(part + i * kBytes);
       }
     }
   });
   const Lanes* before[4];
-  for (int r = 0; r < registers_d; ++r) before[r] = &read(c, op, registers_a + registers_b + r, mask);
+  for (int r = 0; r < registers_d; ++r)
+    before[r] = &read(c, op, registers_a + registers_b + r, mask);
   Lanes results[4] = {};
   for (int i = 0; i < 4; ++i) {
     for (int lane = 0; lane < kLanes; ++lane) {

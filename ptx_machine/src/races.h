@@ -238,7 +238,7 @@ class GlobalOrder {
   std::map<int, StreamOrder> streams_;
   std::shared_ptr<LaunchOrder> of_streams_;  // whose agents streams are
   ViewPtr host_, everything_;                // what the host has waited for; all that has ended
-  std::vector<ViewPtr> submissions_;         // what the host knew, each time that it has learned more
+  std::vector<ViewPtr> submissions_;  // what the host knew, each time that it has learned more
   std::uint64_t first_submission_ = 0, generation_ = 0;
   int copying_ = 0;
   std::atomic<bool> is_clear_{true};  // nothing is kept about any memory
@@ -302,14 +302,14 @@ class Races {
     std::uint64_t bytes = 0;
     Use use = Use::kRead;
     MemoryOrder order;
-    bool async = false;     // through the async proxy
-    bool alias = false;     // by a multicast address
-    bool constant = false;  // nothing may write it as long as the launch runs (.nc)
+    bool async = false;      // through the async proxy
+    bool alias = false;      // by a multicast address
+    bool constant = false;   // nothing may write it as long as the launch runs (.nc)
     bool is_locked = false;  // StrongAccess holds the lock of the page
-    bool any_lane = false;  // by the warp as a whole
-    bool same = false;      // writes what is there already
-    bool by_nic = false;    // reads what is to be put
-    Completion completion;  // of what is performed later
+    bool any_lane = false;   // by the warp as a whole
+    bool same = false;       // writes what is there already
+    bool by_nic = false;     // reads what is to be put
+    Completion completion;   // of what is performed later
   };
   // Checks and notes an access. Returns whether a load reads what was never written. Throws PtxError.
   bool note(Context& c, const Op& op, int lane, const Request& request) {
@@ -322,9 +322,7 @@ class Races {
   // Whether a thread is ordered behind an access.
   bool knows(Context& c, int lane, const Access& a) const;
   std::uint64_t new_vector() { return global_.next_value(); }
-  std::unique_lock<std::mutex> hold_vector() {
-    return std::unique_lock(global_.accessing_vector);
-  }
+  std::unique_lock<std::mutex> hold_vector() { return std::unique_lock(global_.accessing_vector); }
   // fence.sc: see StrongAccess.
   void forget_values() { global_.forget_values(); }
 

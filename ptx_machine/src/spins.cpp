@@ -56,7 +56,8 @@ void Spins::after(Context& c, const Op& op, Mask mask) {
   fold(c, op, mask);
   // A loop may look at other words, too: the one that it acquires is what it waits for.
   const Op*& polled = c.group->polled;
-  if (polls(op) && (polled == nullptr || op.order.acquires || !polled->order.acquires)) polled = &op;
+  if (polls(op) && (polled == nullptr || op.order.acquires || !polled->order.acquires))
+    polled = &op;
 }
 
 void Spins::loop(Warp& warp, int from, Mask mask) {

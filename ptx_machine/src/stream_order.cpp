@@ -48,16 +48,14 @@ StreamOrder& GlobalOrder::stream_order(int stream) {
     of_streams_ = std::make_shared<LaunchOrder>();
     launched_.push_back(of_streams_);
   }
-  order.agent =
-      new_agent(*of_streams_, {AgentInfo::Kind::kStream, Position{}, Dim{}, stream});
+  order.agent = new_agent(*of_streams_, {AgentInfo::Kind::kStream, Position{}, Dim{}, stream});
   is_clear_ = false;
   return order;
 }
 
 void GlobalOrder::advance(StreamOrder& stream, const ViewPtr& known) {
   ++stream.clock;
-  stream.view =
-      join(join(stream.view, known), Known{stream.agent, stream.clock, stream.clock, 0});
+  stream.view = join(join(stream.view, known), Known{stream.agent, stream.clock, stream.clock, 0});
   everything_ = join(everything_, stream.view);
 }
 

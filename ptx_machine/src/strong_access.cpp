@@ -26,9 +26,8 @@ StrongAccess::StrongAccess(Context& c, const Op& op, int lane, Space space, std:
   auto& page = shard.pages[spot_.at / GlobalOrder::kPage];
   if (page == nullptr) page = std::make_unique<GlobalOrder::Page>();
   const std::uint64_t at = spot_.at % GlobalOrder::kPage;
-  page->shadow.visit(at, at + bytes, [&](const Cell& cell, std::uint64_t, std::uint32_t) {
-    write_ = cell.write;
-  });
+  page->shadow.visit(at, at + bytes,
+                     [&](const Cell& cell, std::uint64_t, std::uint32_t) { write_ = cell.write; });
   request.is_locked = true;
   c.races->note(c, op, lane, request);
   places_ = &page->places;

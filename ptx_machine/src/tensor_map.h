@@ -25,8 +25,9 @@ struct TensorMap {
   std::uint64_t magic = 0;
   std::uint8_t type = 0;
   std::uint8_t rank = 0;
-  std::uint8_t of_driver = 0x20;  // CUTLASS clears a bit for older drivers, the 21st of the second word
-  std::uint8_t swizzle = 0;       // CUtensorMapSwizzle: 0 none, 1: 32 bytes, 2: 64, 3: 128
+  std::uint8_t of_driver =
+      0x20;                  // CUTLASS clears a bit for older drivers, the 21st of the second word
+  std::uint8_t swizzle = 0;  // CUtensorMapSwizzle: 0 none, 1: 32 bytes, 2: 64, 3: 128
   std::uint8_t fills_nan = 0;
   std::uint8_t unused[3] = {};
   std::uint64_t address = 0;

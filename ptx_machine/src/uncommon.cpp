@@ -91,8 +91,9 @@ bool decode_reduction(const Statement& s, Op& op) {
   const bool extreme = op.number == kMin || op.number == kMax;
   if (op.number != kAdd && !(extreme && !(op.type == Type::kF32))) return false;
   if (has(s, "v8") && !half) return false;
-  return has_only(s, " add min max noftz global shared shared::cta shared::cluster relaxed acquire "
-                     "release acq_rel cta cluster gpu sys v2 v4 v8 L2::cache_hint ");
+  return has_only(s,
+                  " add min max noftz global shared shared::cta shared::cluster relaxed acquire "
+                  "release acq_rel cta cluster gpu sys v2 v4 v8 L2::cache_hint ");
 }
 
 // -- a stack -------------------------------------------------------------------------------------------
@@ -128,8 +129,9 @@ Outcome allocate(Context& c, const Op& op, Mask mask) {
     const std::uint64_t align = op.values.size() > 1 ? std::max<std::uint64_t>(aligns[l], 1) : 8;
     const std::uint64_t first = (used + align - 1) / align * align;
     if (sizes[l] > kStackBytes || first + sizes[l] > kStackBytes) {
-      c.fail(op, l, "alloca of " + std::to_string(sizes[l]) + " bytes: the stack of the machine has " +
-                        std::to_string(kStackBytes));
+      c.fail(op, l,
+             "alloca of " + std::to_string(sizes[l]) + " bytes: the stack of the machine has " +
+                 std::to_string(kStackBytes));
     }
     d[l] = begin + first;
     used = first + sizes[l];

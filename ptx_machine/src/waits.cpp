@@ -72,7 +72,8 @@ std::string reason_of(const Warp& warp, const Group& group, const Op& op) {
   if (group.barrier >= 0) return at_barrier(warp, group, op);
   const Mask elsewhere = warp.alive & ~group.mask;
   const std::string others = "lanes " + hex(elsewhere) + " of its warp, which are elsewhere";
-  if (name == "mbarrier" && (s.opcode[1] == "try_wait" || s.opcode[1] == "test_wait")) return at_mbarrier(warp, group, op);
+  if (name == "mbarrier" && (s.opcode[1] == "try_wait" || s.opcode[1] == "test_wait"))
+    return at_mbarrier(warp, group, op);
   if (name == "griddepcontrol" && has(s, "wait")) return "the end of the launch before it";
   if (name == "barrier" && has(s, "cluster") && has(s, "wait")) {
     const Cluster& cluster = *warp.block->cluster;
@@ -139,7 +140,8 @@ bool acts(const Statement& s) {
   if (name == "mbarrier") return s.opcode[1] != "try_wait" && s.opcode[1] != "test_wait";
   if (name == "bar" || name == "barrier") return !has(s, "warp");
   if (name == "multimem") return !has(s, "ld_reduce");
-  for (const char* other : {"red", "atom", "cp", "mma", "wmma", "wgmma", "stmatrix", "call", "discard", "tensormap"}) {
+  for (const char* other :
+       {"red", "atom", "cp", "mma", "wmma", "wgmma", "stmatrix", "call", "discard", "tensormap"}) {
     if (name == other) return true;
   }
   return false;
