@@ -222,7 +222,7 @@ class GlobalOrder {
   void clear_if_all_is_known();
   void clear();
   std::optional<CopyRace> note_copy(const Access& access, const ViewPtr& view, std::uint64_t begin,
-                                    std::uint64_t end, bool writes);
+                                    std::uint64_t end, bool writes, bool fills);
   std::string describe(const CopyRace& race, const Allocations& memory) const;
   Page& page_of(Shard& shard, std::uint64_t page);
 

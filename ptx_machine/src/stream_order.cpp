@@ -283,22 +283,24 @@ void GlobalOrder::copy(std::uint64_t to, std::uint64_t from, std::uint64_t bytes
   }
   forget_values();
   std::optional<CopyRace> race;
-  if (from != 0) race = note_copy(access, view, from, from + bytes, false);
-  if (const auto other = note_copy(access, view, to, to + bytes, true); !race) race = other;
+  if (from != 0) race = note_copy(access, view, from, from + bytes, false, false);
+  if (const auto other = note_copy(access, view, to, to + bytes, true, from == 0); !race)
+    race = other;
   if (race && races) throw PtxError(describe(*race, memory));
 }
 
 // Returns the first access of a range that the copy does not come behind.
 std::optional<CopyRace> GlobalOrder::note_copy(const Access& access, const ViewPtr& view,
-                                               std::uint64_t begin, std::uint64_t end,
-                                               bool writes) {
+                                               std::uint64_t begin, std::uint64_t end, bool writes,
+                                               bool fills) {
   std::optional<CopyRace> race;
   Access passed;  // the last one that nothing was wrong with
   const auto check = [&](const Access& other, bool other_writes, std::uint64_t at,
                          std::uint32_t bytes) {
     if (race || other.agent == kNobody || other == passed) return;
-    // Words that are polled may be copied meanwhile.
-    if (both_strong(access, other) && (end - begin == 4 || !is_stream(other.agent))) return;
+    // Words that are polled may be copied meanwhile, and filled: a rank that gives up raises all.
+    const bool word = end - begin == 4 || (fills && bytes == 4) || !is_stream(other.agent);
+    if (both_strong(access, other) && word) return;
     if (knows(view, other)) {
       passed = other;
     } else {

@@ -362,7 +362,6 @@ def test_misuse_of_registers_fails(statement: str, attributes: str, error: str) 
         "barrier.cluster.wait.release;",
         "barrier.cluster.sync;",
         "mapa.shared::cta.u32 %r1, %r2, 0;",
-        "fence.proxy.tensormap::generic.release.gpu;",
     ],
 )
 def test_other_modifiers_are_not_known(statement: str) -> None:
