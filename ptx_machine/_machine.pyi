@@ -70,6 +70,7 @@ class CudaDevice:
     seed: int
     device: int
     races: bool
+    copy_races: bool
     peer_reductions: bool
     vectors: str
     edit: Callable[[str], str] | None

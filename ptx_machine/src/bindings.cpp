@@ -259,6 +259,7 @@ PYBIND11_MODULE(_machine, m) {
       .def_readwrite("seed", &CudaDevice::seed)
       .def_readwrite("device", &CudaDevice::device)
       .def_readwrite("races", &CudaDevice::races)
+      .def_readwrite("copy_races", &CudaDevice::copy_races)
       .def_readwrite("peer_reductions", &CudaDevice::peer_reductions)
       .def_property(
           "vectors",

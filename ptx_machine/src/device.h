@@ -82,6 +82,7 @@ class CudaDevice {
   Machine machine;
   std::uint64_t seed = 0;
   bool races = true;             // whether races are looked for
+  bool copy_races = false;       // and races of copies that streams make
   bool peer_reductions = false;  // bulk reductions are atomic among devices, as over NVLink
   Vectors vectors = Vectors::kApart;
   std::uint32_t device = 0;  // of launches from now on: those of one device are in the scope .gpu

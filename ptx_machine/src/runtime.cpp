@@ -361,7 +361,8 @@ GlobalOrder& order() { return CudaDevice::instance().machine.order(); }
 void copies(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, int words, int ended) {
   CudaDevice& device = CudaDevice::instance();
   try {
-    order().copy(to, from, bytes, words != 0, ended != 0, device.races, *device.machine.memory());
+    order().copy(to, from, bytes, words != 0, ended != 0, device.races && device.copy_races,
+                 *device.machine.memory());
   } catch (const std::exception& problem) {
     device.fail(problem.what());
   }

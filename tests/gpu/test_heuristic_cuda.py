@@ -133,7 +133,9 @@ def test_schedules_are_alike_on_all_ranks_and_fit_the_layout(op: str) -> None:
             assert len({schedule.knobs for schedule in made}) == 1
             knobs = made[0].knobs
             assert all(
-                getattr(knobs, field.name) is not None for field in dataclasses.fields(knobs)
+                getattr(knobs, field.name) is not None
+                for field in dataclasses.fields(knobs)
+                if field.name != "sm_margin"  # by the device
             )
             if op == "ag_gemm":
                 assert made[0].signals <= layout.signals

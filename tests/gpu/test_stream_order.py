@@ -152,6 +152,7 @@ class Program:
 @pytest.fixture
 def program() -> Iterator[Program]:
     machine = MachineDevice()
+    machine.cuda.copy_races = True
     made = Program(machine)
     yield made
     for stream in made.streams.values():

@@ -61,6 +61,8 @@ class MachineDevice(EmulatedDevice):
         self.cuda.clear()
         self.library.emulator_attach_ordering(ctypes.c_void_p(self.cuda.ordering))
         self.native_peer_atomics()
+        # A rank that gives up lets its copies go, into memory that a slow peer may still read.
+        self.cuda.copy_races = False
 
     def native_peer_atomics(self, on: bool = True) -> None:
         """Let atomics on memory of other devices be native, those of bulk copies too."""
@@ -104,6 +106,10 @@ class MachineDevice(EmulatedDevice):
         memory = super().pinned(count, dtype)
         self.know(memory)
         return memory
+
+    def close(self) -> None:
+        super().close()
+        self.library.emulator_attach_ordering(None)  # the next device may have no machine
 
     def _add_multicast(self, address: int, members: list[int], size: int) -> None:
         self.cuda.machine.add_multicast(address, size, members)
