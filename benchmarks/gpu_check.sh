@@ -27,7 +27,7 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 mkdir -p "$out/state"
 # What is loaded while a kernel spins would wait for that kernel.
-export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER
 python=${PYTHON:-python3}
 nvcc=${NVCC:-nvcc}
 total=${FLUX_GPU_CHECK_S:-530}
@@ -91,7 +91,7 @@ test_step() { # name, seconds, file, options...
 
 run_tests() {
   local status=0
-  "$python" -m pytest -q -o addopts= -p no:cacheprovider "$@" || status=$?
+  "$python" -m pytest -q -o addopts= -p no:cacheprovider -m gpu "$@" || status=$?
   ((status == 5)) && echo "no such test" && return 0
   return "$status"
 }
@@ -117,17 +117,33 @@ tma_store() {
   "$out/tma_store" host
 }
 
-# flux._C, with the pybind11 that torch brings: CMake and pip want packages that may not be here.
+# flux._C and the PTX machine, which tests import, with the pybind11 that torch brings: CMake and pip
+# want packages that may not be here. The PTX machine executes nothing here, and is not optimised.
 build_native() {
-  local headers object
-  headers="-I csrc $("$python" -c 'import sysconfig, pathlib, torch
-print("-I", sysconfig.get_paths()["include"], "-I", pathlib.Path(torch.__file__).parent / "include")')" || return
-  mkdir -p build/gpu-native
-  # shellcheck disable=SC2086,SC2016
-  printf '%s\n' csrc/{schedule,cpu,cuda_host,bindings}/*.cpp | xargs -P 8 -I{} sh -c 'g++ -std=c++17 -O2 -fPIC -fvisibility=hidden \
-    -DFLUX_VERSION=\"gpu-check\" '"$headers"' -c {} -o build/gpu-native/$(echo {} | tr / _).o' || return
-  object=flux/_C$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
-  g++ -shared build/gpu-native/*.o -o "$object" -lpthread -ldl -lrt && "$python" -c 'from flux import _C'
+  build_module flux/_C csrc -std=c++17 -O2 '-DFLUX_VERSION="gpu-check"' \
+    csrc/{schedule,cpu,cuda_host,bindings}/*.cpp &&
+    build_module ptx_machine/_machine ptx_machine -std=c++20 -O0 -ffp-contract=off \
+      ptx_machine/src/*.cpp &&
+    "$python" -c 'import ptx_machine; from flux import _C'
+}
+
+build_module() { # module, folder of headers, options and sources...
+  local module=$1 objects=build/gpu-native/$1 argument options=() sources=() paths
+  paths=$("$python" -c 'import sysconfig, pathlib, torch
+print(sysconfig.get_paths()["include"], pathlib.Path(torch.__file__).parent / "include",
+      sysconfig.get_config_var("EXT_SUFFIX"))') || return
+  read -ra paths <<< "$paths"
+  options=(-fPIC -fvisibility=hidden -I "$2" -I "${paths[0]}" -I "${paths[1]}")
+  shift 2
+  for argument in "$@"; do
+    if [[ $argument == -* ]]; then options+=("$argument"); else sources+=("$argument"); fi
+  done
+  mkdir -p "$objects"
+  # shellcheck disable=SC2016
+  printf '%s\n' "${sources[@]}" | xargs -P "$(nproc)" -I{} sh -c \
+    'objects=$1 source=$2 && shift 2 && g++ "$@" -c "$source" -o "$objects/$(echo "$source" | tr / _).o"' \
+    sh "$objects" {} "${options[@]}" || return
+  g++ -shared "$objects"/*.o -o "$module${paths[2]}" -lpthread -ldl -lrt
 }
 
 build_kernels() {
@@ -199,14 +215,14 @@ sanitize() { # tool, pytest options...
   shift
   command -v compute-sanitizer > /dev/null || { echo "skipped: there is no compute-sanitizer" && return 0; }
   compute-sanitizer --tool "$tool" --error-exitcode 1 \
-    "$python" -m pytest -q -o addopts= -p no:cacheprovider tests/gpu/test_gpu.py "$@"
+    "$python" -m pytest -q -o addopts= -p no:cacheprovider -m gpu tests/gpu/test_gpu.py "$@"
 }
 
 kernels_bench() { "$python" benchmarks/gpu_kernels.py --json "$out/kernels.json" "$@"; }
 loopback_bench() { "$python" benchmarks/gpu_loopback.py "$out/loopback.json" "$@"; }
 
 # timeout runs commands, not functions: a bash that has them.
-functions=(environment tma_store build_native build_kernels build_trace_kernels virtual_ops trace_ops
+functions=(environment tma_store build_native build_module build_kernels build_trace_kernels virtual_ops trace_ops
   tune_briefly sanitize kernels_bench loopback_bench run_tests)
 export -f "${functions[@]}"
 export python nvcc out
@@ -222,6 +238,7 @@ work tma_store 60 tma_store
 work native 120 build_native
 compgen -G 'flux/lib/kernels/*/*.so' > /dev/null || work kernels 400 build_kernels
 work plain 60 "$python" benchmarks/gpu_kernels.py --plain
+work streams 60 "$python" benchmarks/gpu_streams.py "$out/streams.json"
 test_step test_small 60 tests/gpu/test_gpu.py -x -k "small or plain"
 test_step test_regressions 90 tests/gpu/test_gpu.py -k "regression"
 test_step test_gpu 120 tests/gpu/test_gpu.py -k "not small and not regression"
