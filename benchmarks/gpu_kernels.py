@@ -5,7 +5,8 @@
 
 GEMMs are those of a rank of 8 at the Flux paper's shapes. ag_gemm runs with all signals raised
 before; gemm_rs scatters into 8 slots of local memory, all entries raised; reduce adds 8 slots up.
-Raster and communication tiles are the heuristic's. Results are checked first.
+With --slots host they are in pinned memory of the host: what a slow link does to the GEMM. Raster
+and communication tiles are the heuristic's; --rasters adds others. Results are checked first.
 
 A round is a sleep kernel, then all methods in an order that rotates. The sleep hides enqueue time
 from the measurement; if the host is slower, the round is repeated with a longer sleep. Short
@@ -18,6 +19,7 @@ Shapes that an existing output file has are skipped.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -60,7 +62,9 @@ MAX_INNER = 16
 class Shape:
     """Inputs of one problem, and a call of each method on them."""
 
-    def __init__(self, device: CudaDevice, m: int, n: int, k: int, dtype: str) -> None:
+    def __init__(
+        self, device: CudaDevice, m: int, n: int, k: int, dtype: str, slots: str = "device"
+    ) -> None:
         self.device, self.m, self.n, self.k, self.dtype = device, m, n, k, dtype
         self.x = [self._normal(m) for _ in range(COPIES)]
         self.w = [self._normal(n) for _ in range(COPIES)]
@@ -69,7 +73,8 @@ class Shape:
         self.out = torch.empty(m, n, device="cuda", dtype=OUT)
         self.chunk = ceil_div(m, WORLD)
         # Kernels may write to the guard in front of a slot (csrc/core/scatter.h).
-        self.guarded = torch.empty(WORLD, GUARD_ROWS + self.chunk, n, device="cuda", dtype=OUT)
+        place = {"device": "cuda"} if slots == "device" else {"pin_memory": True}
+        self.guarded = torch.empty(WORLD, GUARD_ROWS + self.chunk, n, dtype=OUT, **place)
         self.slots = self.guarded[:, GUARD_ROWS:]
         words = 4096 + WORLD * (self.chunk // 16 + 2) * (n // 16 + 1)
         self.words = torch.full((words,), EPOCH, device="cuda", dtype=torch.int32)
@@ -89,7 +94,7 @@ class Shape:
             scales = self.scale_x[:1], self.scale_w[:1]
             torch._scaled_mm(x, w, *scales, out_dtype=OUT, use_fast_accum=True, out=self.out)
 
-    def args(self, index: int, config: GemmConfig) -> _C.GemmArgs:
+    def args(self, index: int, config: GemmConfig, raster: int | None) -> _C.GemmArgs:
         args = _C.GemmArgs()
         x, w = self.x[index], self.w[index]
         args.m, args.n, args.k, args.alpha = self.m, self.n, self.k, 1.0
@@ -99,7 +104,7 @@ class Shape:
         if config.op != "gemm":
             sizes = (self.m, self.n, self.k, WORLD, 2)
             cluster = ClusterTile.of([config])
-            knobs = resolve(Op[config.op], *sizes, Knobs(), cluster=cluster)
+            knobs = resolve(Op[config.op], *sizes, Knobs(raster=raster), cluster=cluster)
             args.order.world, args.order.rank = WORLD, 0
             args.order.nodes = args.order.domains = 1
             args.order.lanes = WORLD
@@ -110,13 +115,13 @@ class Shape:
         args.sync.status = self.status.data_ptr()
         return args
 
-    def method(self, built: BuiltKernel) -> Callable[[int], None]:
+    def method(self, built: BuiltKernel, raster: int | None = None) -> Callable[[int], None]:
         op = built.config.op
         kernel = loading.load(built)
         kernel.prepare(self.device.index)
         made = []
         for index in range(COPIES):
-            args = self.args(index, built.config)
+            args = self.args(index, built.config, raster)
             if op == "ag_gemm":
                 args.signals = self.words.data_ptr()
             if op == "gemm_rs":
@@ -126,7 +131,7 @@ class Shape:
                 args.guard_rows = GUARD_ROWS
             room = torch.zeros(kernel.workspace_bytes(args) + 16, device="cuda", dtype=torch.uint8)
             args.workspace, args.workspace_bytes = room.data_ptr(), room.numel()
-            self.workspaces[f"{built.symbol} {index}"] = room
+            self.workspaces[f"{built.symbol} {index} {raster}"] = room
             made.append(args)
         return lambda index: kernel.launch(made[index], self.device.current_stream())
 
@@ -155,7 +160,7 @@ class Shape:
                 self.slots[o, : max(0, min(self.chunk, self.m - o * self.chunk))]
                 for o in range(WORLD)
             ]
-            got = torch.cat(rows)
+            got = torch.cat(rows).to(right.device)
         else:
             got = self.out
         return float((got.double() - right).abs().max() / right.abs().max())
@@ -235,14 +240,19 @@ def usable(device: CudaDevice, op: str, dtype: str, problem: GemmProblem) -> lis
 
 
 def checked(
-    shape: Shape, kernels: Iterable[BuiltKernel]
+    shape: Shape, kernels: Iterable[BuiltKernel], rasters: Sequence[int] = ()
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Run each kernel once; return the methods that are right, and the errors of all."""
     methods: dict[str, Any] = {}
     errors: dict[str, float] = {}
-    for built in kernels:
-        name = built.config.name
-        run = shape.method(built)
+    ways = [
+        (built, raster)
+        for built in kernels
+        for raster in (None, *(rasters if built.config.op != "gemm" else ()))
+    ]
+    for built, raster in ways:
+        name = built.config.name + ("" if raster is None else f" raster {raster}")
+        run = shape.method(built, raster)
         shape.out.fill_(float("nan"))
         shape.slots.fill_(float("nan"))
         run(0)
@@ -261,19 +271,22 @@ def complaints_of(errors: dict[str, float], dtype: str) -> list[str]:
 
 
 def run_shape(
-    device: CudaDevice, op: str, m: int, n: int, k: int, rounds: int, dtype: str
+    device: CudaDevice, op: str, m: int, n: int, k: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Check and time torch's GEMM, the plain kernels and those of the op at one shape."""
-    shape = Shape(device, m, n, k, dtype)
+    dtype = options.dtype
+    shape = Shape(device, m, n, k, dtype, options.slots)
     baseline = BASELINE[dtype]
     kernels = usable(device, "gemm", dtype, GemmProblem(m, n, k))
     kernels += usable(device, op, dtype, GemmProblem(m, n, k, WORLD))
-    fused, errors = checked(shape, kernels)
+    if options.only is not None:
+        kernels = [built for built in kernels if re.search(options.only, built.config.name)]
+    fused, errors = checked(shape, kernels, options.rasters)
     methods: dict[str, Callable[[int], None]] = {baseline: shape.baseline, **fused}
-    copy_to = torch.empty_like(shape.slots)
+    copy_to = torch.empty_like(shape.slots, device="cuda")
     methods["copy"] = lambda i: copy_to.copy_(shape.slots)
     inner = inner_calls(m, n, k)
-    times, complaints = measure(methods, rounds, inner)
+    times, complaints = measure(methods, options.rounds, inner)
     medians = {name: statistics.median(values) for name, values in times.items() if values}
     plain = {
         built.config.name: replace(built.config, op="gemm").name
@@ -284,7 +297,7 @@ def run_shape(
     gemms = [name for name in medians if name not in moved]
     return {
         "op": op, "m": m, "n": n, "k": k, "dtype": dtype, "baseline": baseline,
-        "inner": inner,
+        "slots": options.slots, "inner": inner,
         "median_ms": medians,
         "vs_torch": {name: ratio(times[name], times[baseline]) for name in gemms},
         "vs_plain": {name: ratio(times[name], times[twin]) for name, twin in plain.items()
@@ -345,6 +358,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21, help="interleaved rounds of timing")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="rows M")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="data type of inputs")
+    parser.add_argument("--ops", nargs="+", default=["ag_gemm", "gemm_rs"], help="ops")
+    parser.add_argument("--only", help="pattern of the names of kernels to time; default: all")
+    parser.add_argument(
+        "--rasters", type=int, nargs="*", default=[], help="rasters of fused kernels"
+    )
+    parser.add_argument(
+        "--slots", choices=("device", "host"), default="device", help="memory of gemm_rs's slots"
+    )
     options = parser.parse_args()
     device = CudaDevice()
     if options.plain:
@@ -358,9 +379,9 @@ def main() -> None:
     done = {(s["op"], s["m"], s["n"], s["k"], s["dtype"]) for s in content["shapes"]}
     for m in options.rows:
         for op, n, k in SHAPES:
-            if (op, m, n, k, options.dtype) in done:
+            if (op, m, n, k, options.dtype) in done or op not in options.ops:
                 continue
-            shape = run_shape(device, op, m, n, k, options.rounds, options.dtype)
+            shape = run_shape(device, op, m, n, k, options)
             content["shapes"].append(shape)
             keep(content, options.json)
             show(shape)
