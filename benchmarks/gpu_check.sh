@@ -119,7 +119,9 @@ tma_store() {
 
 # flux._C and the PTX machine, which tests import, with the pybind11 that torch brings: CMake and pip
 # want packages that may not be here. The PTX machine executes nothing here, and is not optimised.
+# The command `flux` finds its commands in the metadata.
 build_native() {
+  "$python" setup.py -q egg_info || return
   build_module flux/_C csrc -std=c++17 -O2 '-DFLUX_VERSION="gpu-check"' \
     csrc/{schedule,cpu,cuda_host,bindings}/*.cpp &&
     build_module ptx_machine/_machine ptx_machine -std=c++20 -O0 -ffp-contract=off \

@@ -283,8 +283,9 @@ def run_shape(
         kernels = [built for built in kernels if re.search(options.only, built.config.name)]
     fused, errors = checked(shape, kernels, options.rasters)
     methods: dict[str, Callable[[int], None]] = {baseline: shape.baseline, **fused}
-    copy_to = torch.empty_like(shape.slots, device="cuda")
-    methods["copy"] = lambda i: copy_to.copy_(shape.slots)
+    if options.slots == "device":
+        copy_to = torch.empty_like(shape.slots)
+        methods["copy"] = lambda i: copy_to.copy_(shape.slots)
     inner = inner_calls(m, n, k)
     times, complaints = measure(methods, options.rounds, inner)
     medians = {name: statistics.median(values) for name, values in times.items() if values}

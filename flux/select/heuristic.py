@@ -34,6 +34,11 @@ rank, CPU time; `benchmarks/one_host.py --parts slabs`):
   have not arrived, and blocks tiles behind it that could run. ReduceScatter: no tile waits for
   rows, but a band over several owners completes all of them with its last column. Then the own
   rows, which need no transfer, no longer hide the last transfers to other ranks.
+* Except where chunks are small: each band reads all of B from memory. On an H100, 8 ranks, N =
+  12288, K = 6144, M = 2048, bands of one chunk (256 rows) take 1.14 of torch.mm, of 1024 rows 1.06;
+  M = 512, 1.32 and 1.08 (benchmarks/results/h100/rasters.json). So a ReduceScatter's bands have
+  BAND_ROWS there. An AllGather's bands would wait for more chunks, so they have all rows only where
+  reading B takes longer than any transfer: M = 128, tiles of 64 rows, 1.45 and 1.04.
 * Push: the source's copy engine writes and then raises the signal, so no stream waits for a word in
   a peer's memory. Direct: NVSwitch connects every pair of GPUs at full speed. A ring would only
   forward data that can be sent at once.
@@ -77,6 +82,10 @@ GPU_COMM_TILE_BYTES = 2 << 20
 GPU_COMM_TILE_COUNTS = (4, 2)
 """Communication tiles per chunk to try, largest first; each must have GPU_COMM_TILE_BYTES."""
 MAX_RASTER = 8
+BAND_ROWS = 1024
+"""Rows of a ReduceScatter's band, at least; below them a band covers several chunks."""
+FEW_GATHERED_ROWS = 256
+"""Rows up to which an AllGather's GEMM is one band."""
 
 
 def resolved(problem: Problem, knobs: Knobs, kernel: GemmConfig | None = None) -> Knobs:
@@ -119,7 +128,7 @@ def resolve(
     if cluster is None:
         defaults = _cpu_defaults(op, m, local_n, row_bytes, world, knobs, nodes)
     else:
-        defaults = _gpu_defaults(m, local_n, row_bytes, world, knobs, cluster)
+        defaults = _gpu_defaults(op, m, local_n, row_bytes, world, knobs, cluster)
     return replace(
         knobs,
         tile=defaults.tile,
@@ -266,7 +275,7 @@ def message_rows(op: Op, chunk: int, slab: int) -> int:
 
 
 def _gpu_defaults(
-    m: int, local_n: int, row_bytes: int, world: int, knobs: Knobs, cluster: ClusterTile
+    op: Op, m: int, local_n: int, row_bytes: int, world: int, knobs: Knobs, cluster: ClusterTile
 ) -> Knobs:
     """Return default sizes, with fixed ones cut down to the matrix, and other defaults."""
     chunk = ceil_div(m, world)
@@ -279,7 +288,7 @@ def _gpu_defaults(
     tile = knobs.tile or (chunk if knobs.store == "direct" else cluster.rows, cluster.columns)
     return Knobs(
         tile=(min(tile[0], m), min(tile[1], local_n)),
-        raster=raster(chunk, cluster.rows),
+        raster=raster(op, m, chunk, cluster.rows),
         comm_tile_rows=min(comm_rows, chunk),
         store="staged",
         copy_streams=1,
@@ -302,11 +311,16 @@ def gpu_comm_tile_rows(chunk: int, row_bytes: int, cluster_rows: int) -> int:
     return chunk
 
 
-def raster(chunk: int, cluster_rows: int) -> int:
-    """Return the rows of cluster tiles in one sweep: equal bands, at most 8 rows high.
+def raster(op: Op, m: int, chunk: int, cluster_rows: int) -> int:
+    """Return the rows of cluster tiles in one sweep.
 
-    Up to 8 rows the band covers the whole chunk, min(8, chunk // cluster_rows). 12 rows become two
-    bands of 6: with bands of 8, every second band would reach into the next chunk.
+    Bands within a chunk are equal, and at most 8 rows high: up to 8 rows the band covers the whole
+    chunk, min(8, chunk // cluster_rows). 12 rows become two bands of 6: with bands of 8, every
+    second band would reach into the next chunk. The module says where bands cover several chunks.
     """
+    if op.gathers and m <= FEW_GATHERED_ROWS:
+        return ceil_div(m, cluster_rows)
+    if op.reduces and chunk < BAND_ROWS:
+        return ceil_div(ceil_div(m, cluster_rows), max(1, m // BAND_ROWS))
     rows = max(1, chunk // cluster_rows)
     return ceil_div(rows, ceil_div(rows, MAX_RASTER))

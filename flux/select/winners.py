@@ -196,7 +196,9 @@ def tile_count(rows: int, chunk: int) -> int:
 def fit(knobs: Knobs, measured_m: int, m: int, world: int) -> Knobs:
     """Scale the tile sizes of knobs from measured_m to m.
 
-    A chunk is cut into no more communication tiles than at ``measured_m``.
+    A chunk is cut into no more communication tiles than at ``measured_m``. For fewer rows the
+    raster is left open: a lower band would read B from memory too often, and one of the same height
+    would reach into more chunks.
     """
     if m == measured_m or knobs.path == "unfused":
         return knobs
@@ -206,9 +208,7 @@ def fit(knobs: Knobs, measured_m: int, m: int, world: int) -> Knobs:
         comm = ceil_div(now, tile_count(comm, before))
     if tile is not None:
         tile = (_fit_rows(tile[0], before, now, measured_m, m), tile[1])
-    raster = knobs.raster
-    if raster is not None and now < before:  # a band must not reach into more chunks than before
-        raster = max(1, raster * now // before)
+    raster = knobs.raster if now >= before else None
     return replace(knobs, comm_tile_rows=comm, tile=tile, raster=raster)
 
 

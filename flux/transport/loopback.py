@@ -20,7 +20,9 @@ transfers that they would make run on one stream per peer, its *agent*, when the
     AllReduce            ... | behind the GEMM of 0: result rows of r -> result of 0, "done" -> 0
 
 So both directions of the link are as busy as with real peers, in the order of the peers' own
-schedules. Peers start together with this rank, and are never late. Two things take no time here
+schedules. Peers start together with this rank, and are never late. Peers that push reach this rank
+in turn, and meanwhile send to others: so their agents copy one after the other. Two things take no
+time here
 that take time with real peers. First, links between two peers: a chunk that a peer forwards is
 available to it from the start. Second, the peers' GEMMs: only a result waits for them, for as long
 as this rank's GEMM takes.
@@ -353,10 +355,16 @@ class LoopbackPeers(Peers):
         rows = self._enter(epoch)
         m = schedule.shape[0]
         sources = [data[REAL]] + [rows] * (self.world - 1)
-        for peer, agent in self.of.agents.items():
+        schedules = {peer: schedule.of_rank(peer) for peer in self.of.agents}
+        before: int | None = None
+        for peer in sorted(schedules, key=lambda peer: _first_to(schedules[peer], REAL)):
+            agent = self.of.agents[peer]
+            if schedule.knobs.direction == "push" and before is not None:
+                self.driver.order_after(later=agent, earlier=before)
+            before = agent
             _C.act_as_peer(
                 driver=self.driver,
-                schedule=schedule.of_rank(peer).native,
+                schedule=schedules[peer].native,
                 real=REAL,
                 stream=agent,
                 epoch=epoch & 0xFFFFFFFF,
@@ -429,6 +437,11 @@ class LoopbackPeers(Peers):
         """Raise every word of the peers' pads, which only agents and this rank's copies await."""
         for pad in self.memory.pads[REAL + 1 :]:
             pad.fill_(_as_int32(epoch & 0xFFFFFFFF))
+
+
+def _first_to(schedule: TileSchedule, rank: int) -> int:
+    """Return how many transfers a rank makes before its first one to ``rank``."""
+    return next((i for i, t in enumerate(schedule.transfers) if t.dst == rank), 0)
 
 
 def _as_int32(value: int) -> int:

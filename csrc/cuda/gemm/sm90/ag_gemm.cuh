@@ -11,7 +11,7 @@ namespace flux::sm90 {
 template <class C>
 struct AGGemmParts {
   using Visitor = visit::Activated<C>;
-  using Epilogue = sm90::Epilogue<C, typename Visitor::Node, typename C::Output>;
+  using Epilogue = sm90::Epilogue<C, typename Visitor::Node>;
   using Mainloop = WaitingMainloop<sm90::Mainloop<C, Epilogue>, C::kTileM>;
   using Kernel =
       sm90::Kernel<C, Mainloop, Epilogue,

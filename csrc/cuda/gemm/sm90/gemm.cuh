@@ -61,15 +61,36 @@ using Mainloop = StampedMainloop<typename cutlass::gemm::collective::CollectiveB
                        cutlass::gemm::collective::StageCount<C::kStages>>,
     typename Types<C>::MainloopSchedule>::CollectiveOp>;
 
-// CUTLASS's epilogue around an epilogue visitor tree. D is void when the tree stores by itself.
-template <class C, class Visitor, class D,
-          class EpilogueTile = cutlass::epilogue::collective::EpilogueTileAuto>
-using Epilogue = StampedEpilogue<
-    typename cutlass::epilogue::collective::CollectiveBuilder<
-        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, typename Types<C>::Tile,
-        typename Types<C>::Cluster, EpilogueTile, float, float, void, typename Types<C>::LayoutD,
-        Types<C>::kAlignmentD, D, typename Types<C>::LayoutD, Types<C>::kAlignmentD,
-        typename Types<C>::EpilogueSchedule, Visitor>::CollectiveOp,
+// CUTLASS's epilogue with kBuffers buffers of results in shared memory.
+template <class Collective, int kBuffers>
+struct Buffered;
+template <int kC, int kD, int kFragment, bool kReuse, bool kDelay, class... Rest, int kBuffers>
+struct Buffered<
+    cutlass::epilogue::collective::CollectiveEpilogue<
+        cutlass::epilogue::Sm90TmaWarpSpecialized<kC, kD, kFragment, kReuse, kDelay>, Rest...>,
+    kBuffers> {
+  using Policy = cutlass::epilogue::Sm90TmaWarpSpecialized<kC, kBuffers, kFragment, kReuse, kDelay>;
+  using Collective = cutlass::epilogue::collective::CollectiveEpilogue<Policy, Rest...>;
+};
+
+template <class C, class Visitor, class D, class EpilogueTile>
+using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, typename Types<C>::Tile,
+    typename Types<C>::Cluster, EpilogueTile, float, float, void, typename Types<C>::LayoutD,
+    Types<C>::kAlignmentD, D, typename Types<C>::LayoutD, Types<C>::kAlignmentD,
+    typename Types<C>::EpilogueSchedule, Visitor>::CollectiveOp;
+
+// CUTLASS's epilogue around an epilogue visitor tree.
+template <class C, class Visitor>
+using Epilogue =
+    StampedEpilogue<CollectiveEpilogue<C, Visitor, typename C::Output,
+                                       cutlass::epilogue::collective::EpilogueTileAuto>,
+                    Types<C>::kPingpong>;
+
+// The same around a tree that stores by itself, from kBuffers buffers: D is void.
+template <class C, class Visitor, class EpilogueTile, int kBuffers>
+using StoringEpilogue = StampedEpilogue<
+    typename Buffered<CollectiveEpilogue<C, Visitor, void, EpilogueTile>, kBuffers>::Collective,
     Types<C>::kPingpong>;
 
 namespace visit {
@@ -317,11 +338,19 @@ struct Offered {
   }
 };
 
+// Rows of cluster tiles that plain kernels sweep together, of `rows`, as fused ones do. With CUTLASS's
+// default of one, B comes from memory in every wave, which costs a tenth at M = 8192. CUTLASS fills the
+// last band up with tiles that do nothing, so a band of few rows divides them.
+constexpr int plain_raster(int rows) {
+  constexpr int kMost = 8;
+  return rows > 4 * kMost ? kMost : min_of(rows & -rows, kMost);
+}
+
 // The plain GEMM: unchanged CUTLASS. The reference for the fused kernels' speed, and their fallback.
 template <class C>
 struct GemmParts {
   using Visitor = visit::Activated<C>;
-  using Epilogue = sm90::Epilogue<C, typename Visitor::Node, typename C::Output>;
+  using Epilogue = sm90::Epilogue<C, typename Visitor::Node>;
   using Kernel =
       sm90::Kernel<C, sm90::Mainloop<C, Epilogue>, Epilogue,
                    std::conditional_t<Types<C>::kStreamK, cutlass::gemm::StreamKScheduler,
@@ -332,6 +361,7 @@ struct GemmParts {
     out.epilogue.thread = Visitor::arguments(args);
     out.epilogue.ptr_D = static_cast<typename C::Output*>(args.d);
     cute::get<0>(out.epilogue.dD) = args.ldd;
+    out.scheduler.max_swizzle_size = plain_raster(ceil_div(args.m, C::kTileM * C::kClusterM));
   }
   static void set_sync(typename Kernel::Params& params, FluxSync const& sync) {
     if constexpr (kTraced) params.mainloop.sync = params.epilogue.sync = sync;

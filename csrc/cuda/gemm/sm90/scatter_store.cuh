@@ -12,12 +12,16 @@
 //
 // Ordering, per tile:
 //   1. before its first store to an owner the block waits for the owner's entry of this call: by then
-//      the owner has finished reading what an earlier call left in the slot. A proxy fence follows;
+//      the owner has finished reading what an earlier call left in the slot. A proxy fence follows.
+//      Entries that are there when the block starts, as most are, are seen at once, behind the first
+//      loads of the mainloop: each look takes about a microsecond;
 //   2. one elected thread issues the bulk stores;
-//   3. at the block's next tile, or when it ends, the warp waits for their completion (not merely for
-//      their shared memory), so the rows are in the owner's memory, and releases the tile's flag at
-//      the owner at system scope. Waiting at once would stall the warp group for the latency of the
-//      link; a tile later nothing is left to wait for. Flags hold the epoch: never reset.
+//   3. once kFlagTiles tiles are stored, at the beginning of the next one's epilogue, or when the block
+//      ends, the warp waits for their completion (not merely for their shared memory), so the rows are in
+//      the owners' memory, and releases the tiles' flags at the owners at system scope. A release takes
+//      about a microsecond, in which the tensor cores wait, so it is not made for each tile: the owner
+//      adds up behind its own GEMM, which ends no earlier. A tile later nothing is left to wait for.
+//      Flags hold the epoch: never reset.
 #pragma once
 
 #include "cuda/gemm/reduce.cuh"
@@ -30,6 +34,7 @@ namespace flux::sm90 {
 // CopyOp moves them on: SM90_TMA_STORE, or SM90_TMA_REDUCE_ADD to add them up in flight.
 template <class Base, class CopyOp>
 struct ScatterStore : Base {
+  static constexpr int kFlagTiles = 4;
   using Element = typename Base::ElementAux;
   using Stride = cute::Stride<std::int64_t, cute::_1, cute::_0>;
 
@@ -119,6 +124,7 @@ struct ScatterStore : Base {
       : Base(params, storage), params_(&params) {
 #if defined(__CUDA_ARCH__)
     let_reduction_start();
+    see_entries();
 #endif
   }
 
@@ -144,7 +150,7 @@ struct ScatterStore : Base {
 
     CUTLASS_DEVICE void begin() {
       if (thread_ >= 32) return;
-      store_->raise_flags();
+      if (store_->stored_ == kFlagTiles) store_->raise_flags();
       store_->await_entries(tile_m_, thread_);
     }
 
@@ -166,6 +172,7 @@ struct ScatterStore : Base {
 
     CUTLASS_DEVICE void end() {
       if (thread_ >= 32) return;
+      if (store_->stored_++ != thread_) return;
       store_->pending_m_ = tile_m_;
       store_->pending_n_ = tile_n_;
     }
@@ -196,23 +203,37 @@ struct ScatterStore : Base {
   }
 
  private:
-  // The warp that stores: a lane for each owner of the tile.
+  // The warp that stores: a lane for each tile.
   CUTLASS_DEVICE void raise_flags() {
-    if (pending_m_ < 0) return;
+    if (stored_ == 0) return;
     const ScatterTargets& to = params_->targets;
-    const Range owners = owners_of_tile(to.tiling, pending_m_);
     const std::uint64_t begin = stamp();
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     asm volatile("fence.proxy.async.global;" ::: "memory");
     __syncwarp();
-    const int owner = owners.begin + static_cast<int>(threadIdx.x % 32);
-    if (owner < owners.end && to.flags[owner] != nullptr && may_write(owner)) {
-      const int flag = flag_index(to.tiling, to.rank, owner, pending_m_, pending_n_);
-      store_release_sys(to.flags[owner] + flag, to.sync.epoch);
-    }
-    if (threadIdx.x % 32 == 0)
+    if (pending_m_ >= 0) {
+      const Range owners = owners_of_tile(to.tiling, pending_m_);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int owner = owners.begin; owner < owners.end; ++owner) {
+        if (to.flags[owner] == nullptr || !may_write(owner)) continue;
+        const int flag = flag_index(to.tiling, to.rank, owner, pending_m_, pending_n_);
+        store_release_sys(to.flags[owner] + flag, to.sync.epoch);
+      }
       tell(to.sync, begin, {FLUX_TRACE_RELEASE, pending_m_, pending_n_, 0});
+    }
     pending_m_ = -1;
+    stored_ = 0;
+  }
+
+  // The entries that are there, which then no tile waits for.
+  CUTLASS_DEVICE void see_entries() {
+    const ScatterTargets& to = params_->targets;
+    if (to.entries == nullptr) return;
+    const int owner = threadIdx.x % 32;
+    const bool here = owner < to.tiling.world && epoch_reached(load_acquire_sys(to.entries + owner),
+                                                               entry_sync(to.sync).epoch);
+    entered_ = __ballot_sync(~0u, here);
+    order_stores();
   }
 
   CUTLASS_DEVICE void await_entries(int tile_m, int lane) {
@@ -225,8 +246,12 @@ struct ScatterStore : Base {
     const bool came =
         news && await(to.entries, owner, entry_sync(to.sync), FLUX_WAIT_ENTRY, tile_m);
     entered_ |= __reduce_or_sync(~0u, came ? 1u << owner : 0u);
-    // One lane stores, through the async proxy, behind what the owners did to their slots through the
-    // generic one: reads of an earlier call's rows, and zeros that in-flight sums begin with.
+    order_stores();
+  }
+
+  // One lane stores, through the async proxy, behind what the owners did to their slots through the
+  // generic one: reads of an earlier call's rows, and zeros that in-flight sums begin with.
+  CUTLASS_DEVICE static void order_stores() {
     __syncwarp();
     asm volatile("fence.proxy.async.global;" ::: "memory");
   }
@@ -238,7 +263,8 @@ struct ScatterStore : Base {
 
   Params const* params_ = nullptr;
   std::uint32_t entered_ = 0;  // bit of each owner whose entry has been seen
-  int pending_m_ = -1;         // the tile whose flags are not raised yet
+  int stored_ = 0;             // tiles whose flags are not raised yet
+  int pending_m_ = -1;         // the one of them that this lane raises the flags of
   int pending_n_ = 0;
 };
 
