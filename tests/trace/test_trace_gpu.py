@@ -162,6 +162,16 @@ def test_trace_covers_one_rank_with_simulated_peers(
     assert set(trace.metadata["calls"]) == {"0"}
     played = [e for e in trace.events if e.rank > 0]
     assert {e.lane for e in played} == {"played"} and {e.rank for e in played} == {1, 2}
+    if p.gathers and way == "push":  # each peer has sent to another one before
+        for call in range(CALLS):
+            copies = sorted(
+                (e.start_us, e.rank)
+                for e in played
+                if e.kind is Kind.copy and e.details["call"] == call
+            )
+            ranks_in_turn = [rank for _, rank in copies]
+            assert ranks_in_turn == sorted(ranks_in_turn, reverse=True)
+            assert len(copies) > world - 1
     if p.gathers:  # partials may have come before anybody looks
         waited = [cause for cause, effect in flows(trace.events) if effect.rank == 0]
         assert {cause.rank for cause in waited} - {0}, "rank 0 waits for what its peers bring"

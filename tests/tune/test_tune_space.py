@@ -21,7 +21,7 @@ from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.machine.cluster import load_cluster
 from flux.select.cost import gemm_ms, predict, raster_ms, traffic_ms
-from flux.select.heuristic import ONE_SHOTS, resolved
+from flux.select.heuristic import ONE_SHOTS, raster, resolved
 from flux.select.schedule import make_schedule
 from flux.select.space import (
     ALWAYS,
@@ -155,12 +155,12 @@ def test_low_bands_read_b_in_every_wave() -> None:
     problem = Problem(Op.gemm_rs, 8192, 12288, 12288, "bfloat16", 1)
     waves = 64 * 48 / 132
     moved = {
-        raster: traffic_ms(problem, cluster, TALL, raster) * cluster.device.memory_gbs * 1e6
-        for raster in (1, 8)
+        height: traffic_ms(problem, cluster, TALL, height) * cluster.device.memory_gbs * 1e6
+        for height in (1, 8)
     }
     assert moved[1] / waves == pytest.approx(302e6, rel=0.1)
     assert moved[8] / waves == pytest.approx(102e6, rel=0.1)
-    costs = [raster_ms(problem, cluster, TALL, raster) for raster in (1, 2, 4, 8)]
+    costs = [raster_ms(problem, cluster, TALL, height) for height in (1, 2, 4, 8)]
     assert costs == sorted(costs, reverse=True) and costs[-1] == pytest.approx(0.0, abs=1e-3)
     share = costs[0] / gemm_ms(problem, cluster)
     assert 0.02 < share < 0.1
@@ -351,3 +351,13 @@ def test_durations_are_parsed() -> None:
     for text in ("", "m", "-1s", "1d", "1m30s", "0"):
         with pytest.raises(ValueError, match="must look like"):
             parse_duration(text)
+
+
+def test_bands_of_small_chunks_cover_several() -> None:
+    """Each band reads all of B: a quarter more time for M = 512 on an H100, if a band is a chunk."""
+    gather, scatter = Op.ag_gemm, Op.gemm_rs
+    assert [raster(scatter, m, m // 8, 256) for m in (512, 1024, 2048, 4096, 8192, 65536)] == [
+        2, 4, 4, 4, 4, 8,
+    ]  # fmt: skip
+    assert [raster(gather, m, m // 8, 256) for m in (1024, 2048, 4096, 8192)] == [1, 1, 2, 4]
+    assert [raster(gather, m, m // 8, 64) for m in (64, 128, 256, 512)] == [1, 2, 4, 1]
