@@ -18,15 +18,17 @@ struct GemmRSParts {
   static constexpr int kStoreRows = Types<C>::kPingpong ? 64 : 128;
   static constexpr int kStoreColumns = C::kTileN % 64 == 0 ? 64 : 32;
   using EpilogueTile = cute::Shape<cute::Int<kStoreRows>, cute::Int<kStoreColumns>>;
-  // Buffers of the epilogue: a whole tile, if that leaves three stages to the mainloop. Where a tile has
-  // to wait for a buffer, it waits for the link, and the tensor cores with it. A tall tile loads more for
-  // each multiplication and needs the fourth stage (1.19 of torch.mm without, 1.08 with it, on an H100).
+  // Buffers of the epilogue: a whole tile, if that leaves three stages, or those of C, to the mainloop.
+  // Where a tile has to wait for a buffer, it waits for the link, and the tensor cores with it. A tall tile
+  // loads more for each multiplication and needs the fourth stage (1.19 of torch.mm without, 1.08 with it,
+  // on an H100).
   static constexpr int kBufferBytes = kStoreRows * kStoreColumns * sizeof(Output);
   static constexpr int kStageBytes =
       (C::kTileM + C::kTileN) * C::kTileK * sizeof(typename C::Element);
   static constexpr int kSharedBytes = 225 << 10;  // of 227; barriers take the rest
   static constexpr int kWhole = C::kTileM * C::kTileN / (kStoreRows * kStoreColumns);
-  static constexpr int kFitting = (kSharedBytes - 3 * kStageBytes) / kBufferBytes;
+  static constexpr int kFitting =
+      (kSharedBytes - std::max(C::kStages, 3) * kStageBytes) / kBufferBytes;
   static constexpr int kBuffers = std::min(C::kTileM > 128 ? 2 : std::max(kFitting, 2), kWhole);
   using Descriptor = cutlass::epilogue::collective::detail::EpilogueDescriptor<
       typename Types<C>::Tile, EpilogueTile, void, Output, typename Types<C>::EpilogueSchedule>;

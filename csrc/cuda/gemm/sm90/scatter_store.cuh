@@ -124,6 +124,7 @@ struct ScatterStore : Base {
       : Base(params, storage), params_(&params) {
 #if defined(__CUDA_ARCH__)
     let_reduction_start();
+    fetch_maps();
     see_entries();
 #endif
   }
@@ -223,6 +224,13 @@ struct ScatterStore : Base {
     }
     pending_m_ = -1;
     stored_ = 0;
+  }
+
+  // The first store by a map would wait for it.
+  CUTLASS_DEVICE void fetch_maps() {
+    if (threadIdx.x < params_->targets.tiling.world) {
+      cute::prefetch_tma_descriptor(params_->maps[threadIdx.x].get_tma_descriptor());
+    }
   }
 
   // The entries that are there, which then no tile waits for.
