@@ -354,7 +354,7 @@ def test_durations_are_parsed() -> None:
 
 
 def test_bands_of_small_chunks_cover_several() -> None:
-    """Each band reads all of B: a quarter more time for M = 512 on an H100, if a band is a chunk."""
+    """Each band reads all of B: a quarter more time for M = 512 on an H100 if a band is a chunk."""
     gather, scatter = Op.ag_gemm, Op.gemm_rs
     assert [raster(scatter, m, m // 8, 256) for m in (512, 1024, 2048, 4096, 8192, 65536)] == [
         2, 4, 4, 4, 4, 8,
