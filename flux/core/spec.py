@@ -51,6 +51,7 @@ class OpSpec:
     reduce: str
     activation: str = "none"
     scaling: str = "none"
+    fast_accum: bool = False
     label: str = field(init=False, repr=False, compare=False)
     plain: bool = field(init=False, repr=False, compare=False)
     out_dtype: torch.dtype = field(init=False, repr=False, compare=False)
@@ -74,6 +75,11 @@ class OpSpec:
             raise ValueError(
                 f"{self.label}: float8_e4m3fn needs scaling = tensor or row, and other dtypes "
                 f"none; got {self.dtype} with scaling = {self.scaling}"
+            )
+        if type(self.fast_accum) is not bool or (self.fast_accum and self.dtype != FP8):
+            raise ValueError(
+                f"{self.label}: fast_accum is for float8_e4m3fn, and must be True or False; "
+                f"got {self.fast_accum!r} with {self.dtype}"
             )
         sizes = {"max_m": (self.max_m,), "n": self.n, "k": (self.k,)}
         for name, values in sizes.items():

@@ -6,7 +6,7 @@ This module uses only the standard library, so that builds, which have no torch,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from flux.core.dtypes import BY_SHORT
@@ -62,6 +62,8 @@ class GemmConfig:
         warps: (m, n) of a thread block on 80; None on 90a, where the schedule implies them.
         alignment: on 80, addresses and rows must be multiples of this many elements; 0 on 90a,
             where TMA needs 16 bytes.
+        promoted: of e4m3, whose sums a tensor core keeps to some 14 bits: whether they are added to
+            float32 registers after every 128 of K. Other dtypes are summed in float32 anyway.
     """
 
     op: str
@@ -77,6 +79,7 @@ class GemmConfig:
     reduce: str = "local"
     warps: tuple[int, int] | None = None
     alignment: int = 0
+    promoted: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -97,6 +100,8 @@ class GemmConfig:
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value < 2**31:
                 raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
+        if type(self.promoted) is not bool:
+            raise ValueError(f"promoted must be true or false, got {self.promoted!r}")
 
     @property
     def name(self) -> str:
@@ -118,11 +123,18 @@ class GemmConfig:
         ):
             if value != default:
                 parts.append(value)
+        if self.promoted:
+            parts.append("promoted")
         # 80 does not offer clusters, but such a config can be constructed, and it needs a name of
         # its own.
         if self.arch == "80" and self.cluster != (1, 1):
             parts.append(f"c{_by_x(self.cluster)}")
         return "_".join(parts)
+
+    @property
+    def fast_accum(self) -> bool:
+        """Whether sums stay in the tensor core's own precision of float8."""
+        return self.dtype == "e4m3" and not self.promoted
 
     @property
     def output(self) -> str:
@@ -160,12 +172,14 @@ class GemmConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> GemmConfig:
         """Return the config of these fields; the inverse of ``as_dict``.
 
+        A field with a default may be missing: earlier versions did not write all of them.
+
         Raises:
             ValueError: a field is missing, unknown, or has an impossible value.
         """
-        known = {field.name for field in fields(cls)}
-        if set(values) != known:
-            wrong = sorted(set(values) ^ known)
+        known = {field.name: field.default is MISSING for field in fields(cls)}
+        missing = {name for name, needed in known.items() if needed} - set(values)
+        if wrong := sorted(missing | (set(values) - set(known))):
             raise ValueError(f"unknown or missing fields of a GemmConfig: {', '.join(wrong)}")
         arguments: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value

@@ -31,8 +31,8 @@ _SHARED_BYTES = {
 }
 _SMALLEST_SHARED_BYTES = 99 * KIB
 
-# fp32 accumulators of one thread. 90a: CUTLASS gives 232 registers to a thread of a consumer warp
-# group; about 40 are needed for other values. 80: of 255 registers.
+# fp32 accumulators of one thread, twice as many where sums are promoted. 90a: CUTLASS gives 232
+# registers to a thread of a consumer warp group; about 40 are needed for other values. 80: of 255.
 _SM90_ACCUMULATORS = 192
 _SM80_ACCUMULATORS = 128
 
@@ -181,6 +181,8 @@ def _reason_illegal_data(config: GemmConfig) -> str | None:
             return "e4m3 needs scaling by tensor or row, got none"
     elif config.scaling != "none":
         return f"scaling is for e4m3: must be none for {config.dtype}, got {config.scaling}"
+    if config.promoted and config.dtype != "e4m3":
+        return f"only sums of e4m3 are promoted: promoted must be false for {config.dtype}"
     if config.activation != "none" and config.op == "gemm_rs":
         return f"gemm_rs sums over ranks first: activation must be none, got {config.activation}"
     if config.reduce == "in_flight" and (config.op, config.arch) != ("gemm_rs", "90a"):
@@ -209,7 +211,7 @@ def _reason_illegal_sm90(config: GemmConfig) -> str | None:
         return f"columns of a tile must be a multiple of {step} and at most 256, got {n}"
     if k * config.itemsize not in (64, 128):
         return f"the depth of a tile must be 64 or 128 bytes, got {k * config.itemsize}"
-    accumulators = m * n // (128 * groups)
+    accumulators = m * n // (128 * groups) * (2 if config.promoted else 1)
     if accumulators > _SM90_ACCUMULATORS:
         return (
             f"{config.schedule} {m}x{n} needs {accumulators} accumulators per thread, at most "

@@ -104,18 +104,20 @@ class Registry:
         weight: str = "nk",
         activation: str = "none",
         scaling: str = "none",
+        fast_accum: bool = False,
         reduce: str | None = "local",
     ) -> list[BuiltKernel]:
         """Return the kernels that can solve ``problem`` on such a GPU, by name.
 
         ``reduce`` None: any.
         """
-        wanted = {
+        wanted: dict[str, object] = {
             "op": op,
             "dtype": dtype,
             "weight": weight,
             "activation": activation,
             "scaling": scaling,
+            "fast_accum": fast_accum,
         }
         if reduce is not None:
             wanted["reduce"] = reduce

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from flux.kernels.config import ARCHS, OPS, SCHEDULES, GemmConfig
@@ -41,6 +42,7 @@ def _sm90(
     dtype: str = "bf16",
     scaling: str = "none",
     reduce: str = "local",
+    promoted: bool = False,
 ) -> GemmConfig:
     """Return a config whose tile is 128 bytes deep, the width of shared memory's swizzle."""
     depth = 128 if dtype == "e4m3" else 64
@@ -53,6 +55,7 @@ def _sm90(
         cluster=cluster,
         scaling=scaling,
         reduce=reduce,
+        promoted=promoted,
     )
 
 
@@ -87,6 +90,14 @@ def _default_sm90() -> Iterator[GemmConfig]:
             yield _sm90(op, (128, 256), "cooperative", (2, 1), dtype="e4m3", scaling=scaling)
             yield _sm90(op, (64, 128), "pingpong", dtype="e4m3", scaling=scaling)
     yield _sm90("gemm", (128, 256), "cooperative", (2, 1), dtype="e4m3", scaling="tensor")
+    # Twice the accumulators: 128x192 is the largest tile whose registers do not spill.
+    promoted = partial(_sm90, dtype="e4m3", promoted=True)
+    for op in FUSED:
+        for scaling in ("tensor", "row"):
+            yield promoted(op, (128, 192), "cooperative", (2, 1), scaling=scaling)
+            yield promoted(op, (128, 128), "cooperative", (2, 1), scaling=scaling)
+            yield promoted(op, (64, 128), "pingpong", scaling=scaling)
+    yield promoted("gemm", (128, 192), "cooperative", (2, 1), scaling="tensor")
 
 
 def _full_sm90() -> Iterator[GemmConfig]:
@@ -100,13 +111,14 @@ def _full_sm90() -> Iterator[GemmConfig]:
         for cluster in ((1, 1), (2, 1), (1, 2))
     ]
     for op, dtype, (schedule, tile, cluster) in product(OPS, ("bf16", "fp16", "e4m3"), shapes):
-        for weight, activation, scaling, reduce in product(
+        for weight, activation, scaling, reduce, promoted in product(
             ("nk", "kn"),
             ("none", "gelu", "silu") if op == "ag_gemm" else ("none",),
             ("tensor", "row") if dtype == "e4m3" else ("none",),
             ("local", "in_flight"),
+            (False, True),
         ):
-            base = _sm90(op, tile, schedule, cluster, dtype, scaling, reduce)
+            base = _sm90(op, tile, schedule, cluster, dtype, scaling, reduce, promoted)
             yield from _legal([replace(base, weight=weight, activation=activation)])
 
 

@@ -44,6 +44,9 @@ class AGGemm(TensorParallelOp):
         scaling: of float8 operands, which calls then give scales for: ``"tensor"`` (one factor per
             tensor, that of x the same on all ranks) or ``"row"`` (one per row of x_shard, which
             travel with the rows, and one per column of y). No backward.
+        fast_accum: float8 on GPUs: sums stay in the tensor cores' own precision, some 14 bits, as
+            with ``torch._scaled_mm(use_fast_accum=True)``. By default, and on CPUs, they are
+            float32.
 
     Raises:
         ValueError, TypeError: on all ranks alike, when any rank's arguments are refused or differ.
@@ -73,6 +76,7 @@ class AGGemm(TensorParallelOp):
         topology: Topology | None = None,
         activation: str = "none",
         scaling: str = "none",
+        fast_accum: bool = False,
     ) -> None:
         super().__init__(
             group,
@@ -89,6 +93,7 @@ class AGGemm(TensorParallelOp):
             topology=topology,
             activation=activation,
             scaling=scaling,
+            fast_accum=fast_accum,
         )
 
     def __call__(

@@ -92,6 +92,7 @@ class TensorParallelOp:
         timeout_s: float,
         topology: Topology | None,
         scaling: str = "none",
+        fast_accum: bool = False,
         activation: str = "none",
     ) -> None:
         self._runs = 0  # calls that have reached this op
@@ -118,7 +119,9 @@ class TensorParallelOp:
             try:
                 columns = tuple(n) if isinstance(n, (list, tuple)) else (n,)
                 sizes = (max_m, cast("tuple[int, ...]", columns), k, dtype)
-                spec = OpSpec(self.kind, *sizes, transpose_weight, reduce, activation, scaling)
+                spec = OpSpec(
+                    self.kind, *sizes, transpose_weight, reduce, activation, scaling, fast_accum
+                )
                 if isinstance(tuning, Knobs):
                     knobs = tuning
                 elif fixed is None and tuning not in ("cache", "off"):

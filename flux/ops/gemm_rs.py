@@ -34,6 +34,7 @@ class GemmRS(TensorParallelOp):
         scaling: of float8 operands, which calls then give scales for: ``"tensor"`` or ``"row"``
             (one per row of x, one per column of the result). Every rank scales its own partial, so
             scales may differ between ranks. No backward.
+        fast_accum: as for AGGemm.
 
     Raises:
         ValueError, TypeError, OSError, PeerFailedError, PeerTimeoutError: as for AGGemm.
@@ -57,6 +58,7 @@ class GemmRS(TensorParallelOp):
         timeout_s: float = 600.0,
         topology: Topology | None = None,
         scaling: str = "none",
+        fast_accum: bool = False,
     ) -> None:
         super().__init__(
             group,
@@ -72,6 +74,7 @@ class GemmRS(TensorParallelOp):
             timeout_s=timeout_s,
             topology=topology,
             scaling=scaling,
+            fast_accum=fast_accum,
         )
 
     def __call__(

@@ -33,6 +33,10 @@ STORE_BYTES = 32
 """Bytes per cycle of an epilogue's results."""
 UNALIGNED = 2.0
 """Slowdown of loads of fewer than 16 bytes, which need at least twice the instructions."""
+PROMOTED_DEPTH = 128
+"""Depth of K after which sums of float8 are promoted: CUTLASS's interval of 4 multiplications."""
+ADDS_PER_CYCLE = 128
+"""Float32 additions of a multiprocessor."""
 FIXUP_BYTES = 24
 """Bytes per cycle of partial sums, added by atomic operations in L2 (about 5.5 TB/s in total)."""
 FIXUP_LINK = 2500
@@ -125,7 +129,7 @@ class Cycles:
     """Parts of a launch, in cycles of a multiprocessor.
 
     Attributes:
-        multiply: multiplications of the slowest block, all its k tiles.
+        multiply: multiplications of the slowest block, all its k tiles, and their promotion.
         load: loads of the slowest block; the longer of ``multiply`` and ``load`` counts.
         store: epilogues that no multiplication hides.
         fixup: adding up parts of shared tiles, and clearing their barriers before.
@@ -156,6 +160,8 @@ def cycles(config: GemmConfig, problem: GemmProblem, sm_count: int) -> Cycles:
     """Return the modelled parts of a launch.
 
     * Waves: a block computes its tiles one after the other, and the slowest block counts.
+    * Promotion: the accumulators are added to others. Nothing multiplies meanwhile with pingpong,
+    whose warp groups take turns; else the other warp group does.
     * Loads: all blocks share L2's bandwidth; a few blocks are limited by their own ports.
     * Epilogues: exposed once per tile; once per launch with pingpong, where one warp group
     multiplies while the other stores.
@@ -166,7 +172,10 @@ def cycles(config: GemmConfig, problem: GemmProblem, sm_count: int) -> Cycles:
     tile_m, tile_n, tile_k = config.tile
     work = divide(config, problem, sm_count)
     k_tiles = work.whole * ceil_div(problem.k, tile_k) + work.shared
-    rate = MACS_PER_CYCLE * 2 / config.itemsize
+    multiply = k_tiles * tile_k * tile_m * tile_n * config.itemsize / (MACS_PER_CYCLE * 2)
+    if config.promoted:
+        adds = k_tiles * tile_k / PROMOTED_DEPTH * tile_m * tile_n / ADDS_PER_CYCLE
+        multiply += adds if config.schedule == "pingpong" else UNHIDDEN * adds
     busy = 1.0 if work.shared else min(1.0, work.tiles / sm_count)
     load = _bytes_per_k(config, problem) * max(1 / PORT_BYTES, busy / L2_BYTES)
     if config.arch == "80" and config.alignment_elements * config.itemsize < 16:
@@ -179,7 +188,7 @@ def cycles(config: GemmConfig, problem: GemmProblem, sm_count: int) -> Cycles:
     m, n, k = problem.m, problem.n, problem.k
     moved = (m * k + n * k) * config.itemsize + m * n * config.output_itemsize
     return Cycles(
-        multiply=k_tiles * tile_k * tile_m * tile_n / rate,
+        multiply=multiply,
         load=k_tiles * tile_k * load,
         store=stores * store,
         fixup=fixup,

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flux.core import dtypes
 from flux.core.env import KERNEL_CHOICE
@@ -82,6 +82,7 @@ def default_configs(problem: Problem, arch: str) -> list[GemmConfig]:
         if (config.op, config.dtype) == (problem.op.kernel, short)
         and (config.weight, config.activation, config.reduce) == ("nk", "none", "local")
         and config.scaling in ("none", "tensor")
+        and not config.fast_accum
         and is_legal(config, gemm)
     ]
 
@@ -116,13 +117,14 @@ class OpKernel:
 def is_variant(config: GemmConfig, of: GemmConfig) -> bool:
     """Return whether two configs differ only in what the op decides.
 
-    That is the weight's layout, the epilogue, and which side sums.
+    That is the weight's layout, the epilogue, how sums are kept, and which side sums.
     """
     return of == replace(
         config,
         weight=of.weight,
         activation=of.activation,
         scaling=of.scaling,
+        promoted=of.promoted,
         reduce=of.reduce,
     )
 
@@ -163,9 +165,10 @@ def op_kernel(
     build = "flux compile --trace" if traced else "flux compile"
     builders = f"`{build}` builds" if traced else "`flux tune` or `flux compile` builds"
     alternatives = problems(spec, world, n)
-    wanted = {
+    wanted: dict[str, Any] = {
         "weight": "kn" if spec.transpose_weight else "nk",
         "scaling": spec.scaling,
+        "fast_accum": spec.fast_accum,
         "reduce": knobs.reduce or "local",
     }
 

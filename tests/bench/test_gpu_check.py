@@ -104,7 +104,7 @@ def test_all_steps_run_and_leave_their_status(run: Run) -> None:
     assert outcome.status == 0, outcome.output
     states = {path.name: path.read_text() for path in (outcome.work / "state").iterdir()}
     assert states == dict.fromkeys(outcome.steps, "0\n")
-    plain = "-o addopts= -p no:cacheprovider"
+    plain = "-o addopts= -p no:cacheprovider -m gpu"
     assert outcome.called(f"{plain} tests/gpu/test_gpu.py -x -k small or plain")
     assert outcome.called("tma_store host")  # loopback's peers have their memory there
 
@@ -255,3 +255,6 @@ def test_short_kernels_run_several_times_between_events() -> None:
 def test_wrong_results_and_nan_are_complaints() -> None:
     errors = {"right": 1e-3, "wrong": 0.5, "nan": float("nan")}
     assert len(gpu_kernels.complaints_of(errors, "bf16")) == 2
+    fast, promoted = (f"flux_gemm_sm90a_e4m3_nk_64x128x128{part}" for part in ("", "_promoted"))
+    (complaint,) = gpu_kernels.complaints_of({fast: 8e-3, promoted: 8e-3}, "e4m3")
+    assert complaint.startswith(promoted)

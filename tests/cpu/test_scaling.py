@@ -21,6 +21,8 @@ FP8 = torch.float8_e4m3fn
         (flux.AGGemm, {"dtype": FP8}, "needs scaling = tensor or row"),
         (flux.GemmRS, {"scaling": "row"}, "other dtypes none; got torch.float32"),
         (flux.AGGemm, {"dtype": FP8, "scaling": "block"}, "one of none, tensor, row, got 'block'"),
+        (flux.GemmAR, {"fast_accum": True}, "for float8_e4m3fn.*got True with torch.float32"),
+        (flux.AGGemm, {"dtype": FP8, "scaling": "row", "fast_accum": 1}, "True or False; got 1"),
         (flux.AGGemm, {"activation": "relu"}, "one of none, gelu, silu, got 'relu'"),
         (flux.GemmAR, {"tuning": flux.Knobs(reduce="in_flight")}, "needs backend cuda"),
     ],

@@ -9,19 +9,24 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from flux.core.env import KERNEL_CHOICE
+from flux.core.knobs import Knobs, Op
+from flux.core.spec import OpSpec
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.kernels.ptxas import Usage
-from flux.kernels.registry import BuiltKernel
+from flux.kernels.registry import BuiltKernel, Registry
 from flux.kernels.sets import config_set
 from flux.select import nvidia_heuristics
 from flux.select.cycles import GemmWork, cost, cycles, divide
 from flux.select.hardware import blocks_per_wave
-from flux.select.kernel import best_of, choose
+from flux.select.kernel import best_of, choose, op_kernel
 
 SMS = 132
 TALL = GemmConfig("ag_gemm", "90a", "bf16", (128, 256, 64), "cooperative", cluster=(2, 1))
@@ -104,6 +109,39 @@ def test_every_k_tile_is_done_once() -> None:
 
 
 # -- what is preferred -----------------------------------------------------------------------------
+
+
+def float8_kernel(configs: list[GemmConfig], fast: bool, m: int = 8192) -> GemmConfig:
+    """The kernel of an AGGemm for float8 where these are built."""
+    kernels = {kernel.symbol: kernel for kernel in built(configs)}
+    device: Any = SimpleNamespace(registry=Registry((), kernels, (), (), ()), capability=(9, 0))
+    n, k = PAPER["ag_gemm"]
+    sizes = (m, (8 * n,), k, torch.float8_e4m3fn)
+    spec = OpSpec(Op.ag_gemm, *sizes, False, "sum", scaling="row", fast_accum=fast)
+    return op_kernel(spec, 8, n, device, Knobs(), SMS).built.config
+
+
+@pytest.mark.parametrize("m", [64, 8192])
+def test_float8_is_promoted_unless_the_op_asks_for_fast_sums(m: int) -> None:
+    default = config_set("default", ["90a"])
+    rows = 64 if m == 64 else 128
+    for fast in (False, True):
+        config = float8_kernel(default, fast, m)
+        assert (config.dtype, config.fast_accum, config.tile[0]) == ("e4m3", fast, rows)
+    only_fast = [config for config in default if not config.promoted]
+    with pytest.raises(ValueError, match=r"scaling = row, fast_accum = False.*run `flux compile`"):
+        float8_kernel(only_fast, False, m)
+
+
+def test_promotion_costs_time_and_most_with_pingpong() -> None:
+    problem = GemmProblem(8192, 6144, 12288, 8)
+
+    def share(schedule: str) -> float:
+        fast = replace(TALL, dtype="e4m3", scaling="row", tile=(128, 128, 128), schedule=schedule)
+        promoted = cycles(replace(fast, promoted=True), problem, SMS).multiply
+        return promoted / cycles(fast, problem, SMS).multiply
+
+    assert 1 < share("cooperative") < share("pingpong") == 1.25
 
 
 @pytest.mark.parametrize("op", list(PAPER))

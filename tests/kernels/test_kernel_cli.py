@@ -216,7 +216,10 @@ def test_the_registry_finds_what_was_built(sandbox: Sandbox) -> None:
     assert ampere and hopper > ampere and all("_sm80_" in name for name in ampere)
     assert names("ag_gemm", "bf16", (7, 5), BIG) == set()
     assert names("ag_gemm", "e4m3", (9, 0), BIG) == set()
-    assert len(names("ag_gemm", "e4m3", (9, 0), BIG, scaling="row")) == 2
+    promoted = names("ag_gemm", "e4m3", (9, 0), BIG, scaling="row")
+    assert len(promoted) == 3 and all(name.endswith("_promoted") for name in promoted)
+    fast = names("ag_gemm", "e4m3", (9, 0), BIG, scaling="row", fast_accum=True)
+    assert len(fast) == 2 and not any(name.endswith("_promoted") for name in fast)
     assert names("ag_gemm", "bf16", (9, 0), BIG, activation="gelu") == set()
     (in_flight,) = names("gemm_rs", "bf16", (9, 0), BIG, reduce="in_flight")
     either = names("gemm_rs", "bf16", (9, 0), BIG, reduce=None)

@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 
 HOPPER = GemmConfig("ag_gemm", "90a", "bf16", (128, 256, 64), "cooperative", cluster=(2, 1))
 FP8 = replace(HOPPER, dtype="e4m3", tile=(128, 256, 128), scaling="tensor")
+PROMOTED = replace(FP8, tile=(128, 192, 128), promoted=True)
 AMPERE = GemmConfig(
     "ag_gemm", "80", "bf16", (128, 128, 32), "multistage", stages=4, warps=(2, 2), alignment=8
 )
@@ -74,7 +75,9 @@ def test_default_has_a_kernel_for_awkward_problems() -> None:
         odd = GemmProblem(1000, 1001, 333, 8, aligned_bytes=2)
         assert {config.dtype for config in mine if is_legal(config, odd)} == {"bf16", "fp16"}
         assert any(config.tile[0] <= 16 for config in mine)
-        assert {config.scaling for config in mine if config.dtype == "e4m3"} == {"tensor", "row"}
+        assert {(c.scaling, c.fast_accum) for c in mine if c.dtype == "e4m3"} == {
+            ("tensor", True), ("tensor", False), ("row", True), ("row", False)
+        }  # fmt: skip
         for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
             usable = [c for c in mine if runs_on(c, capability) and is_legal(c, BIG)]
             assert {c.dtype for c in usable} >= {"bf16", "fp16"}, capability
@@ -82,11 +85,17 @@ def test_default_has_a_kernel_for_awkward_problems() -> None:
 
 def test_every_architecture_and_dtype_has_tiles_for_few_and_for_many_rows() -> None:
     for op in ("ag_gemm", "gemm_rs"):
-        for arch, dtype in (("90a", "bf16"), ("90a", "fp16"), ("90a", "e4m3"), ("80", "bf16")):
+        for arch, dtype, promoted in (
+            ("90a", "bf16", False),
+            ("90a", "fp16", False),
+            ("90a", "e4m3", False),
+            ("90a", "e4m3", True),
+            ("80", "bf16", False),
+        ):
             rows = {
                 config.tile[0]
                 for config in config_set("default", [arch])
-                if (config.op, config.dtype) == (op, dtype)
+                if (config.op, config.dtype, config.promoted) == (op, dtype, promoted)
             }
             assert min(rows) <= 64 and max(rows) >= 128, (op, arch, dtype)
 
@@ -129,6 +138,9 @@ def test_names_say_what_is_not_default() -> None:
     other = replace(HOPPER, op="gemm_rs", reduce="in_flight", stages=3, weight="kn")
     assert other.name == "flux_gemm_rs_sm90a_bf16_kn_128x256x64_2x1_cooperative_s3_in_flight"
     assert AMPERE.name == "flux_ag_gemm_sm80_bf16_nk_128x128x32_multistage_s4_w2x2_a8"
+    name = "flux_ag_gemm_sm90a_e4m3_nk_128x192x128_2x1_cooperative_tensor_promoted"
+    assert PROMOTED.name == name and not PROMOTED.fast_accum
+    assert replace(PROMOTED, promoted=False).name == name.removesuffix("_promoted")
     assert HOPPER.cluster_tile == (256, 256)
 
 
@@ -137,13 +149,20 @@ def test_dicts_that_are_not_a_config_are_refused() -> None:
     with pytest.raises(ValueError, match="GemmConfig: depth"):
         GemmConfig.from_dict({**values, "depth": 3})
     del values["tile"]
-    with pytest.raises(ValueError, match="tile"):
+    with pytest.raises(ValueError, match="GemmConfig: tile"):
         GemmConfig.from_dict(values)
+
+
+def test_float8_kernels_from_before_promotion_are_fast() -> None:
+    values = FP8.as_dict()
+    del values["promoted"]
+    assert GemmConfig.from_dict(values) == FP8 and FP8.fast_accum
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"promoted": 1}, "promoted must be true or false, got 1"),
         ({"op": "gemm_ar"}, "op must be one of gemm, ag_gemm, gemm_rs, got 'gemm_ar'"),
         ({"arch": "90"}, "arch must be one of"),
         ({"tile": (128, 128)}, "tile must be 3 positive integers"),
@@ -223,6 +242,12 @@ def test_legal_tiles_on_ampere_are_accepted_and_others_rejected(
         (replace(FP8, scaling="none"), "e4m3 needs scaling"),
         (replace(FP8, weight="kn"), "weight must be nk"),
         (replace(AMPERE, dtype="e4m3", scaling="row"), "e4m3 needs sm_90a"),
+        (replace(HOPPER, promoted=True), "only sums of e4m3 are promoted"),
+        (replace(FP8, promoted=True), "256 accumulators per thread, at most 192"),
+        (
+            replace(PROMOTED, tile=(128, 128, 128), schedule="pingpong"),
+            "256 accumulators per thread, at most 192",
+        ),
         (replace(HOPPER, cluster=(3, 1)), "cluster extents must be 1, 2 or 4, got (3, 1)"),
         (replace(HOPPER, cluster=(4, 4)), "at most 8 thread blocks"),
         (replace(HOPPER, tile=(128, 252, 64)), "multiple of 8 and at most 256, got 252"),
@@ -344,6 +369,7 @@ configs = st.builds(
     reduce=st.sampled_from(["local", "in_flight"]),
     warps=st.sampled_from([None, (1, 2), (2, 2), (1, 4), (2, 4), (4, 2)]),
     alignment=st.sampled_from([0, 1, 2, 4, 8]),
+    promoted=st.booleans(),
 )
 legal_configs = st.sampled_from(config_set("full"))
 
@@ -383,6 +409,7 @@ def test_the_struct_holds_the_config(config: GemmConfig) -> None:
         assert getattr(config, kind.lower()) == re.sub(r"(?<!^)(?=[A-Z])", "_", value).lower()
     assert set(chosen) == {"Schedule", "Activation", "Scaling", "Reduce"}
     assert f"kTransposedWeight = {'true' if config.weight == 'kn' else 'false'};" in text
+    assert f"kPromoted = {'true' if config.promoted else 'false'};" in text
     (header,) = re.findall('#include "(.*)"', text)
     ((name, space, template),) = re.findall(r"FLUX_KERNEL\((\w+), flux::(\w+)::(\w+)<", text)
     assert name == config.name and f"/{space}/{config.op}." in header

@@ -6,6 +6,9 @@ by at most
 
     K * u * (|A| @ |B|)                                            to first order
 
+With fast_accum a tensor core cuts the sum, at every 32 products, to 13 bits of fraction: K/32 times
+2^-13 (|A| @ |B|) more. What it cuts from products is less than |A| @ |B| is above the sum.
+
 Results in a 16-bit dtype are rounded besides. How often follows from what the op promises: AGGemm
 rounds once; the fused GemmRS and GemmAR round every rank's partial product once, then add up in
 float32 and round the sum once. The library's reduction (path = unfused) rounds after each of its
@@ -42,6 +45,7 @@ class Problem:
     reduce: str = "sum"
     scaling: str = "none"
     activation: str = "none"
+    fast_accum: bool = False
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -66,6 +70,7 @@ class Problem:
             dtype=self.dtype,
             transpose_weight=self.transpose_weight,
             scaling=self.scaling,
+            fast_accum=self.fast_accum,
             **options,
         )
 
@@ -281,6 +286,8 @@ def _product(
     right = right + offset
     scalings = 3 if p.scaling != "none" else 0  # two products, and the rounding of their sum
     bound = (p.k + world + 2 + scalings) * unit * (magnitude + offset.abs())
+    if p.fast_accum:
+        bound = bound + -(-p.k // 32) * 2.0**-13 * magnitude
     if low:
         kept = torch.finfo(p.out_dtype)
         # Sum over ranks of the magnitudes of their partial results.

@@ -180,6 +180,7 @@ def _is_built(device: Device, p: Problem, world: int, reduce: str) -> bool:
                 GemmProblem(p.max_m, *sizes, world),
                 weight="kn" if p.transpose_weight else "nk",
                 scaling=p.scaling,
+                fast_accum=p.fast_accum,
                 reduce=reduce,
             )
             if not kernels:
@@ -192,11 +193,12 @@ def _nearest(p: Problem, world: int) -> Iterator[Problem]:
     yield p
     for dtype in (p.dtype, torch.float16, torch.bfloat16):
         scaling = p.scaling if dtype == FP8 else "none"
+        fast = p.fast_accum and dtype == FP8
         step = 16 * world
         aligned = {"n": tuple(-(-n // step) * step for n in p.n), "k": -(-p.k // step) * step}
         for change in ({}, {"transpose_weight": False}):
-            yield replace(p, dtype=dtype, scaling=scaling, **change)
-            yield replace(p, dtype=dtype, scaling=scaling, **change, **aligned)
+            yield replace(p, dtype=dtype, scaling=scaling, fast_accum=fast, **change)
+            yield replace(p, dtype=dtype, scaling=scaling, fast_accum=fast, **change, **aligned)
 
 
 def on_one_device(device: Device, case: Case, world: int) -> Case:

@@ -27,21 +27,25 @@ def covering(arch: str, ops: Sequence[str] = FUSED, of: str = "full") -> list[Ge
     """Return few configs of a set that have all values which any of them has.
 
     The one with the most new values comes next; of equal ones that with the most new pairs of
-    values, and of these that which the set lists first, which is the more common one.
+    values, and of these that which the set lists first, which is the more common one. Promoted ones
+    come last: they differ from others in the mainloop alone.
     """
     configs = [config for config in config_set(of, [arch]) if config.op in ops]
     values = {config: values_of(config) for config in configs}
     pairs = {config: set(combinations(sorted(fields), 2)) for config, fields in values.items()}
-    missing = set().union(*values.values())
+    missing: set[tuple[str, ...]] = set()
     seen: set[tuple[tuple[str, ...], ...]] = set()
     chosen = []
 
     def gain(config: GemmConfig) -> tuple[int, int]:
         return len(values[config] & missing), len(pairs[config] - seen)
 
-    while missing:
-        best = max(configs, key=gain)
-        chosen.append(best)
-        missing -= values[best]
-        seen |= pairs[best]
+    for candidates in ([config for config in configs if not config.promoted], configs):
+        missing = set().union(*[values[config] for config in candidates])
+        missing.difference_update(*[values[config] for config in chosen])
+        while missing:
+            best = max(candidates, key=gain)
+            chosen.append(best)
+            missing -= values[best]
+            seen |= pairs[best]
     return chosen

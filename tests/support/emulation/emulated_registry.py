@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from flux.kernels.config import GemmConfig
 from flux.kernels.ptxas import Usage
 from flux.kernels.registry import BuiltKernel, Registry
 
-_VARIANTS: dict[str, dict[str, str]] = {
+_VARIANTS: dict[str, dict[str, Any]] = {
     "ag_gemm": {},
     "ag_gemm_silu": {"activation": "silu"},
-    "ag_gemm_tensor": {"dtype": "e4m3", "scaling": "tensor"},
-    "ag_gemm_row": {"dtype": "e4m3", "scaling": "row"},
+    "ag_gemm_tensor": {"dtype": "e4m3", "promoted": True, "scaling": "tensor"},
+    "ag_gemm_row": {"dtype": "e4m3", "promoted": True, "scaling": "row"},
     "gemm_rs": {},
     "gemm_rs_in_flight": {"reduce": "in_flight"},
-    "gemm_rs_tensor": {"dtype": "e4m3", "scaling": "tensor"},
-    "gemm_rs_row": {"dtype": "e4m3", "scaling": "row"},
+    "gemm_rs_tensor": {"dtype": "e4m3", "promoted": True, "scaling": "tensor"},
+    "gemm_rs_row": {"dtype": "e4m3", "promoted": True, "scaling": "row"},
 }
 
 

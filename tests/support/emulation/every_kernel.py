@@ -137,6 +137,7 @@ def plans(config: GemmConfig) -> Iterator[Plan]:
                 reduce="sum" if op == "ag_gemm" else rng.choice(["sum", "avg"]),
                 scaling=config.scaling,
                 activation=config.activation,
+                fast_accum=config.fast_accum,
             )
             knobs = replace(
                 knobs_of(rng, world),

@@ -35,14 +35,13 @@ struct Types {
   static constexpr int kAlignmentD = 16 / sizeof(Output);
   static constexpr bool kPingpong = C::kSchedule == flux::Schedule::kPingpong;
   static constexpr bool kStreamK = C::kSchedule == flux::Schedule::kStreamK;
-  static constexpr bool kFp8 = sizeof(Element) == 1;
-  // Partial sums of fp8 stay in the tensor core's own precision, as torch._scaled_mm does by default
-  // in training forward passes.
+  // fp8: CUTLASS promotes sums from the tensor core's own precision to fp32, unless told to be fast.
+  static constexpr bool kFast = sizeof(Element) == 1 && !C::kPromoted;
   using MainloopSchedule = std::conditional_t<
       kPingpong,
-      std::conditional_t<kFp8, cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum,
+      std::conditional_t<kFast, cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum,
                          cutlass::gemm::KernelTmaWarpSpecializedPingpong>,
-      std::conditional_t<kFp8, cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum,
+      std::conditional_t<kFast, cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum,
                          cutlass::gemm::KernelTmaWarpSpecializedCooperative>>;
   using EpilogueSchedule = std::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
                                               cutlass::epilogue::TmaWarpSpecializedCooperative>;
