@@ -4,6 +4,9 @@
 // descriptors, strides and canonical layouts.
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
 #include <limits>
 #include <span>
 
@@ -168,6 +171,45 @@ template <class T>
   }
 }
 
+// The same for float8, of whose sums tensor cores keep 13 bits of fraction: what is added at once, D
+// among it, is aligned to the largest of the terms, and bits below are cut off.
+[[gnu::always_inline]] inline void accumulate_cut_blocks(const float* a, const float* b, float* d,
+                                                         int n, int depth) {
+  constexpr int kColumns = 8, kFraction = 13, kInfinite = 255;
+  for (int row = 0; row < kRows; ++row) {
+    for (int column = 0; column < n; column += kColumns) {
+      float terms[kMostDepth + 1][kColumns];
+      float most[kColumns] = {}, plain[kColumns] = {};
+      std::memcpy(terms[depth], d + row * n + column, sizeof terms[depth]);
+      for (int k = 0; k <= depth; ++k) {
+        for (int j = 0; j < kColumns; ++j) {
+          if (k < depth) terms[k][j] = a[k * kRows + row] * b[k * n + column + j];
+          most[j] = std::max(most[j], std::abs(terms[k][j]));
+          plain[j] += terms[k][j];
+        }
+      }
+      float unit[kColumns], scale[kColumns];
+      std::int32_t sum[kColumns] = {};
+      for (int j = 0; j < kColumns; ++j) {
+        const int exponent = std::bit_cast<std::int32_t>(most[j]) >> 23;
+        const int of_unit = std::clamp(exponent, kFraction + 1, kInfinite - 1) - kFraction;
+        unit[j] = std::bit_cast<float>(of_unit << 23);
+        scale[j] = std::bit_cast<float>((kInfinite - 1 - of_unit) << 23);
+      }
+      for (int k = 0; k <= depth; ++k) {
+        for (int j = 0; j < kColumns; ++j) {
+          const float scaled = std::isfinite(plain[j]) ? terms[k][j] * scale[j] : 0.0f;
+          sum[j] += static_cast<std::int32_t>(scaled);
+        }
+      }
+      for (int j = 0; j < kColumns; ++j) {
+        const float cut = static_cast<float>(sum[j]) * unit[j];
+        d[row * n + column + j] = std::isfinite(plain[j]) ? cut : plain[j];
+      }
+    }
+  }
+}
+
 // Compiled for wider vectors of the host, too. Their sums are the same.
 #if defined(__x86_64__) && defined(__linux__)
 #define PTX_MACHINE_WIDER [[gnu::target_clones("avx2", "default")]]
@@ -180,6 +222,9 @@ PTX_MACHINE_WIDER void accumulate(const float* a, const float* b, float* d, int 
 PTX_MACHINE_WIDER void accumulate(const std::int32_t* a, const std::int32_t* b, std::int32_t* d,
                                   int n, int depth) {
   accumulate_blocks(a, b, d, n, depth);
+}
+PTX_MACHINE_WIDER void accumulate_cut(const float* a, const float* b, float* d, int n, int depth) {
+  accumulate_cut_blocks(a, b, d, n, depth);
 }
 #undef PTX_MACHINE_WIDER
 
@@ -224,11 +269,14 @@ void multiply(Context& c, const Product& product, Tiles<T>& tiles) {
   if (m.negates) {
     for (int i = 0; i < m.k * kRows; ++i) tiles.a[i] = -tiles.a[i];
   }
+  if constexpr (std::is_same_v<T, float>) {
+    if (bytes_of(m.a) == 1) return accumulate_cut(tiles.a, tiles.b, tiles.d, m.n, m.k);
+  }
   accumulate(tiles.a, tiles.b, tiles.d, m.n, m.k);
 }
 
-// Sums in float. Hardware rounds otherwise: the sum of a product's K terms may be cut to fewer bits,
-// for e4m3 and e5m2 to about 14. D of f16 is rounded once, at the end.
+// Sums in float, of e4m3 and e5m2 cut to fewer bits. Of other types hardware may cut some, too. D of
+// f16 is rounded once, at the end.
 template <bool kHalf>
 void multiply_floats(Context& c, const Product& product) {
   Tiles<float>& tiles = tiles_of_thread<float>();
