@@ -6,7 +6,8 @@
 GEMMs are those of a rank of 8 at the Flux paper's shapes. ag_gemm runs with all signals raised
 before; gemm_rs scatters into 8 slots of local memory, all entries raised; reduce adds 8 slots up.
 With --slots host they are in pinned memory of the host: what a slow link does to the GEMM. Raster
-and communication tiles are the heuristic's; --rasters adds others. Results are checked first.
+and communication tiles are the heuristic's; --rasters adds others, and --parts gemm_rs without its
+flags, and without its entries. Results are checked first.
 Kernels for float8 are compared with the torch._scaled_mm that accumulates as they do.
 
 A round is a sleep kernel, then all methods in an order that rotates. The sleep hides enqueue time
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import keep, load
+from common import interval_text, keep, load, markdown, unbroken
 
 from flux import _C, Knobs
 from flux.bench.metrics import CONFIDENCE, bootstrap
@@ -40,13 +41,17 @@ from flux.kernels import loading
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal, runs_on
 from flux.kernels.registry import BuiltKernel
+from flux.kernels.sets import config_set
 from flux.machine import host
+from flux.select.cycles import cost
 from flux.select.heuristic import resolve
+from flux.select.kernel import best_of
 from flux.transport.device import CudaDevice
 
 SHAPES = [("ag_gemm", 6144, 12288), ("gemm_rs", 12288, 6144)]  # N, K of one rank of 8
 ROWS = [8192, 4096, 2048, 1024, 512, 256, 128, 64]
 WORLD = 8
+H100_SMS = 132
 COPIES = 3  # sets of inputs
 EPOCH = 7
 OUT = torch.bfloat16
@@ -123,7 +128,9 @@ class Shape:
         args.sync.status = self.status.data_ptr()
         return args
 
-    def method(self, built: BuiltKernel, raster: int | None = None) -> Callable[[int], None]:
+    def method(
+        self, built: BuiltKernel, raster: int | None = None, without: str = ""
+    ) -> Callable[[int], None]:
         op = built.config.op
         kernel = loading.load(built)
         kernel.prepare(self.device.index)
@@ -134,12 +141,14 @@ class Shape:
                 args.signals = self.words.data_ptr()
             if op == "gemm_rs":
                 args.set_slots([slot.data_ptr() for slot in self.slots])
-                args.set_flags([self.words.data_ptr() + 4 * 4096] * WORLD)
-                args.entries, args.slot_ld = self.words.data_ptr(), self.n
+                flags = 0 if without == "flags" else self.words.data_ptr() + 4 * 4096
+                args.set_flags([flags] * WORLD)
+                args.entries = 0 if without == "entries" else self.words.data_ptr()
+                args.slot_ld = self.n
                 args.guard_rows = GUARD_ROWS
             room = torch.zeros(kernel.workspace_bytes(args) + 16, device="cuda", dtype=torch.uint8)
             args.workspace, args.workspace_bytes = room.data_ptr(), room.numel()
-            self.workspaces[f"{built.symbol} {index} {raster}"] = room
+            self.workspaces[f"{built.symbol} {index} {raster} {without}"] = room
             made.append(args)
         return lambda index: kernel.launch(made[index], self.device.current_stream())
 
@@ -253,19 +262,24 @@ def sums_of(name: str, dtype: str) -> str:
 
 
 def checked(
-    shape: Shape, kernels: Iterable[BuiltKernel], rasters: Sequence[int] = ()
+    shape: Shape,
+    kernels: Iterable[BuiltKernel],
+    rasters: Sequence[int] = (),
+    parts: Sequence[str] = (),
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Run each kernel once; return the methods that are right, and the errors of all."""
     methods: dict[str, Any] = {}
     errors: dict[str, float] = {}
-    ways = [
-        (built, raster)
-        for built in kernels
-        for raster in (None, *(rasters if built.config.op != "gemm" else ()))
-    ]
-    for built, raster in ways:
-        name = built.config.name + ("" if raster is None else f" raster {raster}")
-        run = shape.method(built, raster)
+    ways: list[tuple[BuiltKernel, str, int | None, str]] = []
+    for built in kernels:
+        ways.append((built, "", None, ""))
+        if built.config.op != "gemm":
+            ways += [(built, f" raster {raster}", raster, "") for raster in rasters]
+        if built.config.op == "gemm_rs":
+            ways += [(built, f" without {part}", None, part) for part in parts]
+    for built, suffix, raster, without in ways:
+        name = built.config.name + suffix
+        run = shape.method(built, raster, without)
         shape.out.fill_(float("nan"))
         shape.slots.fill_(float("nan"))
         run(0)
@@ -301,7 +315,9 @@ def run_shape(
     kernels += usable(device, op, dtype, GemmProblem(m, n, k, WORLD))
     if options.only is not None:
         kernels = [built for built in kernels if re.search(options.only, built.config.name)]
-    fused, errors = checked(shape, kernels, options.rasters)
+    fused, errors = checked(
+        shape, kernels, options.rasters, ("flags", "entries") if options.parts else ()
+    )
     methods: dict[str, Callable[[int], None]] = {**baselines, **fused}
     if options.slots == "device":
         copy_to = torch.empty_like(shape.slots)
@@ -358,6 +374,53 @@ def resumed(path: Path, command: str, device: CudaDevice) -> dict[str, Any]:
     }
 
 
+def default_of(shape: dict[str, Any], sums: str) -> str:
+    """Return the name of the kernel that an op chooses, of those that were timed."""
+    configs = [
+        config
+        for config in config_set("default", ["90a"])
+        if config.op == shape["op"]
+        and config.name in shape["vs_torch"]
+        and sums_of(config.name, shape["dtype"]) == sums
+        and config.scaling in ("none", "tensor")
+    ]
+    problem = GemmProblem(shape["m"], shape["n"], shape["k"], WORLD)
+    costs = [cost(config, problem, H100_SMS) for config in configs]
+    return configs[best_of(configs, costs)].name
+
+
+def table(document: dict[str, Any]) -> str:
+    """Write, for each shape, the kernels that ops choose beside torch's GEMM and plain ones."""
+    rows = []
+    for shape in sorted(document["shapes"], key=lambda shape: (shape["op"], shape["m"])):
+        for sums in ("bf16",) if shape["dtype"] == "bf16" else ("promoted", "e4m3"):
+            name, base = default_of(shape, sums), BASELINE[sums]
+            times = shape["vs_torch"]
+            fastest = min(
+                times[other]["median"]
+                for other in times
+                if f"_{shape['op']}_" in other and sums_of(other, shape["dtype"]) == sums
+            )
+            plain = [
+                times[other]["median"]
+                for other in times
+                if "flux_gemm_sm90a" in other and sums_of(other, shape["dtype"]) == sums
+            ]
+            rows.append(
+                [
+                    f"{shape['op']} {shape['m']}" + {"e4m3": ", fast"}.get(sums, ""),
+                    f"{1e3 * shape['median_ms'][base]:.0f}",
+                    f"{shape['tflops'][base]:.0f}",
+                    f"{min(plain):.2f}" if plain else "-",
+                    f"{times[name]['median']:.2f}" + interval_text(times[name]["interval"]),
+                    f"{fastest:.2f}",
+                    unbroken(name.split("_nk_")[1].replace("_", " ")),
+                ]
+            )
+    header = ["op, M", "torch us", "TFLOP/s", "plain", "fused", "fastest fused", "kernel"]
+    return markdown(header, rows)
+
+
 def show(shape: dict[str, Any]) -> None:
     print(f"{shape['op']} {shape['m']} x {shape['n']} x {shape['k']}:")
     for name in shape["baselines"]:
@@ -385,6 +448,7 @@ def main() -> None:
     parser.add_argument(
         "--rasters", type=int, nargs="*", default=[], help="rasters of fused kernels"
     )
+    parser.add_argument("--parts", action="store_true", help="gemm_rs without parts of it, too")
     parser.add_argument(
         "--slots", choices=("device", "host"), default="device", help="memory of gemm_rs's slots"
     )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import keep, load, markdown, milliseconds, percent
+from common import efficiency, keep, load, markdown, milliseconds, percent
 
 from flux import Knobs, PeerTimeoutError
 from flux.bench import report
@@ -102,6 +102,32 @@ def table(shape: dict[str, Any]) -> str:
     title = "{op}, W = {world}, M = {m}, N = {n}, K = {k}".format(**shape)
     lines = [title, markdown([*header, "bounded eff."], rows)]
     return "\n".join([*lines, *(f"WRONG {complaint}" for complaint in shape["complaints"])])
+
+
+def best_table(document: dict[str, Any]) -> str:
+    """Write the best of each direction at each shape, over unfused."""
+    rows = []
+    for shape in sorted(document["shapes"], key=lambda shape: (shape["op"], shape["world"])):
+        methods = shape["methods"]
+        for way in ("push", "pull") if shape["op"] == "ag_gemm" else ("rows",):
+            best = min(
+                (name for name in methods if f" {way}" in name or (way == "rows" and " " in name)),
+                key=lambda name: methods[name]["overall_ms"],
+            )
+            figure = methods[best]
+            rows.append(
+                [
+                    f"{shape['op']}, W = {shape['world']}, M = {shape['m']}"
+                    + (f", {way}" if way != "rows" else ""),
+                    *(milliseconds(figure[key]) for key in ("gemm_non_split_ms", "comm_ms")),
+                    milliseconds(methods["unfused"]["overall_ms"]),
+                    milliseconds(figure["overall_ms"]),
+                    efficiency(figure),
+                    percent(figure["bounded_efficiency"]),
+                ]
+            )
+    header = ["op", "GEMM ms", "comm ms", "unfused ms", "flux ms", "overlap eff.", "bounded"]
+    return markdown(header, rows)
 
 
 def problems(worlds: Sequence[int], rows: Sequence[int]) -> list[Problem]:

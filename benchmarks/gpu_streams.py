@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import keep
+from common import keep, markdown
 
 from flux.machine import host
 from flux.transport.device import CudaDevice
@@ -85,6 +85,18 @@ def operations(device: CudaDevice) -> dict[str, tuple[int, Callable[[int], None]
 
             made[f"copy {name} {size}"] = (size, copy)
     return made
+
+
+def table(document: dict[str, Any]) -> str:
+    header = ["operation", "alone us", "beside a GEMM us", "host us", "GB/s"]
+    rows = []
+    for name, figures in document["operations"].items():
+        times = [f"{figures[key]:.1f}" for key in ("device_us", "beside_us", "host_us")]
+        rate = f"{figures['gb_per_s']:.0f}" if "gb_per_s" in figures else ""
+        *words, size = name.split() if rate else (name, "")
+        label = f"{' '.join(words)}, {int(size) / MIB:g} MiB" if rate else name
+        rows.append([label, *times, rate])
+    return markdown(header, rows)
 
 
 def main() -> None:
