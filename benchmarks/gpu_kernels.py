@@ -1,6 +1,6 @@
 """One GPU: time every built kernel and torch.mm. All signals are raised, so no kernel waits.
 
-    python benchmarks/gpu_kernels.py --json benchmarks/results/h200/kernels.json [--dtype e4m3]
+    python benchmarks/gpu_kernels.py --json benchmarks/results/h100/kernels.json [--dtype e4m3]
     python benchmarks/gpu_kernels.py --plain      # every plain kernel multiplies once, no times
 
 GEMMs are those of a rank of 8 at the Flux paper's shapes. ag_gemm runs with all signals raised

@@ -1,6 +1,6 @@
 """One GPU and a real link: what flux hides of PCIe's time, with the peers' memory in the host.
 
-    python benchmarks/gpu_loopback.py benchmarks/results/h200/loopback.json
+    python benchmarks/gpu_loopback.py benchmarks/results/h100/loopback.json
 
 The measurement of `flux bench op --transport loopback` (flux/bench/places/loopback.py) at the
 paper's shapes, with every direction and communication tile beside one another in one run.

@@ -1,6 +1,6 @@
 """One GPU: what copies and stream memory operations take, alone and while a kernel fills the GPU.
 
-    python benchmarks/gpu_streams.py benchmarks/results/h200/streams.json
+    python benchmarks/gpu_streams.py benchmarks/results/h100/streams.json
 
 Communication of the CUDA backend is made of these: copies by copy engines, words that a stream
 writes, and waits of a stream for a word (csrc/cuda_host). Device times are between events around

@@ -23,6 +23,9 @@ import cuda_host_time
 import dhelix_paper
 import domino_hosts
 import drawing
+import gpu_kernels
+import gpu_loopback
+import gpu_streams
 import kernel_choice
 import kernel_counters
 import layers
@@ -49,6 +52,7 @@ import tuning
 from flux.core.knobs import Op
 
 FRONT = "{op}_4096x8192x2048_2x1_{link}.json"
+GPU = RESULTS.parent / "h100"
 FOLDER = ROOT / "docs" / "contribute" / "results"
 
 
@@ -98,6 +102,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "overhead": of(cpu_overhead.tables, RESULTS / "overhead.json"),
     "growth": one_host.growth_table,
     "hosts": hosts,
+    "gpu_kernels": of(gpu_kernels.table, GPU / "kernels.json"),
+    "gpu_kernels_e4m3": of(gpu_kernels.table, GPU / "kernels_e4m3.json"),
+    "gpu_loopback": of(gpu_loopback.best_table, GPU / "loopback.json"),
+    "gpu_streams": of(gpu_streams.table, GPU / "streams.json"),
     "layers": lambda: layers.table([load(layers.path_of(*case)) for case in layers.runs()]),
     "cuda_host": cuda_host,
     "tuning": tuned,

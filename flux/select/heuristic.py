@@ -21,11 +21,15 @@ rank, CPU time; `benchmarks/one_host.py --parts slabs`):
 
 **GPU.** The defaults differ, because the costs differ:
 
-* Communication tiles are halves or quarters of a chunk, in whole rows of cluster tiles. A copy
-  between GPUs costs about 3 us before its first byte (tuning/clusters), in which NVLink at 450 GB/s
-  moves 1.3 MB, and 2 to 4 us of host time to enqueue. A tile of 2 MiB or more spends most of its
-  time on bytes. With two or four tiles the GEMM can start on a chunk before all of it has arrived.
-  More tiles arrive no earlier, because copies of one stream are serial.
+* Communication tiles are halves or quarters of a chunk, in whole rows of cluster tiles. With two or
+  four tiles the GEMM can start on a chunk before all of it has arrived; more arrive no earlier,
+  because copies of one stream are serial. A tile of 2 MiB or more spends most of its time on bytes:
+  a copy between GPUs costs about 3 us before its first byte (tuning/clusters), in which NVLink at
+  450 GB/s moves 1.3 MB. That decides between nodes, where tiles are passed on. Inside a node an
+  AllGather has tiles of 32 MiB or more, mostly whole chunks, since streams pause some 10 us between
+  copies: over PCIe four tiles of 12 MiB took 2% more than one to 2% less, and 16 took 15% more (an
+  H100, benchmarks/results/h100/loopback*.json); on NVLink copies of 16 MB reached four fifths of
+  the speed of 64 MB (QuACK, on B300).
 * Raster: with N = K = 12288 a wave of 132 tiles of 128 x 256 covers less than three rows of tiles.
   So with raster 1 all of B (302 MB) streams through in every wave of about 142 us: 2.2 TB/s, half
   of the memory bandwidth of an H200. Bands of 8 rows of clusters of 256 x 256 share columns of B:
@@ -79,8 +83,10 @@ ONE_SHOTS = (
 
 # GPU
 GPU_COMM_TILE_BYTES = 2 << 20
+GPU_GATHERED_TILE_BYTES = 32 << 20
+"""The least size of an AllGather's communication tile, if all ranks share a node."""
 GPU_COMM_TILE_COUNTS = (4, 2)
-"""Communication tiles per chunk to try, largest first; each must have GPU_COMM_TILE_BYTES."""
+"""Communication tiles per chunk to try, largest first; each must have the least size."""
 MAX_RASTER = 8
 BAND_ROWS = 1024
 """Rows of a ReduceScatter's band, at least; below them a band covers several chunks."""
@@ -128,7 +134,7 @@ def resolve(
     if cluster is None:
         defaults = _cpu_defaults(op, m, local_n, row_bytes, world, knobs, nodes)
     else:
-        defaults = _gpu_defaults(op, m, local_n, row_bytes, world, knobs, cluster)
+        defaults = _gpu_defaults(op, m, local_n, row_bytes, world, knobs, nodes, cluster)
     return replace(
         knobs,
         tile=defaults.tile,
@@ -275,14 +281,23 @@ def message_rows(op: Op, chunk: int, slab: int) -> int:
 
 
 def _gpu_defaults(
-    op: Op, m: int, local_n: int, row_bytes: int, world: int, knobs: Knobs, cluster: ClusterTile
+    op: Op,
+    m: int,
+    local_n: int,
+    row_bytes: int,
+    world: int,
+    knobs: Knobs,
+    nodes: int,
+    cluster: ClusterTile,
 ) -> Knobs:
     """Return default sizes, with fixed ones cut down to the matrix, and other defaults."""
     chunk = ceil_div(m, world)
     comm_rows = knobs.comm_tile_rows
     if comm_rows is None:
         whole = knobs.path == "medium"
-        comm_rows = chunk if whole else gpu_comm_tile_rows(chunk, row_bytes, cluster.rows)
+        near = op.gathers and nodes == 1
+        least = GPU_GATHERED_TILE_BYTES if near else GPU_COMM_TILE_BYTES
+        comm_rows = chunk if whole else gpu_comm_tile_rows(chunk, row_bytes, cluster.rows, least)
     # In a schedule with direct stores, each GEMM tile lies inside one owner's rows. The kernel
     # itself has no such limit: it stores a tile once per owner.
     tile = knobs.tile or (chunk if knobs.store == "direct" else cluster.rows, cluster.columns)
@@ -295,7 +310,7 @@ def _gpu_defaults(
     )
 
 
-def gpu_comm_tile_rows(chunk: int, row_bytes: int, cluster_rows: int) -> int:
+def gpu_comm_tile_rows(chunk: int, row_bytes: int, cluster_rows: int, least: int) -> int:
     """Return the rows of a communication tile: a chunk, or about a half or a quarter of it.
 
     Args:
@@ -303,10 +318,11 @@ def gpu_comm_tile_rows(chunk: int, row_bytes: int, cluster_rows: int) -> int:
         row_bytes: bytes of a row of the communicated matrix.
         cluster_rows: rows of a cluster tile. A communication tile of fewer rows lets no GEMM tile
             start.
+        least: bytes of a tile, at least.
     """
     for count in GPU_COMM_TILE_COUNTS:
         rows = round_up(ceil_div(chunk, count), cluster_rows)
-        if rows < chunk and rows * row_bytes >= GPU_COMM_TILE_BYTES:
+        if rows < chunk and rows * row_bytes >= least:
             return rows
     return chunk
 

@@ -20,6 +20,7 @@ from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
 from flux.select.heuristic import (
     GPU_COMM_TILE_BYTES,
+    GPU_GATHERED_TILE_BYTES,
     MAX_COMM_TILES,
     MAX_RASTER,
     gpu_comm_tile_rows,
@@ -44,14 +45,26 @@ def knobs_of(op: str, m: int, world: int = 8, given: Knobs | None = None, nodes:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
-    ("m", "rows", "band"),
-    [(64, 8, 1), (512, 64, 1), (1024, 128, 1), (2048, 256, 1), (4096, 256, 2), (8192, 256, 4)],
+    ("m", "rows", "gathered", "band", "scattered"),
+    [
+        (64, 8, 8, 1, 1),
+        (512, 64, 64, 1, 2),
+        (1024, 128, 128, 1, 4),
+        (2048, 256, 256, 1, 4),
+        (4096, 256, 512, 2, 4),
+        (8192, 256, 1024, 4, 4),
+        (65536, 2048, 2048, 8, 8),
+    ],
 )
 def test_default_knobs_for_the_shapes_of_the_flux_paper(
-    op: str, m: int, rows: int, band: int
+    op: str, m: int, rows: int, gathered: int, band: int, scattered: int
 ) -> None:
     knobs = knobs_of(op, m)
-    assert (knobs.comm_tile_rows, knobs.raster) == (rows, band)
+    assert knobs.comm_tile_rows == (gathered if op == "ag_gemm" else rows)
+    assert knobs.raster == (band if op == "ag_gemm" else scattered)
+    if op == "ag_gemm":  # rows that are passed on between nodes travel in smaller tiles
+        between = resolve(Op[op], m, 6144, 12288, 8, 2, Knobs(), 2, BIG)
+        assert between.comm_tile_rows == rows
     assert (knobs.direction, knobs.order, knobs.swizzle) == ("push", "direct", "rank_shift")
     assert (knobs.path, knobs.reduce, knobs.store) == ("fused", "local", "staged")
 
@@ -83,25 +96,26 @@ def test_given_knobs_are_kept(op: str) -> None:
     chunk=st.integers(1, 40000),
     row_bytes=st.integers(2, 1 << 17),
     cluster=st.sampled_from([16, 64, 128, 192, 256, 512]),
+    least=st.sampled_from([GPU_COMM_TILE_BYTES, GPU_GATHERED_TILE_BYTES]),
 )
 def test_communication_tile_size_is_within_its_limits(
-    chunk: int, row_bytes: int, cluster: int
+    chunk: int, row_bytes: int, cluster: int, least: int
 ) -> None:
-    rows = gpu_comm_tile_rows(chunk, row_bytes, cluster)
+    rows = gpu_comm_tile_rows(chunk, row_bytes, cluster, least)
     assert 1 <= rows <= chunk
     assert -(-chunk // rows) <= 4 <= MAX_COMM_TILES
     if rows < chunk:
-        assert rows % cluster == 0 and rows * row_bytes >= GPU_COMM_TILE_BYTES
+        assert rows % cluster == 0 and rows * row_bytes >= least
     if chunk <= cluster:
         assert rows == chunk
     # Cut where both halves are worth a copy.
-    if chunk % (2 * cluster) == 0 and chunk // 2 * row_bytes >= GPU_COMM_TILE_BYTES:
+    if chunk % (2 * cluster) == 0 and chunk // 2 * row_bytes >= least:
         assert rows <= chunk // 2
 
 
 @given(chunk=st.integers(1, 40000), cluster=st.sampled_from([16, 64, 128, 192, 256, 512]))
 def test_bands_lie_within_chunks(chunk: int, cluster: int) -> None:
-    band, rows = raster(chunk, cluster), chunk // cluster
+    band, rows = raster(Op.ag_gemm, 8 * chunk + 256, chunk, cluster), chunk // cluster
     assert 1 <= band <= max(1, min(MAX_RASTER, rows))
     if rows <= MAX_RASTER:
         assert band == max(1, rows)
@@ -111,7 +125,7 @@ def test_bands_lie_within_chunks(chunk: int, cluster: int) -> None:
 
 
 def test_bands_are_halved_rather_than_cross_a_chunk() -> None:
-    assert raster(12 * 256, 256) == 6
+    assert raster(Op.gemm_rs, 12 * 256 * 4, 12 * 256, 256) == 6
     schedule = make_schedule("ag_gemm", (12 * 256 * 4, 1024, 64), 4, 1, itemsize=2, cluster=BIG)
     assert schedule.knobs.raster == 6
     chunk = 12 * 256
@@ -151,7 +165,7 @@ def test_without_a_cluster_tile_the_cpus_heuristic_chooses() -> None:
     cpu = make_schedule("ag_gemm", (8192, 49152, 12288), 8, 0, itemsize=2)
     gpu = make_schedule("ag_gemm", (8192, 49152, 12288), 8, 0, itemsize=2, cluster=BIG)
     assert (cpu.knobs.raster, cpu.knobs.comm_tile_rows) == (1, 42)
-    assert (gpu.knobs.raster, gpu.knobs.comm_tile_rows) == (4, 256)
+    assert (gpu.knobs.raster, gpu.knobs.comm_tile_rows) == (4, 1024)
 
 
 def test_the_extents_hold_the_tiles_of_all_weights() -> None:
@@ -169,8 +183,9 @@ def test_ops_on_gpus_use_the_cuda_heuristic(device: EmulatedDevice, op: str) -> 
     with VirtualWorld(2, device) as ranks, built(ranks, problem, tuning=Knobs()) as ops:
         knobs = [op.schedule(1025).knobs for op in ops]
     assert knobs[0] == knobs[1]
-    assert knobs[0].raster == 8 and knobs[0].tile == (64, 7 if op == "ag_gemm" else 13)
-    assert knobs[0].comm_tile_rows == (192 if op == "ag_gemm" else 513)
+    assert knobs[0].tile == (64, 7 if op == "ag_gemm" else 13)
+    assert knobs[0].raster == (8 if op == "ag_gemm" else 17)
+    assert knobs[0].comm_tile_rows == 513
 
 
 def test_ranks_with_other_kernels_have_rank_0s_schedule(
@@ -190,7 +205,7 @@ def test_ranks_with_other_kernels_have_rank_0s_schedule(
     problem = Problem("ag_gemm", 1025, (13,), 20000, torch.bfloat16)
     with VirtualWorld(2, device) as ranks, built(ranks, problem, tuning=Knobs()) as ops:
         knobs = [op.schedule(1025).knobs for op in ops]
-    assert knobs[0] == knobs[1] and knobs[0].comm_tile_rows == 192
+    assert knobs[0] == knobs[1] and knobs[0].raster == 8  # 4 by the other kernel
 
 
 def test_topologies_of_several_nodes_have_schedules() -> None:

@@ -212,13 +212,16 @@ struct ScatterStore : Base {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     asm volatile("fence.proxy.async.global;" ::: "memory");
     __syncwarp();
+    // One release for all that is stored, and none for each flag: with 8 owners of a tile those
+    // took 8 us of a GEMM of 60.
+    release_sys();
     if (pending_m_ >= 0) {
       const Range owners = owners_of_tile(to.tiling, pending_m_);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int owner = owners.begin; owner < owners.end; ++owner) {
         if (to.flags[owner] == nullptr || !may_write(owner)) continue;
         const int flag = flag_index(to.tiling, to.rank, owner, pending_m_, pending_n_);
-        store_release_sys(to.flags[owner] + flag, to.sync.epoch);
+        store_relaxed_sys(to.flags[owner] + flag, to.sync.epoch);
       }
       tell(to.sync, begin, {FLUX_TRACE_RELEASE, pending_m_, pending_n_, 0});
     }
