@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cuda_host_time
+import gpu_kernels
 import kernel_choice
 import layers
 import multi_host
@@ -310,6 +311,23 @@ def kernel_rating() -> Chart:
     )
 
 
+def gpu() -> Chart:
+    """Return the kernels that ops choose on a GPU over torch's GEMM, by M."""
+    by_m: dict[int, dict[str, Bar]] = {}
+    for shape in load(gpu_kernels.RESULT)["shapes"]:
+        share = shape["vs_torch"][gpu_kernels.default_of(shape, "bf16")]
+        by_m.setdefault(shape["m"], {})[shape["op"]] = Bar(share["median"], share["interval"])
+    ops = ("ag_gemm", "gemm_rs")
+    return BarChart(
+        "Kernels that communicate, beside torch.mm",
+        "an H100, bfloat16; what they wait for is there before, and slots are local",
+        "time over torch.mm's",
+        tuple(series for series in OPS if series.name in [Op[op].label for op in ops]),
+        [Group(f"M = {m}", tuple(by_m[m][op] for op in ops)) for m in sorted(by_m)],
+        reference=1.0,
+    )
+
+
 def soak() -> Chart:
     """Return how often each disturbance hit the ranks of the soak."""
     document = load(reliability.SOAK)
@@ -377,6 +395,7 @@ CHARTS: dict[str, Callable[[], Chart]] = {
     "tuning.svg": tuning,
     "cuda-host.svg": cuda_host,
     "kernel-choice.svg": kernel_rating,
+    "gpu.svg": gpu,
     "reliability.svg": soak,
     "scale.svg": scaling,
 }

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import interval_text, keep, load, markdown, unbroken
+from common import RESULTS, ROOT, interval_text, keep, load, markdown, unbroken
 
 from flux import _C, Knobs
 from flux.bench.metrics import CONFIDENCE, bootstrap
@@ -50,6 +50,7 @@ from flux.transport.device import CudaDevice
 
 SHAPES = [("ag_gemm", 6144, 12288), ("gemm_rs", 12288, 6144)]  # N, K of one rank of 8
 ROWS = [8192, 4096, 2048, 1024, 512, 256, 128, 64]
+RESULT = ROOT / RESULTS.parent / "h100" / "kernels.json"
 WORLD = 8
 H100_SMS = 132
 COPIES = 3  # sets of inputs

@@ -102,7 +102,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "overhead": of(cpu_overhead.tables, RESULTS / "overhead.json"),
     "growth": one_host.growth_table,
     "hosts": hosts,
-    "gpu_kernels": of(gpu_kernels.table, GPU / "kernels.json"),
+    "gpu_kernels": of(gpu_kernels.table, gpu_kernels.RESULT),
     "gpu_kernels_e4m3": of(gpu_kernels.table, GPU / "kernels_e4m3.json"),
     "gpu_loopback": of(gpu_loopback.best_table, GPU / "loopback.json"),
     "gpu_streams": of(gpu_streams.table, GPU / "streams.json"),
