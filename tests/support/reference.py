@@ -6,8 +6,9 @@ by at most
 
     K * u * (|A| @ |B|)                                            to first order
 
-With fast_accum a tensor core cuts the sum, at every 32 products, to 13 bits of fraction: K/32 times
-2^-13 (|A| @ |B|) more. What it cuts from products is less than |A| @ |B| is above the sum.
+Tensor cores cut sums of float8, at every 32 products, to 13 bits of fraction: K/32 times 2^-13
+(|A| @ |B|) more, or 4 times that where sums are promoted after every 128 of K. What is cut from
+products is less than |A| @ |B| is above the sum.
 
 Results in a 16-bit dtype are rounded besides. How often follows from what the op promises: AGGemm
 rounds once; the fused GemmRS and GemmAR round every rank's partial product once, then add up in
@@ -109,6 +110,8 @@ def lay_out(dense: torch.Tensor, layout: str) -> torch.Tensor:
 
 class Inputs:
     """Fresh inputs of one call: everybody's, since every rank draws the same numbers."""
+
+    on_tensor_cores = False
 
     def __init__(self, problem: Problem, m: int, world: int, seed: int, bias: bool = True) -> None:
         self.problem, self.m, self.world = problem, m, world
@@ -240,11 +243,12 @@ class Inputs:
                 part = share(n, self.world, rank)
                 x, weight = self.dequantised(number)
                 bias = None if bias is None else bias[part]
-                outputs.append(_product(p, x, weight[part], bias, 1, path))
+                outputs.append(_product(p, x, weight[part], bias, 1, path, self.on_tensor_cores))
             return outputs
         rows = slice(None) if p.op == "gemm_ar" else share(self.m, self.world, rank)
         x, weight = self.dequantised(0)
-        return [_product(p, x[rows], weight, self.biases[0], self.world, path)]
+        bias = self.biases[0]
+        return [_product(p, x[rows], weight, bias, self.world, path, self.on_tensor_cores)]
 
     def check(self, got: list[torch.Tensor], rank: int, path: str = "fused") -> None:
         """Compare the results of ``call`` with the reference.
@@ -276,6 +280,7 @@ def _product(
     bias: torch.Tensor | None,
     world: int,
     path: str,
+    on_tensor_cores: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     low = p.out_dtype in (torch.bfloat16, torch.float16)
     unit = torch.finfo(torch.float32 if low else p.dtype).eps / 2
@@ -286,8 +291,9 @@ def _product(
     right = right + offset
     scalings = 3 if p.scaling != "none" else 0  # two products, and the rounding of their sum
     bound = (p.k + world + 2 + scalings) * unit * (magnitude + offset.abs())
-    if p.fast_accum:
-        bound = bound + -(-p.k // 32) * 2.0**-13 * magnitude
+    if on_tensor_cores and p.dtype == FP8:
+        depth = p.k if p.fast_accum else min(p.k, 128)
+        bound = bound + -(-depth // 32) * 2.0**-13 * magnitude
     if low:
         kept = torch.finfo(p.out_dtype)
         # Sum over ranks of the magnitudes of their partial results.

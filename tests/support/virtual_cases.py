@@ -28,6 +28,8 @@ from reference import FP8, Inputs, Problem
 class Transferred(Inputs):
     """Inputs on a device; results are judged on the CPU."""
 
+    on_tensor_cores = True
+
     def transfer(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of the tensor on the device."""
         raise NotImplementedError

@@ -154,6 +154,12 @@ def plans(config: GemmConfig) -> Iterator[Plan]:
 # -- running ---------------------------------------------------------------------------------------
 
 
+class TensorCoreInputs(Inputs):
+    """Inputs of kernels, which cut sums of float8."""
+
+    on_tensor_cores = True
+
+
 @contextmanager
 def only(
     device: Any, built: BuiltKernel, world: int, traced: BuiltKernel | None = None
@@ -208,7 +214,7 @@ def run_plan(device: Any, plan: Plan, seed: int = 0) -> float:
     with VirtualWorld(plan.world, device, plan.nodes) as ranks:
         ops = built_ops(plan, ranks)
         for number, m in enumerate(plan.rows):
-            inputs = Inputs(p, m, plan.world, plan.seed + number, bias=number != 1)
+            inputs = TensorCoreInputs(p, m, plan.world, plan.seed + number, bias=number != 1)
             outs = call_all(ranks, ops, inputs, p.gathers and number == 2)
             device.finish()
             for r, op in enumerate(ops):
@@ -225,7 +231,7 @@ def run_graph(device: Any, plan: Plan) -> float:
     m = plan.rows[0]
     with VirtualWorld(world, device) as ranks:
         ops = built_ops(plan, ranks)
-        first = Inputs(p, m, world, plan.seed)
+        first = TensorCoreInputs(p, m, world, plan.seed)
         given = [first.local(r) for r in range(world)]
         scales = [first.scales(r, given[r][0].shape[0]) for r in range(world)]
         device.know(*(t for of_rank in given for t in of_rank if t is not None))
@@ -238,7 +244,7 @@ def run_graph(device: Any, plan: Plan) -> float:
         with device.capture() as graph:
             outs = ranks.run(call)
         for replay in range(2):
-            fresh = Inputs(p, m, world, plan.seed + 100 + replay)
+            fresh = TensorCoreInputs(p, m, world, plan.seed + 100 + replay)
             for r in range(world):
                 for old, new in zip(given[r], fresh.local(r), strict=True):
                     old.copy_(new)
@@ -274,7 +280,7 @@ def run_traced(device: Any, plan: Plan) -> int:
         The number of events.
     """
     p = plan.problem
-    inputs = Inputs(p, plan.rows[0], plan.world, plan.seed)
+    inputs = TensorCoreInputs(p, plan.rows[0], plan.world, plan.seed)
     with VirtualWorld(plan.world, device) as ranks:
         calls: list[Any] = []
         plain = built_ops(plan, ranks)
