@@ -41,8 +41,9 @@ rank, CPU time; `benchmarks/one_host.py --parts slabs`):
 * Except where chunks are small: each band reads all of B from memory. On an H100, 8 ranks, N =
   12288, K = 6144, M = 2048, bands of one chunk (256 rows) take 1.14 of torch.mm, of 1024 rows 1.06;
   M = 512, 1.32 and 1.08 (benchmarks/results/h100/rasters.json). So a ReduceScatter's bands have
-  BAND_ROWS there. An AllGather's bands would wait for more chunks, so they have all rows only where
-  reading B takes longer than any transfer: M = 128, tiles of 64 rows, 1.45 and 1.04.
+  BAND_ROWS there, but not between nodes, where rows of other nodes have to leave early. An
+  AllGather's bands would wait for more chunks, so they have all rows only where reading B takes
+  longer than any transfer: M = 128, tiles of 64 rows, 1.45 and 1.04.
 * Push: the source's copy engine writes and then raises the signal, so no stream waits for a word in
   a peer's memory. Direct: NVSwitch connects every pair of GPUs at full speed. A ring would only
   forward data that can be sent at once.
@@ -303,7 +304,7 @@ def _gpu_defaults(
     tile = knobs.tile or (chunk if knobs.store == "direct" else cluster.rows, cluster.columns)
     return Knobs(
         tile=(min(tile[0], m), min(tile[1], local_n)),
-        raster=raster(op, m, chunk, cluster.rows),
+        raster=raster(op, m, chunk, cluster.rows, nodes),
         comm_tile_rows=min(comm_rows, chunk),
         store="staged",
         copy_streams=1,
@@ -327,7 +328,7 @@ def gpu_comm_tile_rows(chunk: int, row_bytes: int, cluster_rows: int, least: int
     return chunk
 
 
-def raster(op: Op, m: int, chunk: int, cluster_rows: int) -> int:
+def raster(op: Op, m: int, chunk: int, cluster_rows: int, nodes: int = 1) -> int:
     """Return the rows of cluster tiles in one sweep.
 
     Bands within a chunk are equal, and at most 8 rows high: up to 8 rows the band covers the whole
@@ -336,7 +337,7 @@ def raster(op: Op, m: int, chunk: int, cluster_rows: int) -> int:
     """
     if op.gathers and m <= FEW_GATHERED_ROWS:
         return ceil_div(m, cluster_rows)
-    if op.reduces and chunk < BAND_ROWS:
+    if op.reduces and nodes == 1 and chunk < BAND_ROWS:
         return ceil_div(ceil_div(m, cluster_rows), max(1, m // BAND_ROWS))
     rows = max(1, chunk // cluster_rows)
     return ceil_div(rows, ceil_div(rows, MAX_RASTER))

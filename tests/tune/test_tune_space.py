@@ -359,5 +359,7 @@ def test_bands_of_small_chunks_cover_several() -> None:
     assert [raster(scatter, m, m // 8, 256) for m in (512, 1024, 2048, 4096, 8192, 65536)] == [
         2, 4, 4, 4, 4, 8,
     ]  # fmt: skip
+    # Rows of another node have to leave early.
+    assert raster(scatter, 2048, 256, 256, nodes=2) == 1
     assert [raster(gather, m, m // 8, 256) for m in (1024, 2048, 4096, 8192)] == [1, 1, 2, 4]
     assert [raster(gather, m, m // 8, 64) for m in (64, 128, 256, 512)] == [1, 2, 4, 1]
