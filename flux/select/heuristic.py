@@ -41,7 +41,7 @@ rank, CPU time; `benchmarks/one_host.py --parts slabs`):
 * Except where chunks are small: each band reads all of B from memory. On an H100, 8 ranks, N =
   12288, K = 6144, M = 2048, bands of one chunk (256 rows) take 1.14 of torch.mm, of 1024 rows 1.06;
   M = 512, 1.32 and 1.08 (benchmarks/results/h100/rasters.json). So a ReduceScatter's bands have
-  BAND_ROWS there, but not between nodes, where rows of other nodes have to leave early. An
+  BAND_ROWS there, and between nodes, where rows of other nodes have to leave early, half. An
   AllGather's bands would wait for more chunks, so they have all rows only where reading B takes
   longer than any transfer: M = 128, tiles of 64 rows, 1.45 and 1.04.
 * Push: the source's copy engine writes and then raises the signal, so no stream waits for a word in
@@ -90,7 +90,8 @@ GPU_COMM_TILE_COUNTS = (4, 2)
 """Communication tiles per chunk to try, largest first; each must have the least size."""
 MAX_RASTER = 8
 BAND_ROWS = 1024
-"""Rows of a ReduceScatter's band, at least; below them a band covers several chunks."""
+"""Rows of a ReduceScatter's band, at least; below them a band covers several chunks. Between nodes
+half of them."""
 FEW_GATHERED_ROWS = 256
 """Rows up to which an AllGather's GEMM is one band."""
 
@@ -337,7 +338,8 @@ def raster(op: Op, m: int, chunk: int, cluster_rows: int, nodes: int = 1) -> int
     """
     if op.gathers and m <= FEW_GATHERED_ROWS:
         return ceil_div(m, cluster_rows)
-    if op.reduces and nodes == 1 and chunk < BAND_ROWS:
-        return ceil_div(ceil_div(m, cluster_rows), max(1, m // BAND_ROWS))
+    band = BAND_ROWS if nodes == 1 else BAND_ROWS // 2
+    if op.reduces and chunk < band:
+        return ceil_div(ceil_div(m, cluster_rows), max(1, m // band))
     rows = max(1, chunk // cluster_rows)
     return ceil_div(rows, ceil_div(rows, MAX_RASTER))

@@ -360,6 +360,6 @@ def test_bands_of_small_chunks_cover_several() -> None:
         2, 4, 4, 4, 4, 8,
     ]  # fmt: skip
     # Rows of another node have to leave early.
-    assert raster(scatter, 2048, 256, 256, nodes=2) == 1
+    assert [raster(scatter, 2048, 2048 // w, 256, nodes=2) for w in (2, 4, 16)] == [4, 2, 2]
     assert [raster(gather, m, m // 8, 256) for m in (1024, 2048, 4096, 8192)] == [1, 1, 2, 4]
     assert [raster(gather, m, m // 8, 64) for m in (64, 128, 256, 512)] == [1, 2, 4, 1]
