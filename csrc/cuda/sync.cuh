@@ -36,12 +36,6 @@ __device__ __forceinline__ void store_release_sys(std::uint32_t* word, std::uint
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// The two parts of store_release_sys, for several words behind one release.
-__device__ __forceinline__ void release_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-__device__ __forceinline__ void store_relaxed_sys(std::uint32_t* word, std::uint32_t value) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-
 // Writes the words of a failure for the host, its code last: a host that sees the code sees the rest.
 // Plain stores, no atomics: the host's memory is behind PCIe, and has no contention.
 __device__ inline void write_report(std::uint64_t* report, std::uint64_t code, std::uint64_t tile,

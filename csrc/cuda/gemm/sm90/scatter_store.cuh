@@ -204,7 +204,7 @@ struct ScatterStore : Base {
   }
 
  private:
-  // The warp that stores: a lane for each tile.
+  // The warp that stores: a lane for each flag, as all stores of a warp's instruction share a release.
   CUTLASS_DEVICE void raise_flags() {
     if (stored_ == 0) return;
     const ScatterTargets& to = params_->targets;
@@ -212,19 +212,22 @@ struct ScatterStore : Base {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     asm volatile("fence.proxy.async.global;" ::: "memory");
     __syncwarp();
-    // One release for all that is stored, and none for each flag: with 8 owners of a tile those
-    // took 8 us of a GEMM of 60.
-    release_sys();
-    if (pending_m_ >= 0) {
-      const Range owners = owners_of_tile(to.tiling, pending_m_);
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int owner = owners.begin; owner < owners.end; ++owner) {
-        if (to.flags[owner] == nullptr || !may_write(owner)) continue;
-        const int flag = flag_index(to.tiling, to.rank, owner, pending_m_, pending_n_);
-        store_relaxed_sys(to.flags[owner] + flag, to.sync.epoch);
+    const int lane = threadIdx.x % 32;
+    const Range owners = pending_m_ >= 0 ? owners_of_tile(to.tiling, pending_m_) : Range{0, 0};
+    const int widest = __reduce_max_sync(~0u, owners.end - owners.begin);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int first = 0; first < stored_ * widest; first += 32) {
+      const int tile = (first + lane) / widest;  // the lane that has it
+      const int tile_m = __shfl_sync(~0u, pending_m_, tile % 32);
+      const int tile_n = __shfl_sync(~0u, pending_n_, tile % 32);
+      const int end = __shfl_sync(~0u, owners.end, tile % 32);
+      const int owner = __shfl_sync(~0u, owners.begin, tile % 32) + (first + lane) % widest;
+      if (tile < stored_ && owner < end && to.flags[owner] != nullptr && may_write(owner)) {
+        const int flag = flag_index(to.tiling, to.rank, owner, tile_m, tile_n);
+        store_release_sys(to.flags[owner] + flag, to.sync.epoch);
       }
-      tell(to.sync, begin, {FLUX_TRACE_RELEASE, pending_m_, pending_n_, 0});
     }
+    if (pending_m_ >= 0) tell(to.sync, begin, {FLUX_TRACE_RELEASE, pending_m_, pending_n_, 0});
     pending_m_ = -1;
     stored_ = 0;
   }
