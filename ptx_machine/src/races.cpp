@@ -338,9 +338,11 @@ void Races::check_against(const Check& check, const Access& other, bool other_wr
   }
   const Request& request = check.request;
   const bool both_strong = request.order.strong && other.has(Access::kStrong);
-  // Words that the host fills, signals of a call that it gives up among them, may be polled meanwhile.
+  // Words that the host fills, signals of a call that it gives up among them, may be polled meanwhile, and
+  // codes of 64 bits, as two words of which the second does not change.
   const bool outside = is_outside(other);
-  if (both_strong && outside && request.bytes == 4 && request.use != Use::kAtomic) return;
+  const bool polled = request.bytes == 4 || request.bytes == 8;
+  if (both_strong && outside && polled && request.use != Use::kAtomic) return;
   if (both_strong && !outside) {
     if (other.size() != (1u << (check.access.what >> Access::kSize & 7))) {
       report(check, other, other_writes, at, bytes,
