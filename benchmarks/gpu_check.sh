@@ -27,7 +27,8 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 mkdir -p "$out/state"
 # What is loaded while a kernel spins would wait for that kernel.
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER
 python=${PYTHON:-python3}
 nvcc=${NVCC:-nvcc}
 total=${FLUX_GPU_CHECK_S:-530}

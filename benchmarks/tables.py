@@ -52,7 +52,7 @@ import tuning
 from flux.core.knobs import Op
 
 FRONT = "{op}_4096x8192x2048_2x1_{link}.json"
-GPU = RESULTS.parent / "h100"
+GPU = gpu_kernels.RESULT.parent
 FOLDER = ROOT / "docs" / "contribute" / "results"
 
 
