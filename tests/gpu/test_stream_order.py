@@ -32,6 +32,7 @@ BODIES = {
     "relaxed": "st.relaxed.sys.global.u32 [%rd2], 1;",
     "acquire": "ld.acquire.sys.global.u32 %r3, [%rd2];",
     "look": "ld.relaxed.sys.global.u32 %r3, [%rd2];",
+    "poll": "ld.volatile.global.u64 %rd3, [%rd1];",
     "acquire.gpu": "ld.acquire.gpu.global.u32 %r3, [%rd2];",
     "reduce": """
         .shared .align 16 .b8 memory[16];
@@ -211,6 +212,8 @@ CASES: list[tuple[str, str | None]] = [
     ("a copies x y; a raises f; b acquire+write x", None),
     ("a raises f; a copies x y; b acquire+write x", COPY_READ),
     ("a copies x y; a raises f; b acquire y; c read y", BY_COPY),
+    # A status code of 64 bits is polled while the copy of a rank that gives up writes it.
+    ("a copies x y; b poll y", None),
     # Memory is constant for .nc as long as a launch runs.
     ("a copies x y; a constant y", None),
     ("a copies x y; a raises f; b acquire+constant y", "missing is a load without .nc"),
