@@ -7,7 +7,12 @@ tests/project/test_package.py.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypedDict
+from typing import TypedDict, TypeVar
+
+from typing_extensions import TypeVarTuple, Unpack
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 class FailureDict(TypedDict):
     kind: str
@@ -118,6 +123,28 @@ HomeTuple = tuple[int, int]
 ShareTuple = tuple[int, int, int]
 ReductionTuple = tuple[int, int, int, int, tuple[ShareTuple, ...], int, int, int]
 ParcelTuple = tuple[int, int, int, int, int, int]
+
+class Exclusive:
+    """Admits one call at a time, also after an exception between two bytecodes.
+
+    Calls enter or are turned away; they never wait. See csrc/bindings/exclusive.cpp.
+    """
+
+    def call(
+        self,
+        refusal: str,
+        function: Callable[[Unpack[Arguments]], T],
+        /,
+        *arguments: Unpack[Arguments],
+    ) -> T:
+        """Call a function and return its result; RuntimeError(refusal) while another is inside."""
+    def try_call(
+        self, function: Callable[[Unpack[Arguments]], object], /, *arguments: Unpack[Arguments]
+    ) -> bool:
+        """Call a function, unless another is inside; return whether it was called."""
+    @property
+    def taken(self) -> bool:
+        """Whether a function is inside."""
 
 class Schedule:
     visits: tuple[VisitTuple, ...]

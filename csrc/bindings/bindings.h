@@ -47,6 +47,7 @@ void bind_nvtx(pybind11::module_& m);         // ranges for profilers
 void bind_trace(pybind11::module_& m);        // lanes of a trace
 void bind_streams(pybind11::module_& m);      // what streams of a GPU tell a trace
 void bind_remote(pybind11::module_& m);       // peers of other nodes
+void bind_exclusive(pybind11::module_& m);    // one call of an op at a time
 void bind_collectives(pybind11::module_& m);  // collectives of ranks on several hosts
 
 }  // namespace flux::host

@@ -213,6 +213,7 @@ void bind_reduce(py::module_& m) {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Native part of flux: tile schedules, signals and the copy engine of the CPU backend.";
   flux::host::bind_core(m);
+  flux::host::bind_exclusive(m);
   flux::host::bind_schedule(m);
   flux::host::bind_trace(m);
   flux::host::bind_memory(m);

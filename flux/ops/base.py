@@ -22,7 +22,6 @@ from flux.backends.unfused import UnfusedBackend
 from flux.core.backend import Backend, OverlapHooks
 from flux.core.call import CallChecker, Gemm
 from flux.core.env import CHECK, KERNEL_CHOICE
-from flux.core.exclusive import Admission, Exclusive
 from flux.core.knobs import Knobs, Op
 from flux.core.schedule import TileSchedule
 from flux.core.spec import OpSpec
@@ -100,7 +99,7 @@ class TensorParallelOp:
         self._broken: str | None = None
         self._pid = os.getpid()
         self._backend: Backend | None = None  # stays None for a rank that is alone
-        self._inside = Exclusive()
+        self._inside = _C.Exclusive()
         self._begun = False  # the peers count the call that is inside, and it has not ended
         self._ending = False  # close() was called while a call was inside
         self._released = False  # True: nothing is left to give back
@@ -402,9 +401,14 @@ class TensorParallelOp:
                 f"{self.spec.label} was built in process {self._pid} and cannot be used in a "
                 f"forked child ({os.getpid()}): build a new op there"
             )
-        inside = Admission()
-        if not self._inside.enter(inside):
-            raise RuntimeError(f"{self.spec.label}: another thread is inside a call of this op")
+        try:
+            refusal = f"{self.spec.label}: another thread is inside a call of this op"
+            return self._inside.call(refusal, self._run_inside, run, arguments, begun)
+        finally:
+            if self._ending:
+                self._end_if_asked()
+
+    def _run_inside(self, run: Callable[..., T], arguments: tuple[object, ...], begun: bool) -> T:
         refusals = 0 if self._backend is None else self._backend.refusals
         try:
             if self._begun or (self.closed and not self._released):
@@ -423,19 +427,13 @@ class TensorParallelOp:
                 self._broken = f": an earlier call failed ({text})"
             self._begun = False
             raise
-        finally:
-            self._inside.leave(inside)
-            if self._ending:
-                self._end_if_asked()
 
     def _end_if_asked(self) -> None:
         """Close the op if ``close`` was called and no call is inside."""
-        inside = Admission()
-        while self._ending and not self._released and self._inside.enter(inside):
-            try:
-                self._release(failed=self._begun)  # else the call has ended, or was refused
-            finally:
-                self._inside.leave(inside)
+        while self._ending and not self._released:
+            # If no call has begun, it has ended or was refused.
+            if not self._inside.try_call(lambda: self._release(failed=self._begun)):
+                return
 
     def wait(self) -> None:
         """Wait until this rank's calls are done. On the CPU they are when they return.

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
+from flux import _C
 from flux.core.at_exit import end_at_exit
 from flux.core.dtypes import DTYPES
 from flux.core.env import MOST_SECONDS
-from flux.core.exclusive import Admission, Exclusive
 from flux.core.integers import ceil_div
 from flux.core.tensors import address_of, reason_without_memory, settled
 from flux.ops.executor import built_together
@@ -77,7 +77,7 @@ class Collectives:
         self._ending = False
         self._pid = os.getpid()
         self._broken = ""
-        self._inside = Exclusive()
+        self._inside = _C.Exclusive()
         self._calls = 0
         self._plans: dict[object, _Plan] = {}
         self._host: HostCollectives | None = None
@@ -294,32 +294,32 @@ class Collectives:
         """Make a call: one at a time, in the process that built this, never after a failure."""
         if self._pid != os.getpid():
             raise RuntimeError("Collectives cannot be used in a forked child")
-        inside = Admission()
-        if not self._inside.enter(inside):
-            raise RuntimeError("Collectives: another thread is inside a call")
         try:
-            if self._closed or self._host is None:
-                raise RuntimeError(f"Collectives is closed{self._broken}")
-            self._calls += 1
-            number = self._calls
-            try:
-                check()
-            except (TypeError, ValueError) as error:
-                text = f"Collectives: rank {self.rank} refused its input: {error}"
-                self._host.native.refuse(number, text)
-                raise
-            try:
-                return call(number)
-            except ValueError:  # all ranks raise it
-                raise
-            except BaseException as error:
-                self._broken = f": an earlier call failed ({error})"
-                self._release(True, getattr(error, "culprit", self.rank))
-                raise
+            refusal = "Collectives: another thread is inside a call"
+            return self._inside.call(refusal, self._run_inside, check, call)
         finally:
-            self._inside.leave(inside)
             if self._ending:
                 self._end_if_asked()
+
+    def _run_inside(self, check: Callable[[], None], call: Callable[[int], T]) -> T:
+        if self._closed or self._host is None:
+            raise RuntimeError(f"Collectives is closed{self._broken}")
+        self._calls += 1
+        number = self._calls
+        try:
+            check()
+        except (TypeError, ValueError) as error:
+            text = f"Collectives: rank {self.rank} refused its input: {error}"
+            self._host.native.refuse(number, text)
+            raise
+        try:
+            return call(number)
+        except ValueError:  # all ranks raise it
+            raise
+        except BaseException as error:
+            self._broken = f": an earlier call failed ({error})"
+            self._release(True, getattr(error, "culprit", self.rank))
+            raise
 
     # -- end ---------------------------------------------------------------------------------------
 
@@ -339,12 +339,8 @@ class Collectives:
         self._release(True, getattr(self, "rank", -1))
 
     def _end_if_asked(self) -> None:
-        inside = Admission()
-        if self._ending and self._inside.enter(inside):
-            try:
-                self._release(False)
-            finally:
-                self._inside.leave(inside)
+        if self._ending:
+            self._inside.try_call(self._release, False)
 
     def close(self) -> None:
         """Release sockets and shared memory. Local and idempotent; later calls raise RuntimeError.

@@ -47,7 +47,6 @@ import torch
 
 from flux import _C
 from flux.core.at_exit import end_at_exit
-from flux.core.exclusive import Admission, Exclusive
 from flux.core.forked import abandon_in_children
 from flux.core.recorder import Recorder, Work, incoming_lane, outgoing_lane, sender_lane
 from flux.transport.abandonable import Patience
@@ -122,7 +121,7 @@ class Network:
         self._memory: object = memory
         self._channel: OpChannel | None = OpChannel(exchange, timeout_s)
         self._closing = False
-        self._inside = Exclusive()  # of close
+        self._inside = _C.Exclusive()  # of close
         self._join_s = JOIN_S
         self._jobs: list[tuple[_Link, _Job]] = []
         self._links = [_Link(self, self._channel, peer, window_bytes) for peer in remote]
@@ -189,24 +188,21 @@ class Network:
             failed: whether a call has failed; else peers get all that was sent to them before.
             culprit: the rank that this one has given up on; peers are told; -1: this rank.
         """
-        inside = Admission()
-        if not self._inside.enter(inside):
-            return  # another thread is inside: it does it
-        try:
-            if not self._closing:
-                self._closing = True
-                self._join_s = FAILED_JOIN_S if failed else JOIN_S
-                if self._channel is None:
-                    return
-                if failed:
-                    peers = [link.peer for link in self._links]
-                    self._channel.send_failure(peers, self.rank if culprit == -1 else culprit)
-                else:
-                    self._part()
-            if self._channel is not None:
-                self._break_off()
-        finally:
-            self._inside.leave(inside)
+        self._inside.try_call(self._close, failed, culprit)  # another thread that is inside does it
+
+    def _close(self, failed: bool, culprit: int) -> None:
+        if not self._closing:
+            self._closing = True
+            self._join_s = FAILED_JOIN_S if failed else JOIN_S
+            if self._channel is None:
+                return
+            if failed:
+                peers = [link.peer for link in self._links]
+                self._channel.send_failure(peers, self.rank if culprit == -1 else culprit)
+            else:
+                self._part()
+        if self._channel is not None:
+            self._break_off()
 
     def _part(self) -> None:
         """Tell the peers that this rank closes, and wait for their answers.

@@ -5,6 +5,7 @@ The op stays usable, or it is closed and its peers raise at once. No rank gets a
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import threading
@@ -16,8 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flux import AGGemm, Knobs, PeerTimeoutError
-from flux.core.exclusive import Admission, Exclusive
+from flux import _C, AGGemm, Knobs, PeerTimeoutError
 from flux.ops.pool import pool_of
 from flux.transport.exchange import Exchange
 from harness import BUSY, more, run_ranks
@@ -31,7 +31,9 @@ class Interrupt(ValueError):
     """As a JSONDecodeError of a signal handler."""
 
 
-def raising_at(count: int, events: str, call: Callable[[], Any]) -> tuple[bool, Any]:
+def raising_at(
+    count: int, events: str, call: Callable[[], Any], where: str = "/flux/"
+) -> tuple[bool, Any]:
     """Raise at the ``count``-th event in flux; return whether it came that far, and the result."""
     seen = 0
 
@@ -44,7 +46,7 @@ def raising_at(count: int, events: str, call: Callable[[], Any]) -> tuple[bool, 
         return local
 
     def enter(frame: Any, event: str, arg: Any) -> Any:
-        if "/flux/" not in frame.f_code.co_filename:
+        if where not in frame.f_code.co_filename:
             return None
         frame.f_trace_opcodes = events == "opcode"
         return local
@@ -231,34 +233,51 @@ def test_interrupted_comparison_of_functional_calls_is_given_up() -> None:
     run_ranks(2, leaves_a_functional_call, timeout=30.0, fresh=True)
 
 
-def test_a_holder_that_ended_without_leaving_does_not_count() -> None:
-    exclusive = Exclusive()
+def test_one_call_at_a_time_enters_whatever_is_raised_where() -> None:
+    exclusive = _C.Exclusive()
 
-    def enter_and_end() -> None:
-        inside = Admission()
-        assert exclusive.enter(inside)
-        assert exclusive.taken and not exclusive.enter(Admission())
+    def enter(count: int) -> None:
+        assert exclusive.taken and not exclusive.try_call(enter, 0)
+        with pytest.raises(RuntimeError, match="in use"):
+            exclusive.call("in use", enter, 0)
+        if count:
+            raise Interrupt
 
-    for _ in range(3):
-        enter_and_end()
+    def guarded() -> None:
+        exclusive.call("in use", enter, 0)
+
+    with pytest.raises(Interrupt) as kept:  # its traceback refers to the frame that was inside
+        exclusive.call("in use", enter, 1)
+    assert not exclusive.taken and exclusive.try_call(enter, 0) and kept.tb is not None
+    for count in range(1, 100_000):
+        came_so_far, _ = raising_at(count, "opcode", guarded, __file__)
         assert not exclusive.taken
-    counts: list[int] = []
+        if not came_so_far:
+            break
+    assert count > 20
+    with pytest.raises(TypeError, match="needs a function"):
+        exclusive.try_call()  # type: ignore[call-arg]
+
+
+def test_threads_that_contend_for_a_call_do_not_hang() -> None:
+    exclusive, counts, turned_away = _C.Exclusive(), list[int](), list[int]()
     stop = time.monotonic() + 0.2
+
+    def enter() -> None:
+        counts.append(1)
+        time.sleep(0)  # lets go of the GIL
+        assert len(counts) == 1
+        counts.pop()
 
     def contend() -> None:
         while time.monotonic() < stop:
-            inside = Admission()
-            if exclusive.enter(inside):
-                counts.append(1)
-                assert len(counts) == 1
-                counts.pop()
-                if time.monotonic_ns() % 3:  # else it ends without leaving, as an exception does
-                    exclusive.leave(inside)
-            del inside
+            if not exclusive.try_call(enter):
+                turned_away.append(1)
+            gc.collect(0)
 
     threads = [threading.Thread(target=contend) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not counts
+    assert not counts and turned_away and not exclusive.taken

@@ -6,6 +6,7 @@ interrupts: its executor ends such a worker with SIGKILL, after nine seconds.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import select
@@ -60,6 +61,9 @@ def _watch(ranks: dict[int, tuple[int, int]], name: str, main: int) -> None:
         poller.register(descriptor, select.POLLIN)
     (descriptor, _), *_ = poller.poll()
     rank, pid = ranks[descriptor]
+    # This process ends now in any case. CPython before 3.12 may collect garbage in _current_frames,
+    # and a callback of a weak reference that gives up the GIL there locks up all threads.
+    gc.disable()
     while True:
         before = _position(main)
         time.sleep(STUCK_S)
