@@ -177,9 +177,9 @@ def pin(number: int, count: int, threads: int) -> None:
     runs two of them on one core for a while, which would distort the measurement.
 
     Args:
-        number: of this rank among those of the host.
-        count: ranks of the host.
-        threads: of each rank.
+        number: of this rank among those of the host, or of a simulated host.
+        count: ranks of the host, or simulated hosts.
+        threads: of each of them.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
