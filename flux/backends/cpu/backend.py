@@ -34,7 +34,7 @@ from flux.backends.cached_call import CachedCall, CachedCalls
 from flux.backends.cpu.diagnosis import Diagnosis, mismatch_text
 from flux.backends.cpu.layout import SegmentLayout
 from flux.backends.cpu.one_shot import OneShot
-from flux.backends.cpu.slabs import Slab, SlabPlan, make_plan
+from flux.backends.cpu.slabs import SlabPlan, make_plan
 from flux.backends.epilogue import Multiplier, pack, scale_of_rows, spoil, unpack
 from flux.core.at_exit import end_at_exit
 from flux.core.backend import OverlapHooks
@@ -356,22 +356,9 @@ class CpuBackend:
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
         plan = make_plan(schedule, self._columns)
-        for slab in plan.slabs:
-            slab.shared = self._shared(plan, slab)
+        plan.use_memory(self.gathered, self.slots)
         self._plans[schedule.shape[0]] = plan
         return plan
-
-    def _shared(self, plan: SlabPlan, slab: Slab) -> torch.Tensor | None:
-        """Return what ``Slab.shared`` refers to."""
-        v = slab.visit
-        if self.spec.op.gathers:
-            return None if v.owner == self.rank else self.gathered[v.row_begin : v.row_end]
-        if not plan.direct or v.owner == self.rank:
-            return None
-        base = _C.core.row_begin(plan.schedule.shape[0], self.world, v.owner)
-        holder, block = plan.schedule.homes[v.owner]
-        rows = self.slots[holder][block, v.row_begin - base : v.row_end - base]
-        return rows if slab.columns is None else rows[:, slab.columns]
 
     # -- other hosts -------------------------------------------------------------------------------
 

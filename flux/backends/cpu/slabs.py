@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +87,27 @@ class SlabPlan:
     slabs: list[Slab]
     first_foreign: int
     last_foreign: int
+
+    def use_memory(self, gathered: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+        """Set ``Slab.shared`` of each slab.
+
+        Args:
+            gathered: rows that an AllGather receives, [max_m, K].
+            slots: by rank: its blocks for partial results, [blocks, rows of a chunk, N].
+        """
+        m, world, rank = self.schedule.shape[0], self.schedule.world, self.schedule.rank
+        gathers = Op[self.schedule.op].gathers
+        for slab in self.slabs:
+            v = slab.visit
+            if v.owner == rank:
+                continue
+            if gathers:
+                slab.shared = gathered[v.row_begin : v.row_end]
+            elif self.direct:
+                base = _C.core.row_begin(m, world, v.owner)
+                holder, block = self.schedule.homes[v.owner]
+                rows = slots[holder][block, v.row_begin - base : v.row_end - base]
+                slab.shared = rows if slab.columns is None else rows[:, slab.columns]
 
     def forget_memory(self) -> None:
         """Drop the views of symmetric memory."""
