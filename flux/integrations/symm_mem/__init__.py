@@ -16,6 +16,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Collection
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ _PASS = "torch._inductor.fx_passes.micro_pipeline_tp"
 
 _libraries: dict[str, list[torch.library.Library]] = {}  # by device; they hold the registrations
 _float32_partials: list[bool] = []  # what the CPU's kernels are enabled with
-_nccl_available: list[Callable[[], bool]] = []  # torch's own function, while it is replaced
+_replaced: dict[str, tuple[ModuleType, Callable[..., Any]]] = {}  # torch's own functions, by name
 
 
 def enable(
@@ -77,9 +78,11 @@ def enable(
       row-parallel linear needs it in its backward.
     - ``torch.distributed.is_nccl_available()`` returns True to one caller, Inductor's
       micro-pipeline pass, which does nothing in a torch without NCCL.
+    - ``is_symm_mem_enabled_for_group`` of ``torch.distributed._symmetric_memory`` returns True for
+      every group where there is no accelerator. Only torch 2.15 and newer need that.
 
-    The pass fuses the groups that ``enable_symm_mem_for_group`` of
-    ``torch.distributed._symmetric_memory`` was called with, as on GPUs. It works on CPUs as it is.
+    Before torch 2.15 the pass fuses the groups that ``enable_symm_mem_for_group`` of that module
+    was called with, as on GPUs; the call works on CPUs as it is.
     """
     names = (devices,) if isinstance(devices, str) else tuple(devices)
     for device in names:
@@ -95,9 +98,10 @@ def enable(
             _libraries[device] = _registered(device, float32_partials)
     if "cpu" in names:
         _float32_partials[:] = [float32_partials]
-    if "cpu" in _libraries and not _nccl_available:
-        _nccl_available.append(dist.is_nccl_available)
-        dist.is_nccl_available = _is_nccl_available
+    if "cpu" in _libraries and not _replaced:
+        _replace(dist, _is_nccl_available)
+        if hasattr(_symmetric_memory(), "_is_process_group_registered"):  # since torch 2.15
+            _replace(_symmetric_memory(), _is_symm_mem_enabled_for_group)
     return EnabledKernels()
 
 
@@ -108,8 +112,9 @@ def disable() -> None:
             torch_internals.unregister(library)
     _libraries.clear()
     _float32_partials.clear()
-    if _nccl_available:
-        dist.is_nccl_available = _nccl_available.pop()
+    for name, (module, function) in _replaced.items():
+        setattr(module, name, function)
+    _replaced.clear()
 
 
 def enabled() -> tuple[str, ...]:
@@ -132,7 +137,7 @@ def reason_unsupported() -> str | None:
     if not dist.is_available():
         return f"torch {torch.__version__} is built without torch.distributed"
     try:
-        importlib.import_module("torch.distributed._symmetric_memory")  # defines the ops
+        _symmetric_memory()  # defines the ops
     except ImportError as error:
         return f"torch {torch.__version__} has no torch.distributed._symmetric_memory ({error})"
     for name, kernel in _KERNELS["cpu"].items():
@@ -177,7 +182,27 @@ def _raise_in_backward(name: str) -> Callable[..., Any]:
     return backward
 
 
+def _symmetric_memory() -> ModuleType:
+    return importlib.import_module("torch.distributed._symmetric_memory")
+
+
+def _replace(module: ModuleType, function: Callable[..., Any]) -> None:
+    """Put a function of this file in the place of one of torch's, until ``disable()``."""
+    name = function.__name__.removeprefix("_")
+    _replaced[name] = module, getattr(module, name)
+    setattr(module, name, function)
+
+
 def _is_nccl_available() -> bool:
     """Return whether torch has NCCL, and True to Inductor's micro-pipeline pass."""
     caller = sys._getframe(1).f_globals.get("__name__")
-    return caller == _PASS or _nccl_available[0]()
+    _, original = _replaced["is_nccl_available"]
+    return caller == _PASS or bool(original())
+
+
+def _is_symm_mem_enabled_for_group(group_name: str) -> bool:
+    """Return what torch does, and True for any group where there is no accelerator."""
+    module, original = _replaced["is_symm_mem_enabled_for_group"]
+    if module._is_test_mode or torch.accelerator.is_available():
+        return bool(original(group_name))
+    return bool(module._is_process_group_registered(group_name))
