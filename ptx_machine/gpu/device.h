@@ -317,7 +317,7 @@ class Stream {
   // A launch; with `early`, behind another one.
   int launch(Work work);
   bool idle();
-  void drain();  // returns early when the device has failed
+  void drain();  // waits a moment only when the device has failed
   std::uintptr_t handle() const;
   void tell_awaited() const;
   int number() const { return number_; }

@@ -1,4 +1,5 @@
 // Streams of the emulated device: see device.h.
+#include <optional>
 #include <set>
 
 #include "device.h"
@@ -6,6 +7,8 @@
 namespace emulated {
 
 namespace {
+
+constexpr std::chrono::seconds kEndOfFailed{1};
 
 std::atomic<int> streams_made{0};
 // Everything is submitted in one order, that of the hardware queues too.
@@ -181,7 +184,11 @@ void Stream::tell_awaited() const {
 
 void Stream::drain() {
   std::unique_lock<std::mutex> hold(mutex_);
-  while (!entries_.empty() && !device().failed()) {
+  // What runs on a device that has failed ends soon. It must not write to memory that the host frees then.
+  std::optional<Clock::time_point> failed_at;
+  while (!entries_.empty()) {
+    if (device().failed() && !failed_at) failed_at = Clock::now();
+    if (failed_at && Clock::now() - *failed_at > kEndOfFailed) break;
     turns().let_go();
     device().land_what_is_due();
     changed_.wait_for(hold, std::chrono::milliseconds(10));

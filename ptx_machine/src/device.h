@@ -100,6 +100,7 @@ class CudaDevice {
   PredecessorEnded* predecessor_ended_ = nullptr;
   YieldTurn* yield_turn_ = nullptr;
   std::atomic<std::uint64_t> launches_{0};
+  std::atomic<bool> has_failed_{false};  // kernels that run end
   std::mutex reporting_;
   std::string error_;
   // By name, lines of the module, and statements: a library that is loaded again has a new module.

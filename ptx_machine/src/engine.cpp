@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "mbarrier.h"
+#include "races.h"
 
 namespace ptx_machine {
 namespace {
@@ -41,6 +42,8 @@ void Engine::start(Context& c, const Op& op, int lane, Transfer transfer) {
     transfer.write_due = some();
     transfer.read_due = std::min(some(), transfer.write_due);
   }
+  const Place& counter = transfer.mbarrier;
+  if (counter.block != nullptr) count_copies({counter.block, counter.offset}, 1);
   transfers_.push_back(std::make_unique<Transfer>(std::move(transfer)));
 }
 
@@ -119,6 +122,7 @@ void Engine::write(Context& c, std::size_t number) {
   if (!transfer.is_read) read(c, transfer);
   transfer.write(c, transfer.data);
   if (transfer.mbarrier.block == nullptr) return;
+  count_copies({transfer.mbarrier.block, transfer.mbarrier.offset}, -1);
   try {
     complete_bytes(transfer.mbarrier, transfer.reported);
   } catch (const MbarrierError& error) {

@@ -3,7 +3,6 @@
 #include "execution.h"
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <thread>
 
@@ -12,6 +11,7 @@
 #include "races.h"
 #include "spins.h"
 #include "trace.h"
+#include "workspace.h"
 
 namespace ptx_machine {
 namespace {
@@ -21,56 +21,6 @@ constexpr int kTurn = 256;
 // With a seed: one in so many turns begins a stall of the warp, of at most so many rounds.
 constexpr int kStallEvery = 64, kLongestStall = 50;
 constexpr std::chrono::microseconds kNap{20}, kIdleNap{200};
-
-// Returns how many blocks a cluster has, as the launch or the kernel says, or one. Throws PtxError.
-Dim cluster_of(const Kernel& kernel, const Launch& launch) {
-  constexpr std::uint64_t kMost = 16;  // of sm_90, beyond the portable 8
-  const auto text = [](const Dim& d) {
-    return std::to_string(d.x) + " x " + std::to_string(d.y) + " x " + std::to_string(d.z);
-  };
-  const auto refuse = [&](const std::string& why) {
-    throw PtxError(kernel.name + " cannot run in clusters: " + why);
-  };
-  Dim size = launch.cluster.value_or(Dim{});
-  if (!kernel.cluster.empty()) {
-    const Dim asked{kernel.cluster[0], kernel.cluster[1], kernel.cluster[2]};
-    if (!launch.cluster) size = asked;
-    if (size.x != asked.x || size.y != asked.y || size.z != asked.z) {
-      refuse("it asks for " + text(asked) + " blocks, the launch for " + text(size));
-    }
-  } else if (kernel.explicit_cluster && !launch.cluster) {
-    refuse("it has .explicitcluster, and the launch does not say how large one is");
-  }
-  if (size.count() == 0 || size.count() > kMost) refuse("one of " + text(size) + " blocks");
-  if (kernel.max_cluster > 0 && size.count() > static_cast<std::uint64_t>(kernel.max_cluster)) {
-    refuse(text(size) + " are more than its .maxclusterrank of " +
-           std::to_string(kernel.max_cluster));
-  }
-  const Dim& g = launch.grid;
-  if (g.x % size.x != 0 || g.y % size.y != 0 || g.z % size.z != 0) {
-    refuse("a grid of " + text(g) + " blocks is not divisible by " + text(size));
-  }
-  return size;
-}
-
-// Memory that the blocks of a grid meet at: a size, and the word that cooperative groups count in.
-class Workspace {
- public:
-  Workspace(Machine& machine, bool needed) : machine_(needed ? &machine : nullptr) {
-    if (needed) machine.add_memory(address(), sizeof(words_), "the workspace of a grid");
-  }
-  ~Workspace() {
-    if (machine_ != nullptr) machine_->remove_memory(address());
-  }
-  Workspace(const Workspace&) = delete;
-  Workspace& operator=(const Workspace&) = delete;
-
-  std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(words_.data()); }
-
- private:
-  Machine* machine_;
-  alignas(8) std::array<std::uint32_t, 2> words_{};
-};
 
 class Execution {
  public:
@@ -102,6 +52,7 @@ class Execution {
   Counters run() {
     const Stay stay(machine_.room(), tenant_, launch_.grid.count() / tenant_.size);
     while (tenant_.waiting != 0 || !clusters_.empty()) {
+      if (launch_.stop != nullptr && *launch_.stop) throw PtxError("the device has failed");
       while (tenant_.waiting != 0 && start_cluster()) {
       }
       const bool takes_turns = launch_.yield_turn && launch_.yield_turn();

@@ -113,6 +113,36 @@ const Program& Machine::program(Loaded& loaded, const Kernel& kernel) {
   return found->second;
 }
 
+Dim cluster_of(const Kernel& kernel, const Launch& launch) {
+  constexpr std::uint64_t kMost = 16;  // of sm_90, beyond the portable 8
+  const auto text = [](const Dim& d) {
+    return std::to_string(d.x) + " x " + std::to_string(d.y) + " x " + std::to_string(d.z);
+  };
+  const auto refuse = [&](const std::string& why) {
+    throw PtxError(kernel.name + " cannot run in clusters: " + why);
+  };
+  Dim size = launch.cluster.value_or(Dim{});
+  if (!kernel.cluster.empty()) {
+    const Dim asked{kernel.cluster[0], kernel.cluster[1], kernel.cluster[2]};
+    if (!launch.cluster) size = asked;
+    if (size.x != asked.x || size.y != asked.y || size.z != asked.z) {
+      refuse("it asks for " + text(asked) + " blocks, the launch for " + text(size));
+    }
+  } else if (kernel.explicit_cluster && !launch.cluster) {
+    refuse("it has .explicitcluster, and the launch does not say how large one is");
+  }
+  if (size.count() == 0 || size.count() > kMost) refuse("one of " + text(size) + " blocks");
+  if (kernel.max_cluster > 0 && size.count() > static_cast<std::uint64_t>(kernel.max_cluster)) {
+    refuse(text(size) + " are more than its .maxclusterrank of " +
+           std::to_string(kernel.max_cluster));
+  }
+  const Dim& g = launch.grid;
+  if (g.x % size.x != 0 || g.y % size.y != 0 || g.z % size.z != 0) {
+    refuse("a grid of " + text(g) + " blocks is not divisible by " + text(size));
+  }
+  return size;
+}
+
 Counters Machine::launch(const std::shared_ptr<const Module>& module, const std::string& name,
                          const Launch& launch) {
   const Kernel& kernel = module->kernel(name);

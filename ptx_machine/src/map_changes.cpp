@@ -1,7 +1,6 @@
 // Changes of tensor maps in memory: tensormap.replace, and copies behind a fence of the tensormap proxy.
 //
 // A map that a kernel changes is one that was encoded before: others have no layout that it could rely on.
-// Whether a fence.proxy.tensormap lies between a change and its use is not looked at.
 #include "races.h"
 #include "tensor_map.h"
 #include "uncommon.h"
@@ -117,6 +116,7 @@ Outcome copy_map(Context& c, const Op& op, Mask mask) {
     note_write(c, op, l, Space::kGlobal, to + 64 * half, 64);
     std::memcpy(places[half], at(c, op, l, Space::kShared, from + 64 * half, 64), 64);
   }
+  c.warp->order->fence_proxy({ProxyFence::kMapReleased}, mask, c.warp->alive);
   c.warp->order->fence(op.order.scope, mask, c.warp->alive);
   return Outcome::kYield;
 }

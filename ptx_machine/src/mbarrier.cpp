@@ -41,6 +41,11 @@ void set(const Place& place, const Mbarrier& m) {
 // Stores a changed object. Its phase ends when neither arrivals nor bytes are missing.
 void update(const Place& place, Mbarrier m) {
   if (m.pending == 0 && m.bytes == 0) {
+    const std::uint32_t copies = copies_under_way({place.block, place.offset});
+    if (copies != 0) {
+      throw MbarrierError("a phase of an mbarrier ends before " + std::to_string(copies) +
+                          " of its copies: it expects fewer bytes than they bring");
+    }
     m.pending = m.expected;
     m.phase = !m.phase;
     complete_phase({place.block, place.offset});

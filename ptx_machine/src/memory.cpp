@@ -3,6 +3,7 @@
 // Values of up to eight bytes are loaded and stored as a whole, so that machines in several
 // processes can share memory.
 #include <algorithm>
+#include <array>
 #include <atomic>
 
 #include "machine.h"
@@ -131,7 +132,8 @@ std::uint64_t extended(Context& c, const Value& target, std::uint64_t bits, Type
 
 // Keeps others from accessing elements of a vector meanwhile, if vectors are whole.
 std::unique_lock<std::mutex> hold_vector(Context& c, const Op& op, int count) {
-  const bool whole = op.order.strong && count > 1 && c.launch.vectors == Vectors::kWhole;
+  const bool whole =
+      op.order.strong && count > 1 && (op.whole || c.launch.vectors == Vectors::kWhole);
   return whole ? c.races->hold_vector() : std::unique_lock<std::mutex>();
 }
 
@@ -152,7 +154,7 @@ Outcome load(Context& c, const Op& op, Mask mask) {
         bits = load_bytes(from + i * bytes, bytes);
         bits = access.loaded(bits);
         if (i == 0) vector = access.vector();
-        if (access.vector() != vector && c.launch.vectors == Vectors::kReported) {
+        if (access.vector() != vector && !op.whole && c.launch.vectors == Vectors::kReported) {
           c.fail(
               op, l,
               "a load mixes elements of two stores: PTX takes the elements of a vector as accesses "
@@ -221,6 +223,33 @@ Outcome atomic(Context& c, const Op& op, Mask mask) {
   return Outcome::kNext;
 }
 
+// atom.exch and atom.cas of .b128. Other accesses of .b128 by kernels of this process do not come between.
+Outcome atomic_pair(Context& c, const Op& op, Mask mask) {
+  const Lanes base = read(c, op, 0, mask);
+  const bool compares = op.number == kSwapIf;
+  c.unchanged = true;
+  c.vector = 0;
+  each(mask, [&](int l) {
+    const Mask lane = Mask{1} << l;
+    const std::uint64_t address = address_of(op, 0, base, l);
+    std::uint8_t* where = at(c, op, l, op.space, address, 16);
+    const auto whole = c.races->hold_vector();
+    const std::array<std::uint64_t, 2> old = {load_bytes(where, 8), load_bytes(where + 8, 8)};
+    const bool swaps =
+        !compares || (old[0] == read(c, op, 1, lane)[l] && old[1] == read(c, op, 2, lane)[l]);
+    for (int i = 0; i < 2; ++i) {
+      const std::uint64_t next = swaps ? read(c, op, (compares ? 3 : 1) + i, lane)[l] : old[i];
+      StrongAccess access(c, op, l, op.space, address + 8 * i, 8, Use::kAtomic);
+      access.loaded(old[i]);
+      store_bytes(where + 8 * i, next, 8);
+      access.stored(next);
+      c.unchanged = c.unchanged && next == old[i];
+      write(c, op, i, lane)[l] = old[i];
+    }
+  });
+  return Outcome::kNext;
+}
+
 Handler atomic_of(Type type) {
   switch (type) {
     case Type::kB32:
@@ -245,6 +274,14 @@ Handler atomic_of(Type type) {
 bool decode_atomic(const Statement& s, Op& op) {
   op.number = action_of(s);
   if (op.number < 0 || has(s, "async") || has(s, "v2") || has(s, "v4")) return false;
+  if (op.type == Type::kB128) {
+    op.whole = true;
+    op.handler = atomic_pair;
+    const bool compares = op.number == kSwapIf;
+    if (s.opcode[0] != "atom" || s.operands.size() != (compares ? 4u : 3u)) return false;
+    return (compares ? is_pair(s.operands[3]) : op.number == kExchange) && is_pair(s.operands[0]) &&
+           is_pair(s.operands[2]);
+  }
   const bool real = is_float(op.type);
   if (real && op.number != kAdd) return false;
   op.handler = atomic_of(op.type);
@@ -353,7 +390,15 @@ bool decode_memory(const Statement& s, Op& op) {
     op.handler = store;
     op.written = 0;
   }
-  return op.handler != nullptr && op.type != Type::kNone && op.type != Type::kB128;
+  if (op.type == Type::kB128) {
+    const std::size_t value = name == "st" ? 1 : 0;
+    if (s.operands.size() < 2 || !is_pair(s.operands[value]) || has(s, "v2") || has(s, "v4")) {
+      return false;
+    }
+    op.type = Type::kB64;
+    op.whole = true;
+  }
+  return op.handler != nullptr && op.type != Type::kNone;
 }
 
 }  // namespace ptx_machine

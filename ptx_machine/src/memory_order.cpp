@@ -28,6 +28,45 @@ Agent products_of(Context& c) {
 
 }  // namespace
 
+// -- loads and stores ----------------------------------------------------------------------------------
+
+bool note_read(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
+               std::uint64_t bytes, bool constant) {
+  Races::Request request;
+  if (!find_spot(c, op, lane, space, address, &request.spot)) return false;
+  request.bytes = bytes;
+  request.constant = constant && request.spot.block == nullptr;
+  return c.races->note(c, op, lane, request);
+}
+
+void unwrite(Context& c, const Op& op, int target, Mask lanes) {
+  const Value& v = op.targets[target];
+  if (v.kind != Value::Kind::kRegister) return;
+  c.warp->written[v.index] &= ~lanes;
+  c.warp->order->loaded_nothing[v.index] = &op;
+}
+
+void note_write(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
+                std::uint64_t bytes, bool same) {
+  Races::Request request;
+  if (!find_spot(c, op, lane, space, address, &request.spot)) return;
+  request.bytes = bytes;
+  request.use = Use::kWrite;
+  request.same = same;
+  c.races->note(c, op, lane, request);
+}
+
+void note_member(Context& c, const Op& op, int lane, const std::uint8_t* member,
+                 std::uint64_t bytes, Use use) {
+  Races::Request request;
+  request.spot = {nullptr, reinterpret_cast<std::uint64_t>(member)};
+  request.bytes = bytes;
+  request.use = use;
+  request.order = op.order;
+  request.alias = true;
+  c.races->note(c, op, lane, request);
+}
+
 // -- cp.async: in the generic proxy, for its thread alone until a wait ---------------------------------
 
 void note_copy(Context& c, const Op& op, int lane, std::uint64_t target, std::uint64_t bytes,
@@ -159,6 +198,15 @@ void pass_mbarrier(Context& c, const Op& op, Mask lanes, const Spot& spot) {
   c.warp->order->observe(views, Scope::kCta, op.order, lanes, c.warp->alive);
 }
 
+void count_copies(const Spot& mbarrier, int by) {
+  std::uint32_t& copies = mbarrier.block->order->mbarriers[mbarrier.at].copies;
+  if (by > 0 || copies > 0) copies += static_cast<std::uint32_t>(by);  // none: initialised since
+}
+
+std::uint32_t copies_under_way(const Spot& mbarrier) {
+  return mbarrier.block->order->mbarriers[mbarrier.at].copies;
+}
+
 // -- the async proxy -----------------------------------------------------------------------------------
 
 Completion completion_of(const Spot& mbarrier) {
@@ -190,8 +238,9 @@ void note_async(Context& c, const Op& op, int lane, const Spot& spot, std::uint6
 
 void note_async(Context& c, const Op& op, int lane, Block* block,
                 std::span<const std::uint64_t> places, std::uint64_t bytes, Use use,
-                const Completion& completion, bool alias) {
+                const Completion& completion, bool alias, std::uint32_t swizzle) {
   Races::Request request;
+  request.swizzle = swizzle;
   request.spot = {block, 0};
   request.bytes = bytes;
   request.use = use;
@@ -220,6 +269,14 @@ void note_stored(Context& c, const Op& op, int lane, std::span<const std::uint64
   }
 }
 
+void note_map(Context& c, const Op& op, int lane, std::uint64_t address, std::uint64_t bytes) {
+  Races::Request request;
+  if (!find_spot(c, op, lane, Space::kGeneric, address, &request.spot)) return;
+  request.bytes = bytes;
+  request.is_map = true;
+  c.races->note(c, op, lane, request);
+}
+
 void note_sent(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes, Use use,
                const Completion& completion) {
   Races::Request request;
@@ -232,8 +289,10 @@ void note_sent(Context& c, const Op& op, int lane, const Spot& spot, std::uint64
 }
 
 void note_product(Context& c, const Op& op, std::span<const std::uint64_t> chunks,
-                  std::uint64_t number) {
+                  std::uint64_t number, std::uint32_t swizzle) {
   Races::Request request;
+  request.is_matrix = true;
+  request.swizzle = swizzle;
   request.spot = {c.warp->block, 0};
   request.bytes = 16;
   request.async = request.any_lane = true;
@@ -286,6 +345,15 @@ Outcome fence_proxy(Context& c, const Op& op, Mask mask) {
   return Outcome::kYield;
 }
 
+// fence.proxy.tensormap::generic, which is a fence of its scope too: .acquire (op.flag) or .release.
+Outcome fence_maps(Context& c, const Op& op, Mask mask) {
+  WarpOrder& warp = *c.warp->order;
+  if (!op.flag) warp.fence_proxy({ProxyFence::kMapReleased}, mask, c.warp->alive);
+  warp.fence(op.order.scope, mask, c.warp->alive);
+  if (op.flag) warp.acquire_maps(mask, c.warp->alive);
+  return Outcome::kYield;
+}
+
 bool decode_proxy(const Statement& s, Op& op) {
   const auto bit = [](ProxyFence fence) { return 1 << static_cast<int>(fence); };
   op.handler = fence_proxy;
@@ -293,15 +361,16 @@ bool decode_proxy(const Statement& s, Op& op) {
     op.number = bit(ProxyFence::kAlias);
     return has_no_other(s, {"proxy", "alias"});
   }
-  if (has(s, "tensormap::generic")) {  // orders as a fence; that it is there is not checked
-    op.handler = fence;
-    op.number = 0;
+  if (has(s, "tensormap::generic")) {
+    op.handler = fence_maps;
+    op.flag = has(s, "acquire");
     op.order.scope = has(s, "cta")       ? Scope::kCta
                      : has(s, "cluster") ? Scope::kCluster
                      : has(s, "gpu")     ? Scope::kGpu
                                          : Scope::kSys;
-    return has_no_other(
-        s, {"proxy", "tensormap::generic", "acquire", "release", "cta", "cluster", "gpu", "sys"});
+    return op.flag != has(s, "release") &&
+           has_no_other(s, {"proxy", "tensormap::generic", "acquire", "release", "cta", "cluster",
+                            "gpu", "sys"});
   }
   const bool global = has(s, "global");
   const bool shared = has(s, "shared::cta") || has(s, "shared::cluster");

@@ -190,10 +190,13 @@ ViewPtr WarpOrder::view(const Fence& fence, int lane) const {
 }
 
 void WarpOrder::fence_proxy(const std::vector<ProxyFence>& fences, Mask lanes, Mask alive) {
-  const auto with = [&](const ViewPtr& before, const Known& own) {
+  const auto with = [&](const ViewPtr& before, const Known& own, Mask of) {
     auto out = std::make_shared<View>(*before);
     Clocks all = out->known;
     add(all, own);
+    add(all, copies, of);
+    add(all, bulk_reads, of);
+    add(all, bulk_writes, of);
     for (const ProxyFence fence : fences) {
       Clocks& fenced = out->fenced[static_cast<std::size_t>(fence)];
       fenced = joined(fenced, all);
@@ -202,15 +205,29 @@ void WarpOrder::fence_proxy(const std::vector<ProxyFence>& fences, Mask lanes, M
   };
   const bool all = (alive & ~lanes) == 0;
   if (all) {
-    common = with(common, {agent, clock, clock, 0});
-    each(has_extra, [&](int l) { extra[l] = with(extra[l], {}); });
+    common = with(common, {agent, clock, clock, 0}, lanes);
+    each(has_extra, [&](int l) { extra[l] = with(extra[l], {}, Mask{1} << l); });
   } else {
     each(lanes, [&](int l) {
-      extra[l] = with(join(common, extra[l]), {agent, synced, clock, Mask{1} << l});
+      const Mask own = Mask{1} << l;
+      extra[l] = with(join(common, extra[l]), {agent, synced, clock, own}, own);
     });
     has_extra |= lanes;
   }
   ++clock;
+}
+
+void WarpOrder::acquire_maps(Mask lanes, Mask alive) {
+  const auto with = [](const ViewPtr& before) {
+    auto out = std::make_shared<View>(*before);
+    Clocks& known = out->fenced[static_cast<std::size_t>(ProxyFence::kMap)];
+    known = joined(known, out->fenced[static_cast<std::size_t>(ProxyFence::kMapReleased)]);
+    return out;
+  };
+  const bool all = (alive & ~lanes) == 0;
+  if (all) common = with(common);
+  each(all ? has_extra : lanes, [&](int l) { extra[l] = with(join(common, extra[l])); });
+  if (!all) has_extra |= lanes;
 }
 
 Scoped WarpOrder::released(const MemoryOrder& order, int lane, Mask alive) const {
@@ -276,8 +293,11 @@ bool WarpOrder::knows(const Access& a, int lane) {
 
 bool WarpOrder::has_fenced(const Access& a, ProxyFence fence, int lane) {
   const auto f = static_cast<std::size_t>(fence);
-  if (recent_fenced[f].covers(a)) return true;
   const bool more = (has_extra >> lane & 1) != 0;
+  if (f >= kOftenAsked) {
+    return covers(common->fenced[f], a) || (more && covers(extra[lane]->fenced[f], a));
+  }
+  if (recent_fenced[f].covers(a)) return true;
   if (more) {
     remember_lane(lane);
     if (recent_extra_fenced[f].covers(a)) return true;

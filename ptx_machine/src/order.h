@@ -39,6 +39,7 @@ struct Access {
   static constexpr std::uint32_t kLater = 1u << 23;  // was started then, and is performed later
   static constexpr int kScope = 24, kSize = 26;      // two bits, three bits: log2 of the bytes
   static constexpr std::uint32_t kAlias = 1u << 29;  // by a multicast address
+  static constexpr int kSwizzle = 30;  // two bits, as in TensorMap: of a box that is loaded
 
   Agent agent = kNobody;
   std::uint32_t clock = 0;
@@ -48,6 +49,7 @@ struct Access {
   bool has(std::uint32_t flag) const { return (what & flag) != 0; }
   Scope scope() const { return static_cast<Scope>(what >> kScope & 3); }
   std::uint32_t size() const { return 1u << (what >> kSize & 7); }
+  std::uint32_t swizzle() const { return what >> kSwizzle; }
   bool operator==(const Access&) const = default;
 };
 
@@ -66,9 +68,11 @@ using Clocks = std::vector<Known>;  // by agent
 
 bool covers(const Clocks& clocks, const Access& a);
 
-// Proxy fences: .async of global and of shared memory, .alias.
-enum class ProxyFence : std::uint8_t { kAsyncGlobal, kAsyncShared, kAlias };
-constexpr std::size_t kFences = 3;
+// Proxy fences: .async of global and of shared memory, .alias; .tensormap, which takes two: a release
+// behind the change of a map, and an acquire before its use.
+enum class ProxyFence : std::uint8_t { kAsyncGlobal, kAsyncShared, kAlias, kMap, kMapReleased };
+constexpr std::size_t kFences = 5;
+constexpr std::size_t kOftenAsked = 3;  // the first of them
 
 struct View;
 using ViewPtr = std::shared_ptr<const View>;
@@ -137,7 +141,7 @@ struct WarpOrder {
   std::map<int, const Op*> loaded_nothing;
   // Of common, and of the extra view of one lane: in general, and behind fences.
   Recent recent, recent_extra;
-  std::array<Recent, kFences> recent_fenced, recent_extra_fenced;
+  std::array<Recent, kOftenAsked> recent_fenced, recent_extra_fenced;
   int recent_lane = -1;
 
   // What these lanes know, and their own accesses so far.
@@ -148,6 +152,8 @@ struct WarpOrder {
   void meet(Mask lanes, Mask alive);
   void fence(Scope scope, Mask lanes, Mask alive);
   void fence_proxy(const std::vector<ProxyFence>& fences, Mask lanes, Mask alive);
+  // fence.proxy.tensormap::generic.acquire: maps are read as they were released.
+  void acquire_maps(Mask lanes, Mask alive);
   // What a store by a lane releases, for each scope that a reader may need.
   Scoped released(const MemoryOrder& order, int lane, Mask alive) const;
   void observe(const Scoped& views, Scope needed, const MemoryOrder& order, Mask lanes, Mask alive);

@@ -357,7 +357,15 @@ void Parser::registers() {
 
 void Parser::add_register(const std::string& name, Type type) {
   Operand operand;
-  if (type == Type::kPred) {
+  if (type == Type::kB128) {  // a list of its words, the lower one first
+    scopes_.emplace_back();
+    operand.kind = Operand::Kind::kList;
+    for (const char* word : {".low", ".high"}) {
+      add_register(name + word, Type::kB64);
+      operand.parts.push_back(scopes_.back().names.at(name + word));
+    }
+    scopes_.pop_back();
+  } else if (type == Type::kPred) {
     operand.kind = Operand::Kind::kPredicate;
     operand.index = static_cast<int>(kernel_->predicates.size());
     kernel_->predicates.push_back(name);

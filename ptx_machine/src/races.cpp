@@ -38,6 +38,9 @@ struct Races::Check {
   bool reads, writes;
   std::uint64_t begin = 0;  // of the piece of global memory
   bool never_written = false;
+  // Words of the memory that is checked, and where its first byte lies.
+  const SyncPlaces* words = nullptr;
+  std::uint64_t first = 0;
   // The last accesses that nothing was wrong with: other cells have the same ones, as a rule.
   Access passed_write{};
   std::array<Access, 2> passed_reads{};
@@ -97,6 +100,7 @@ bool Races::note(Context& c, const Op& op, int lane, const Request& request,
   if (request.use == Use::kAtomic) what |= Access::kAtomic;
   if (request.async) what |= Access::kAsync;
   if (request.alias) what |= Access::kAlias;
+  what |= request.swizzle << Access::kSwizzle;
   const auto width = static_cast<std::uint32_t>(std::bit_width(request.bytes) - 1);
   what |= std::min(width, 7u) << Access::kSize;
   Access access{warp.agent, warp.clock, Mask{1} << lane, what};
@@ -115,6 +119,7 @@ bool Races::note(Context& c, const Op& op, int lane, const Request& request,
   // Each cell of a tile is found in another line of the host's caches, or none.
   constexpr std::size_t kAhead = 8;
   Shadow& shadow = request.spot.block->order->shadow;
+  check.words = &request.spot.block->order->places;
   for (std::size_t i = 0; i < places.size(); ++i) {
     if (i + kAhead < places.size()) shadow.expect(places[i + kAhead]);
     touch(check, shadow, places[i], places[i] + request.bytes);
@@ -147,6 +152,8 @@ void Races::touch_global(Check& check, std::span<const std::uint64_t> places) {
         auto& found = shard.pages[number];
         if (found == nullptr) found = std::make_unique<GlobalOrder::Page>();
         page = found.get();
+        check.words = &page->places;
+        check.first = number * kPage;
       }
       const std::uint64_t first = std::max(begin, at * kPage) - at * kPage;
       const std::uint64_t last = std::min(end, (at + 1) * kPage) - at * kPage;
@@ -218,6 +225,12 @@ void Races::check_write(Check& check, const Access& write, std::uint64_t at, std
   if (check.request.constant && !was_before(write)) {
     report(check, write, true, at, bytes,
            "a load without .nc, as this memory is written while the kernel runs");
+  }
+  if (check.request.is_matrix && write.swizzle() != 0 && write.swizzle() != check.request.swizzle) {
+    const auto name = [](std::uint32_t s) { return s == 0 ? "none" : std::to_string(16 << s); };
+    check.c.fail(check.op, check.lane,
+                 "the swizzle of a matrix descriptor is " + name(check.request.swizzle) +
+                     ", that of " + describe(check, write, true) + " is " + name(write.swizzle()));
   }
   if (passes) check.passed_write = write;
 }
@@ -306,6 +319,7 @@ std::optional<ProxyFence> Races::fence_between(const Check& check, const Access&
     const ProxyFence needed = shared ? ProxyFence::kAsyncShared : ProxyFence::kAsyncGlobal;
     if (!is_fenced(check, other, needed)) return needed;
   }
+  if (request.is_map && !is_fenced(check, other, ProxyFence::kMap)) return ProxyFence::kMap;
   // Signals are strong on both sides, and seen without one.
   const bool signals = request.order.strong && !request.async && other.has(Access::kStrong);
   if (request.alias != other.has(Access::kAlias) && !signals &&
@@ -327,13 +341,41 @@ bool Races::is_fenced(const Check& check, const Access& other, ProxyFence fence)
   return false;
 }
 
+// PTX ISA, causality order: a store precedes in it what a load precedes that precedes it in observation
+// order. Both are strong and in each other's scope: otherwise the load was a race.
+bool Races::has_been_seen(const Check& check, const Access& store, std::uint64_t at) {
+  if (!store.has(Access::kStrong) || store.has(Access::kAsync) || store.has(Access::kLater)) {
+    return false;
+  }
+  if (check.request.async || check.request.alias != store.has(Access::kAlias)) return false;
+  const auto word = check.words->find((check.first + at) / store.size() * store.size());
+  if (word == check.words->end() || word->second.values.empty()) return false;
+  const SyncValue& newest = word->second.values.back();
+  const Access stored = newest.store();
+  if (stored.agent != store.agent || stored.clock != store.clock || stored.lanes != store.lanes) {
+    return false;
+  }
+  for (const Access& load : newest.readers) {
+    bool known = false;
+    each(load.lanes, [&](int l) {
+      known = known || is_ordered(check, {load.agent, load.clock, Mask{1} << l, 0});
+    });
+    if (known) return true;
+  }
+  return false;
+}
+
 void Races::check_against(const Check& check, const Access& other, bool other_writes,
                           std::uint64_t at, std::uint32_t bytes) {
   if (is_ordered(check, other)) {
-    const bool alias = fence_between(check, other) == ProxyFence::kAlias;
-    const char* missing = alias
-                              ? "a fence.proxy.alias between them, as they use different addresses"
-                              : "a fence.proxy.async between them";
+    const ProxyFence fence = fence_between(check, other).value_or(ProxyFence::kAsyncGlobal);
+    const char* missing =
+        fence == ProxyFence::kAlias
+            ? "a fence.proxy.alias between them, as they use different addresses"
+        : fence == ProxyFence::kMap
+            ? "a fence.proxy.tensormap::generic.release behind the change and one with .acquire "
+              "before the copy"
+            : "a fence.proxy.async between them";
     report(check, other, other_writes, at, bytes, missing);
   }
   const Request& request = check.request;
@@ -343,16 +385,19 @@ void Races::check_against(const Check& check, const Access& other, bool other_wr
   const bool outside = is_outside(other);
   const bool polled = request.bytes == 4 || request.bytes == 8;
   if (both_strong && outside && polled && request.use != Use::kAtomic) return;
+  std::string wanted;
   if (both_strong && !outside) {
-    if (other.size() != (1u << (check.access.what >> Access::kSize & 7))) {
-      report(check, other, other_writes, at, bytes,
-             "an order, as strong accesses of different sizes have none of their own");
-    }
     const Scope needed = check.warp.position.to(global_.info(other.agent).position);
-    if (request.order.scope >= needed && other.scope() >= needed) return;
-    report(check, other, other_writes, at, bytes,
-           std::string("the scope ") + name_of(needed) + " at both");
+    if (other.size() != check.access.size()) {
+      wanted = "an order, as strong accesses of different sizes have none of their own";
+    } else if (request.order.scope < needed || other.scope() < needed) {
+      wanted = std::string("the scope ") + name_of(needed) + " at both";
+    } else {
+      return;
+    }
   }
+  if (other_writes && has_been_seen(check, other, at)) return;
+  if (!wanted.empty()) report(check, other, other_writes, at, bytes, wanted);
   if (request.same && other_writes && check.writes && !other.has(Access::kLater)) return;
   report(check, other, other_writes, at, bytes, missing(check, other, other_writes));
 }
@@ -441,45 +486,6 @@ void Races::report(const Check& check, const Access& other, bool other_writes, s
                    std::string(check.access.has(Access::kLater) ? "asynchronous " : "") + what +
                    " of " + std::to_string(bytes) + " bytes at " + where + " and " +
                    describe(check, other, other_writes) + " have no order; missing is " + missing);
-}
-
-// -- for handlers -------------------------------------------------------------------------------------
-
-bool note_read(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
-               std::uint64_t bytes, bool constant) {
-  Races::Request request;
-  if (!find_spot(c, op, lane, space, address, &request.spot)) return false;
-  request.bytes = bytes;
-  request.constant = constant && request.spot.block == nullptr;
-  return c.races->note(c, op, lane, request);
-}
-
-void unwrite(Context& c, const Op& op, int target, Mask lanes) {
-  const Value& v = op.targets[target];
-  if (v.kind != Value::Kind::kRegister) return;
-  c.warp->written[v.index] &= ~lanes;
-  c.warp->order->loaded_nothing[v.index] = &op;
-}
-
-void note_write(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
-                std::uint64_t bytes, bool same) {
-  Races::Request request;
-  if (!find_spot(c, op, lane, space, address, &request.spot)) return;
-  request.bytes = bytes;
-  request.use = Use::kWrite;
-  request.same = same;
-  c.races->note(c, op, lane, request);
-}
-
-void note_member(Context& c, const Op& op, int lane, const std::uint8_t* member,
-                 std::uint64_t bytes, Use use) {
-  Races::Request request;
-  request.spot = {nullptr, reinterpret_cast<std::uint64_t>(member)};
-  request.bytes = bytes;
-  request.use = use;
-  request.order = op.order;
-  request.alias = true;
-  c.races->note(c, op, lane, request);
 }
 
 }  // namespace ptx_machine

@@ -4,10 +4,12 @@
 // (shadow.h). An access is checked against them when it is executed, an asynchronous one when it is
 // started. Reported are
 //  * conflicts that nothing orders, unless both are strong, of the same bytes, and each is in the scope
-//    of the other. Two plain writes of the same value are no conflict
+//    of the other. Two plain writes of the same value are no conflict. A strong store is ordered before
+//    what comes behind a strong load that has returned its value; what comes before the store is not
 //  * accesses of the async proxy to what was written through the generic one, without a
 //    fence.proxy.async between. Reads that a generic access made need no fence before an asynchronous
-//    write
+//    write. Uses of a tensor map that was changed, without a fence.proxy.tensormap between
+//  * matrices of wgmma whose descriptor says another swizzle than the map by which they were loaded
 //  * reads of shared memory that was never written, and of global memory that is said to be so: at once
 //    if they are asynchronous or atomic. A load makes the register one that was never written. It is an
 //    error where that is read: loops that load ahead load beyond the end too. ldmatrix may: rows beyond
@@ -28,6 +30,7 @@
 
 #include "order.h"
 #include "shadow.h"
+#include "sync_place.h"
 
 namespace ptx_machine {
 
@@ -65,34 +68,6 @@ struct LaunchOrder {
   std::deque<AgentChunk> chunks;
   std::uint32_t next = 0, last = 0;  // agents that are left
 };
-
-// A value that a strong access stored, and what it releases.
-struct SyncValue {
-  std::uint64_t value = 0;
-  Scoped views;
-  Position position;
-  Agent agent = kNobody;  // that stored it; kNobody: from outside
-  int lane = 0;
-  std::uint32_t clock = 0;
-  std::uint64_t number = 0;  // among all values that were stored
-  std::uint64_t vector = 0;  // of the vector that it was an element of
-
-  Access store() const { return {agent, clock, Mask{1} << lane, 0}; }
-};
-
-// A word that strong accesses are made to: its last values, the newest at the end.
-struct SyncPlace {
-  static constexpr std::size_t kKept = 4;
-  static constexpr std::size_t kMostLoads = 64;
-  struct Seen {
-    Access load;
-    std::uint64_t number = 0;  // of the value that it returned
-  };
-  std::uint64_t bytes = 0;
-  std::deque<SyncValue> values;
-  std::vector<Seen> seen;  // the last load of each thread, while there is more than one value
-};
-using SyncPlaces = std::unordered_map<std::uint64_t, SyncPlace>;
 
 // What a stream has done, and comes behind.
 struct StreamOrder {
@@ -250,7 +225,8 @@ class GlobalOrder {
 struct MbarrierOrder {
   Agent agent = kNobody;
   std::uint32_t phase = 0;
-  ViewPtr gathered, done;  // by arrivals of this phase; of the phases before
+  std::uint32_t copies = 0;  // under way, that report their bytes to it
+  ViewPtr gathered, done;    // by arrivals of this phase; of the phases before
 };
 
 struct BlockOrder {
@@ -302,14 +278,17 @@ class Races {
     std::uint64_t bytes = 0;
     Use use = Use::kRead;
     MemoryOrder order;
-    bool async = false;      // through the async proxy
-    bool alias = false;      // by a multicast address
-    bool constant = false;   // nothing may write it as long as the launch runs (.nc)
-    bool is_locked = false;  // StrongAccess holds the lock of the page
-    bool any_lane = false;   // by the warp as a whole
-    bool same = false;       // writes what is there already
-    bool by_nic = false;     // reads what is to be put
-    Completion completion;   // of what is performed later
+    bool async = false;         // through the async proxy
+    bool alias = false;         // by a multicast address
+    bool constant = false;      // nothing may write it as long as the launch runs (.nc)
+    bool is_locked = false;     // StrongAccess holds the lock of the page
+    bool any_lane = false;      // by the warp as a whole
+    bool same = false;          // writes what is there already
+    bool by_nic = false;        // reads what is to be put
+    bool is_map = false;        // reads a tensor map, as one
+    bool is_matrix = false;     // reads it for wgmma
+    std::uint32_t swizzle = 0;  // of the box that is written, or of the matrix: TensorMap::swizzle
+    Completion completion;      // of what is performed later
   };
   // Checks and notes an access. Returns whether a load reads what was never written. Throws PtxError.
   bool note(Context& c, const Op& op, int lane, const Request& request) {
@@ -334,6 +313,8 @@ class Races {
   struct Check;
   [[noreturn]] void fail_unwritten(const Check& check, const char* space, std::uint64_t at,
                                    std::uint64_t bytes) const;
+  // Whether the thread comes behind a load that has returned the value of a strong store.
+  bool has_been_seen(const Check& check, const Access& store, std::uint64_t at);
   void touch_global(Check& check, std::span<const std::uint64_t> places);
   void touch(Check& check, Shadow& shadow, std::uint64_t begin, std::uint64_t end);
   void touch_cell(Check& check, Shadow& shadow, Cell& cell, std::uint64_t at, std::uint32_t bytes);
@@ -425,7 +406,7 @@ class StrongAccess {
   std::uint64_t vector_ = 0;
   std::unique_lock<std::mutex> lock_;
 
-  const SyncValue& choose(SyncPlace& place) const;
+  SyncValue& choose(SyncPlace& place) const;
   void note_seen(SyncPlace& place, const SyncValue& value) const;
 };
 
@@ -454,6 +435,10 @@ void arrive_with_copies(const Warp& warp, int lane, std::uint32_t group, const S
 void complete_phase(const Spot& spot);
 void pass_mbarrier(Context& c, const Op& op, Mask lanes, const Spot& spot);
 
+// A copy that reports to it begins (1), or has written (-1).
+void count_copies(const Spot& mbarrier, int by);
+std::uint32_t copies_under_way(const Spot& mbarrier);
+
 Completion completion_of(const Spot& mbarrier);
 Completion bulk_reads(Context& c, int lane);
 Completion bulk_writes(Context& c, int lane);
@@ -463,17 +448,19 @@ void note_async(Context& c, const Op& op, int lane, const Spot& spot, std::uint6
 // The same at each of several places of a block's shared memory, or of global memory (null).
 void note_async(Context& c, const Op& op, int lane, Block* block,
                 std::span<const std::uint64_t> places, std::uint64_t bytes, Use use,
-                const Completion& completion, bool alias = false);
+                const Completion& completion, bool alias = false, std::uint32_t swizzle = 0);
+// A tensor map, which the lane's copy reads through a proxy of its own.
+void note_map(Context& c, const Op& op, int lane, std::uint64_t address, std::uint64_t bytes);
 // The same of global memory by a multicast address: at the same places of each member.
 void note_stored(Context& c, const Op& op, int lane, std::span<const std::uint64_t> places,
                  std::uint64_t bytes, Use use, const Completion& completion);
 // st.async and red.async: in the generic proxy.
 void note_sent(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes, Use use,
                const Completion& completion);
-// wgmma: chunks of 16 bytes of a matrix, read by product `number` of the warp; and a wait for products of
-// the warpgroup.
+// wgmma: chunks of 16 bytes of a matrix, read by product `number` of the warp, whose descriptor says this
+// swizzle; and a wait for products of the warpgroup.
 void note_product(Context& c, const Op& op, std::span<const std::uint64_t> chunks,
-                  std::uint64_t number);
+                  std::uint64_t number, std::uint32_t swizzle);
 void await_products(Context& c, std::uint64_t number);
 
 // A put: its source, and its destination, or 0 if that is not memory of this machine.

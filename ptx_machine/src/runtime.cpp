@@ -394,6 +394,7 @@ void CudaDevice::fail(const std::string& text) {
     const std::lock_guard<std::mutex> lock(reporting_);
     if (!error_.empty()) return;
     error_ = text;
+    has_failed_ = true;
   }
   if (fail_ != nullptr) fail_(text.c_str());
 }
@@ -406,6 +407,7 @@ std::string CudaDevice::error() {
 void CudaDevice::clear() {
   const std::lock_guard<std::mutex> lock(reporting_);
   error_.clear();
+  has_failed_ = false;
   counters_.clear();
   launches_ = 0;  // so that a seed gives the same orders again
   machine.order().forget_all();
@@ -426,6 +428,7 @@ bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& modul
   request.races = races;
   request.peer_reductions = peer_reductions;
   request.vectors = vectors;
+  request.stop = &has_failed_;
   request.real_time = true;  // peers are other threads, or processes
   request.stops_clock = machine.room().idle_patience > 0;
   if (yield_turn_ != nullptr) request.yield_turn = [this] { return yield_turn_() != 0; };

@@ -256,6 +256,17 @@ Outcome move(Context& c, const Op& op, Mask mask) {
   return Outcome::kNext;
 }
 
+// mov.b128: each side is two registers.
+Outcome move_pair(Context& c, const Op& op, Mask mask) {
+  const Lanes low = read(c, op, 0, mask), high = read(c, op, 1, mask);
+  Lanes &to_low = write(c, op, 0, mask), &to_high = write(c, op, 1, mask);
+  each(mask, [&](int l) {
+    to_low[l] = low[l];
+    to_high[l] = high[l];
+  });
+  return Outcome::kNext;
+}
+
 Outcome select(Context& c, const Op& op, Mask mask) {
   const Lanes& a = read(c, op, 0, mask);
   const Lanes& b = read(c, op, 1, mask);
@@ -428,7 +439,12 @@ bool decode_scalar(const Statement& s, Op& op) {
   const Type type = op.type;
   if (!has_known_modifiers(s)) return false;
   if (name == "selp") op.handler = select;
-  if (name == "mov") op.handler = type == Type::kPred ? move_predicate : move;
+  if (name == "mov" && type == Type::kB128 && !(is_pair(s.operands[0]) && is_pair(s.operands[1]))) {
+    return false;
+  }
+  if (name == "mov") {
+    op.handler = type == Type::kPred ? move_predicate : type == Type::kB128 ? move_pair : move;
+  }
   if (op.handler != nullptr) return true;
   if (is_float(type)) return false;
   if (is_logic(name, type, op)) return op.handler != nullptr;

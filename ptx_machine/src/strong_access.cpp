@@ -50,9 +50,10 @@ void StrongAccess::settle(std::uint64_t value) {
   global.forget_values();
 }
 
-const SyncValue& StrongAccess::choose(SyncPlace& place) const {
+SyncValue& StrongAccess::choose(SyncPlace& place) const {
   const std::size_t count = place.values.size();
-  const bool newest = c_.launch.vectors == Vectors::kWhole && op_.targets.size() > 1;
+  const bool whole = op_.whole || c_.launch.vectors == Vectors::kWhole;
+  const bool newest = whole && op_.targets.size() > 1;
   if (count == 1 || !c_.launch.races || c_.random == nullptr || newest) return place.values.back();
   if ((*c_.random)() % 4 != 0) return place.values.back();
   const auto knows = [&](const Access& a) { return c_.races->knows(c_, lane_, a); };
@@ -66,6 +67,17 @@ const SyncValue& StrongAccess::choose(SyncPlace& place) const {
     --oldest;
   }
   return place.values[oldest + (*c_.random)() % (count - oldest)];
+}
+
+void SyncValue::add_reader(Agent reader, std::uint32_t at, Mask lane) {
+  for (Access& one : readers) {
+    if (one.agent != reader) continue;
+    if ((one.lanes & lane) != 0) return;
+    if (one.clock != at) continue;
+    one.lanes |= lane;
+    return;
+  }
+  if (readers.size() < kMostReaders) readers.push_back({reader, at, lane, 0});
 }
 
 void StrongAccess::note_seen(SyncPlace& place, const SyncValue& value) const {
@@ -89,8 +101,9 @@ std::uint64_t StrongAccess::loaded(std::uint64_t value) {
   settle(value);
   if (places_ == nullptr) return value;
   SyncPlace& place = (*places_)[spot_.at];
-  const SyncValue& found = use_ == Use::kRead ? choose(place) : place.values.back();
+  SyncValue& found = use_ == Use::kRead ? choose(place) : place.values.back();
   WarpOrder& warp = *c_.warp->order;
+  if (found.agent != kNobody) found.add_reader(warp.agent, warp.clock, Mask{1} << lane_);
   const Scope needed = found.agent == kNobody ? Scope::kSys : warp.position.to(found.position);
   warp.observe(found.views, needed, op_.order, Mask{1} << lane_, c_.warp->alive);
   value = found.value;
@@ -119,8 +132,15 @@ void StrongAccess::stored(std::uint64_t value) {
     }
   }
   const std::uint64_t number = c_.races->global_.next_value();
-  place.values.push_back(
-      {value, std::move(views), warp.position, warp.agent, lane_, warp.clock, number, c_.vector});
+  place.values.push_back({value,
+                          std::move(views),
+                          warp.position,
+                          warp.agent,
+                          lane_,
+                          warp.clock,
+                          number,
+                          c_.vector,
+                          {}});
   if (place.values.size() > SyncPlace::kKept) place.values.pop_front();
   std::erase_if(place.seen, [&](const SyncPlace::Seen& one) {
     return one.number <= place.values.front().number;

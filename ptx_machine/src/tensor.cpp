@@ -32,6 +32,7 @@ Box box_of(Context& c, const Op& op, int number, Mask mask, int lane) {
   }
   const std::string problem = read_tensor_map(bytes, &box.map);
   if (!problem.empty()) c.fail(op, lane, problem);
+  note_map(c, op, lane, address, sizeof(TensorMap));
   const int rank = op.number;
   if (box.map.rank != rank) {
     c.fail(op, lane,
@@ -142,7 +143,8 @@ void note_box(Context& c, const Op& op, int lane, const TensorMap& map, const Pl
   for (std::size_t i = 0; i < chunks.size(); ++i) {
     chunks[i] = map.swizzled(place.offset + 16 * i);
   }
-  note_async(c, op, lane, place.block, chunks, 16, use, done);
+  const std::uint32_t swizzle = use == Use::kRead ? 0 : map.swizzle;
+  note_async(c, op, lane, place.block, chunks, 16, use, done, false, swizzle);
 }
 
 // [target], [map, {coordinates}], [mbarrier] {, mask of ranks} {, policy}

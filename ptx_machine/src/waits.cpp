@@ -70,8 +70,14 @@ std::string reason_of(const Warp& warp, const Group& group, const Op& op) {
   const Statement& s = *op.statement;
   const std::string& name = s.opcode[0];
   if (group.barrier >= 0) return at_barrier(warp, group, op);
-  const Mask elsewhere = warp.alive & ~group.mask;
-  const std::string others = "lanes " + hex(elsewhere) + " of its warp, which are elsewhere";
+  Mask executing = group.mask;
+  if (op.guard.kind == Value::Kind::kPredicate) {
+    const Mask bits = warp.predicates[op.guard.index];
+    executing &= op.guard.negated ? ~bits : bits;
+  }
+  const Mask elsewhere = warp.alive & ~executing;
+  const std::string others = "lanes " + hex(elsewhere) + " of its warp, which " +
+                             (executing == group.mask ? "are elsewhere" : "skip it");
   if (name == "mbarrier" && (s.opcode[1] == "try_wait" || s.opcode[1] == "test_wait"))
     return at_mbarrier(warp, group, op);
   if (name == "griddepcontrol" && has(s, "wait")) return "the end of the launch before it";

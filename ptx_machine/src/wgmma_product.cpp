@@ -32,6 +32,7 @@ struct Descriptor {
     // 0: no swizzle, 1: 128 bytes, 2: 64 bytes, 3: 32 bytes.
     const std::uint32_t mode = field(bits, 62, 2);
     width = mode == 0 ? 1 : 16 >> mode;
+    swizzle = mode == 0 ? 0 : 4 - mode;
   }
   static std::uint32_t field(std::uint64_t bits, int begin, int count) {
     return static_cast<std::uint32_t>(bits >> begin & ((std::uint64_t{1} << count) - 1));
@@ -48,7 +49,8 @@ struct Descriptor {
   }
 
   std::uint32_t start, leading, stride, base_offset;
-  std::uint32_t width;  // chunks in a row of the swizzle's pattern; 1 without one
+  std::uint32_t width;    // chunks in a row of the swizzle's pattern; 1 without one
+  std::uint32_t swizzle;  // as in TensorMap
 };
 
 // Where a chunk of 16 bytes of a matrix lies: `row` counts along M or N, `column` along K, in
@@ -126,7 +128,7 @@ void note_tile(Context& c, const Product& product, std::uint64_t bits, bool is_m
       if (address + kChunk <= size) chunks[count++] = address;
     }
   }
-  note_product(c, *product.op, std::span(chunks).first(count), product.number);
+  note_product(c, *product.op, std::span(chunks).first(count), product.number, descriptor.swizzle);
 }
 
 // A in registers: four of them, whatever the type. Register r holds row lane / 4 + 8 (r % 2).

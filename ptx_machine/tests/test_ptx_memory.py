@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ptx_machine import PtxError
 from ptx_text import LANES, kernel, run
 
 SINGLES = ("b8", "u8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64")
@@ -108,3 +109,97 @@ def test_a_compare_and_swap_is_of_one_thread(width: int, space: str) -> None:
     word = torch.tensor([1], dtype=torch.int32 if width == 32 else torch.int64)
     run(kernel(body, 1), [word], grid=3, block=64, seed=2)
     assert int(word) == 1 + 2 * 192
+
+
+# -- 128 bits --------------------------------------------------------------------------------------
+
+WIDE = ".reg .b128 %q<4>; ld.param.u64 %rd1, [p0];"
+
+
+@pytest.mark.parametrize("order", ["", ".relaxed.gpu"])
+def test_words_of_128_bits(order: str) -> None:
+    body = f"""
+        {WIDE}
+        .shared .align 16 .b8 held[512];
+        shl.b64 %rd2, %rd0, 1;
+        add.s64 %rd1, %rd1, %rd2;
+        cvt.u32.u64 %r1, %rd2;
+        ld{order}.global.b128 %q0, [%rd1];
+        st.shared.b128 [%r1], %q0;
+        ld.shared.b128 %q1, [%r1];
+        mov.b128 {{%rd10, %rd11}}, %q1;
+        mov.b128 %q2, {{%rd11, %rd10}};
+        mov.b128 %q3, %q2;
+        st{order}.global.b128 [%rd1], %q3;
+    """
+    data = torch.arange(2 * LANES).view(LANES, 2)
+    run(kernel(body, 1), [data])
+    assert torch.equal(data, torch.arange(2 * LANES).view(LANES, 2).flip(1))
+
+
+def test_atomics_of_128_bits() -> None:
+    """Each thread raises both words; the last one that comes takes them away."""
+    body = f"""
+        {WIDE}
+        ld.relaxed.gpu.global.b128 %q0, [%rd1];
+    AGAIN:
+        mov.b128 {{%rd10, %rd11}}, %q0;
+        add.u64 %rd12, %rd10, 1;
+        add.u64 %rd13, %rd11, 2;
+        mov.b128 %q1, {{%rd12, %rd13}};
+        atom.relaxed.gpu.global.cas.b128 %q0, [%rd1], %q0, %q1;
+        mov.b128 {{%rd14, %rd15}}, %q0;
+        setp.ne.u64 %p1, %rd14, %rd10;
+        @%p1 bra AGAIN;
+        setp.ne.u64 %p1, %rd12, 128;
+        @%p1 bra END;
+        mov.b128 %q2, {{%rd0, %rd0}};
+        atom.exch.b128 %q3, [%rd1+16], %q2;
+    END:
+    """
+    words = torch.tensor([0, 0, 3, 4])
+    run(kernel(body, 1), [words], grid=2, block=64, seed=3)
+    assert words[:2].tolist() == [128, 256]
+    assert words[2] == words[3] and int(words[2]) % 8 == 0
+
+
+def test_words_of_128_bits_do_not_tear() -> None:
+    """Block 0 stores pairs (i, i); block 1 adds up how far those that it loads are apart."""
+    body = f"""
+        {WIDE}
+        mov.u32 %r1, %ctaid.x;
+        setp.ne.u32 %p1, %r1, 0;
+        mov.u64 %rd10, 0;
+        mov.u64 %rd14, 0;
+    NEXT:
+        add.u64 %rd10, %rd10, 1;
+        mov.b128 %q0, {{%rd10, %rd10}};
+        @!%p1 st.relaxed.gpu.global.b128 [%rd1], %q0;
+        @%p1 ld.relaxed.gpu.global.b128 %q0, [%rd1];
+        mov.b128 {{%rd11, %rd12}}, %q0;
+        sub.u64 %rd13, %rd11, %rd12;
+        or.b64 %rd14, %rd14, %rd13;
+        setp.lt.u64 %p3, %rd10, 40;
+        @%p3 bra NEXT;
+        @%p1 st.global.u64 [%rd1+64], %rd14;
+    """
+    for seed in range(1, 11):
+        data = torch.zeros(16, dtype=torch.int64)
+        run(kernel(body, 1), [data], grid=2, block=1, seed=seed)
+        assert data[8] == 0
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "ld.global.b128 %rd10, [%rd1];",
+        "st.global.b128 [%rd1], %rd10;",
+        "ld.global.v2.b128 {%q0, %q1}, [%rd1];",
+        "mov.b128 %q0, %rd10;",
+        "atom.global.add.b128 %q0, [%rd1], %q1;",
+        "red.global.exch.b128 [%rd1], %q1;",
+    ],
+)
+def test_what_128_bits_do_not_have(statement: str) -> None:
+    with pytest.raises(PtxError, match="unknown instruction"):
+        run(kernel(f"{WIDE} {statement}", 1), [torch.zeros(4)])

@@ -99,6 +99,46 @@ def test_a_flag_before_its_data() -> None:
     check(text, "race: .* missing is a release and an acquire", grid=2)
 
 
+@pytest.mark.parametrize(
+    "behind, reset, error",
+    [
+        ("bar.sync 0;", "st.global.u32 [%rd1+128], 0;", None),
+        ("bar.sync 0;", "st.global.u64 [%rd1+128], 0;", None),
+        ("", "st.global.u32 [%rd1+128], 0;", "race: this write .* have no order; missing is"),
+        ("bar.sync 0;", "ld.global.u32 %r3, [%rd1];", "race: this read .* scope .gpu"),
+    ],
+)
+def test_a_store_comes_before_what_is_behind_a_load_that_saw_it(
+    behind: str, reset: str, error: str | None
+) -> None:
+    """Though nothing that comes before the store does: nothing is released, nothing acquired."""
+    body = f"""
+        ld.param.u64 %rd1, [p0];
+        mov.u32 %r1, %ctaid.x;
+        setp.ne.u32 %p1, %r1, 0;
+        @%p1 bra READ;
+        setp.ne.u32 %p1, %r0, 0;
+        @%p1 bra END;
+        {DATA}
+        st.relaxed.gpu.global.u32 [%rd1+128], 1;
+        bra END;
+    READ:
+        setp.ne.u32 %p1, %r0, 0;
+        @%p1 bra BEHIND;
+    POLL:
+        ld.relaxed.gpu.global.u32 %r2, [%rd1+128];
+        setp.eq.u32 %p2, %r2, 0;
+        @%p2 bra POLL;
+    BEHIND:
+        {behind}
+        setp.ne.u32 %p1, %r0, 32;
+        @%p1 bra END;
+        {reset}
+    END:
+    """
+    check(body, error, grid=2, block=64)
+
+
 def test_the_same_value_is_no_conflict() -> None:
     check(f"{MEMORY} st.shared.u32 [%r1], 5;", None, block=64)
     check(f"{MEMORY} st.shared.u32 [%r1], %r0;", "race: this write .* and the write", block=64)
