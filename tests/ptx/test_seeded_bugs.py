@@ -23,7 +23,7 @@ from flux.transport.virtual import VirtualWorld
 from harness import STRESS, stress_only
 from ptx_device import PtxDevice
 from reference import Inputs, Problem
-from seeded_bugs import BUGS, Bug
+from seeded_bugs import BUGS, PAGE, Bug, page
 from virtual_cases import call_on_and_on
 
 REPLAYS = 4
@@ -189,3 +189,8 @@ def test_a_bug_is_found(request: pytest.FixtureRequest, name: str) -> None:
 @pytest.mark.parametrize("arch", ["80", "90a"])
 def test_the_kernels_have_no_race(ptx_kernels: Path, arch: str) -> None:
     assert error_of(ptx_kernels, arch, None) == ""
+
+
+def test_the_page_lists_all_bugs() -> None:
+    wanted = "python tests/support/emulation/seeded_bugs.py"
+    assert PAGE.read_text(encoding="utf-8") == page(), wanted

@@ -1,10 +1,16 @@
-"""Bugs of flux's own kernels, as edits of their PTX, and what the PTX machine says of each."""
+"""Bugs of flux's own kernels, as edits of their PTX, and what the PTX machine says of each.
+
+``python tests/support/emulation/seeded_bugs.py`` writes the list of them, tests/ptx/seeded_bugs.md.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+PAGE = Path(__file__).parents[2] / "ptx" / "seeded_bugs.md"
 
 SM80, SM90, REDUCE = "sm806kernel", "device_kernel", "reduce_kernelIN7cutlass10bfloat16_tELi8"
 MEET = "meet_kernel"
@@ -394,3 +400,23 @@ BUGS = {
         NODE_SUM, r"ld\.acquire\.sys\.global\.u64", "ld.relaxed.sys.global.u64", PUT_SEEN, SUMMED
     ),
 }
+
+
+def page() -> str:
+    """Return the table of all bugs."""
+    lines = [
+        "# Bugs of Flux's kernels",
+        "",
+        f"{len(BUGS)} edits of PTX, each reported at the wrong statement (`test_seeded_bugs.py`).",
+        "",
+        "| Kernels | Bug | Message, as a regular expression |",
+        "| --- | --- | --- |",
+    ]
+    for name, bug in BUGS.items():
+        message = bug.error.replace("|", "\\|")
+        lines.append(f"| {bug.op}, sm_{bug.arch} | {name} | `{message}` |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
