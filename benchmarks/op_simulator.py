@@ -20,6 +20,7 @@ from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
 from flux.machine.cluster import Cluster, load_cluster
 from flux.opsim.simulator import Simulated, legal_knobs, simulate, unfused
+from flux.select.kernel import default_kernel
 
 RESULT = ROOT / "benchmarks" / "results" / "simulator" / "op.json"
 WORLD = 8
@@ -51,22 +52,61 @@ ROWS = 4096
 
 
 class Ranges(NamedTuple):
-    """Overlap efficiencies of a cluster, lowest and highest over both ops and all M."""
+    """Lowest and highest figures of a cluster over both ops and all M.
+
+    Overlap efficiencies of flux and of medium, and the time of medium over that of flux.
+    """
 
     cluster: str
     rows: tuple[int, ...]
     flux: tuple[float, float]
     medium: tuple[float, float]
+    over_medium: tuple[float, float]
 
 
-# Flux paper, section 5.1, bf16, 8 ranks; medium is TransformerEngine.
+LARGE, SMALL = (1024, 2048, 4096, 8192), (64, 512)
+# Flux paper, section 5.1, figures 11 to 14, bf16, 8 ranks; medium is TransformerEngine.
 PAPER = (
-    Ranges("flux-a100-pcie", (1024, 2048, 4096, 8192), (0.41, 0.57), (-1.25, 0.36)),
-    Ranges("flux-a100-nvlink", (1024, 2048, 4096, 8192), (0.36, 0.96), (-0.99, 0.74)),
-    Ranges("flux-h800", (1024, 2048, 4096, 8192), (0.37, 0.93), (-0.40, 0.80)),
-    Ranges("flux-a100-pcie", (64, 512), (-0.02, 0.41), (-2.13, -0.36)),
-    Ranges("flux-a100-nvlink", (64, 512), (0.14, 0.88), (-3.25, -0.49)),
-    Ranges("flux-h800", (64, 512), (-1.65, -0.82), (-1.42, -0.93)),
+    Ranges("flux-a100-pcie", LARGE, (0.41, 0.57), (-1.25, 0.36), (1.20, 3.25)),
+    Ranges("flux-a100-nvlink", LARGE, (0.36, 0.96), (-0.99, 0.74), (1.01, 1.33)),
+    Ranges("flux-h800", LARGE, (0.37, 0.93), (-0.40, 0.80), (1.10, 1.51)),
+    Ranges("flux-a100-pcie", SMALL, (-0.02, 0.41), (-2.13, -0.36), (1.45, 3.21)),
+    Ranges("flux-a100-nvlink", SMALL, (0.14, 0.88), (-3.25, -0.49), (1.33, 4.68)),
+    Ranges("flux-h800", SMALL, (-1.65, -0.82), (-1.42, -0.93), (0.95, 1.03)),
+)
+
+
+class Sweep(NamedTuple):
+    """One knob varied, everything else at its default. The paper has charts without numbers.
+
+    Attributes:
+        figure: of the Flux paper.
+        knob: a field of Knobs.
+        published: what the paper says of it.
+        cluster: of the calls.
+        op: of the calls.
+        rows: M.
+        values: of the knob; none: chunk / 1, 2, 4 ... down to the rows of a GEMM tile.
+    """
+
+    figure: int
+    knob: str
+    published: str
+    cluster: str
+    op: str
+    rows: tuple[int, ...]
+    values: tuple[str, ...] = ()
+
+
+_SWIZZLE = ("swizzle", "always faster with, most at 8192", "flux-a100-nvlink")
+_DIRECTION = ("direction", "which is faster depends on the links")
+SWEEPS = (
+    *(Sweep(8, *_SWIZZLE, op, (1024, 8192), ("rank_shift", "none")) for op in SIZES),
+    *(
+        Sweep(9, *_DIRECTION, cluster, "ag_gemm", LARGE, ("push", "pull"))
+        for cluster in ("flux-a100-pcie", "flux-a100-nvlink")
+    ),
+    Sweep(10, "comm_tile_rows", "differ, no clear trend", "flux-a100-nvlink", "ag_gemm", LARGE),
 )
 
 
@@ -159,6 +199,7 @@ def ranges(published: Ranges) -> dict[str, Any]:
                     "gemm_ms": round(library.gemm_ms, 4),
                     "unfused_ms": round(library.total_ms, 4),
                     "flux_ms": round(fused.total_ms, 4),
+                    "medium_ms": round(ring.total_ms, 4),
                     "flux": round(1 - fused.ect_ms / library.ect_ms, 4),
                     "medium": round(1 - ring.ect_ms / library.ect_ms, 4),
                 }
@@ -167,8 +208,32 @@ def ranges(published: Ranges) -> dict[str, Any]:
         "cluster": published.cluster,
         "published_flux": list(published.flux),
         "published_medium": list(published.medium),
+        "published_over_medium": list(published.over_medium),
         "shapes": shapes,
     }
+
+
+def sweep(varied: Sweep) -> dict[str, Any]:
+    """Return the time of every value of a knob, at every M."""
+    cluster = load_cluster(varied.cluster)
+    calls = []
+    for m in varied.rows:
+        problem = Problem(Op[varied.op], m, *SIZES[varied.op], "bfloat16", WORLD)
+        values: list[Any] = list(varied.values) or tile_rows(problem, cluster)
+        for value in values:
+            run = simulate(problem, cluster, Knobs(**{varied.knob: value}))
+            times = {"ms": round(run.total_ms, 4), "ect_ms": round(run.ect_ms, 4)}
+            calls.append({"m": m, varied.knob: value, **times})
+    return {**varied._asdict(), "calls": calls}
+
+
+def tile_rows(problem: Problem, cluster: Cluster) -> list[int]:
+    """Return the rows of communication tiles that the paper tries: chunk, chunk / 2, ..."""
+    least = min(default_kernel(problem, cluster).tile[0], problem.chunk)
+    rows = [problem.chunk]
+    while rows[-1] % 2 == 0 and rows[-1] // 2 >= least:
+        rows.append(rows[-1] // 2)
+    return rows
 
 
 def two_hosts(published: TwoHosts) -> dict[str, Any]:
@@ -218,6 +283,7 @@ def document() -> dict[str, Any]:
         "times": [line(row, method) for row in PUBLISHED for method in ("torch", "flux")],
         "variants": [variant(row) for row in VARIANTS],
         "efficiencies": [ranges(row) for row in PAPER],
+        "sweeps": [sweep(row) for row in SWEEPS],
         "two_hosts": [two_hosts(row) for row in PAPER_TWO_HOSTS],
     }
 
@@ -282,13 +348,14 @@ LIMITS = {"total": 0.1, "exposed": 0.3}
 """Deviations beyond these are set in bold, and explained in docs/use/simulator.md."""
 
 
-def _range(values: Sequence[float]) -> str:
-    return f"{min(values):.0%} to {max(values):.0%}"
+def _range(values: Sequence[float], form: str = ".0%") -> str:
+    return f"{min(values):{form}} to {max(values):{form}}"
 
 
 def ranges_table(content: dict[str, Any]) -> str:
-    """Return published and simulated ranges of overlap efficiency."""
-    header = ["cluster", "M", "published", "simulated", "AGGemm by M", "GemmRS by M"]
+    """Return published and simulated overlap efficiencies, and times of medium over flux."""
+    header = ["cluster", "M", "flux, published", "simulated", "AGGemm by M", "GemmRS by M"]
+    header += ["medium, published", "simulated", "medium/flux, published", "simulated"]
     rows = []
     for row in content["efficiencies"]:
         shapes = row["shapes"]
@@ -301,8 +368,38 @@ def ranges_table(content: dict[str, Any]) -> str:
                 _range(row["published_flux"]),
                 _range([shape["flux"] for shape in shapes]),
                 *by_op.values(),
+                _range(row["published_medium"]),
+                _range([shape["medium"] for shape in shapes]),
+                _range(row["published_over_medium"], ".2f"),
+                _range([shape["medium_ms"] / shape["flux_ms"] for shape in shapes], ".2f"),
             ]
         )
+    return markdown(header, rows)
+
+
+def sweeps_table(content: dict[str, Any]) -> str:
+    """Return, by M, the time of the second value over the first, or of the slowest over the best.
+
+    Where a knob has more than two values, the fastest one stands behind the ratio.
+    """
+    header = ["figure", "cluster", "op", "ratio", *map(str, LARGE), "paper"]
+    rows = []
+    for row in content["sweeps"]:
+        values, cells = row["values"], []
+        for m in LARGE:
+            calls = [call for call in row["calls"] if call["m"] == m]
+            times = [call["ms"] for call in calls]
+            if not times:
+                cells.append("-")
+            elif values:
+                cells.append(f"{times[1] / times[0]:.3f}")
+            else:
+                fastest = min(calls, key=lambda call: call["ms"])[row["knob"]]
+                cells.append(f"{max(times) / min(times):.3f} ({fastest})")
+        what = f"{values[1]}/{values[0]}" if values else "slowest/fastest tile (its rows)"
+        cluster = row["cluster"].removeprefix("flux-")
+        label = Op[row["op"]].label
+        rows.append([str(row["figure"]), cluster, label, what, *cells, row["published"]])
     return markdown(header, rows)
 
 

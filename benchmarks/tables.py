@@ -114,6 +114,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernel_counters": of(kernel_counters.table, kernel_counters.RESULT),
     "op_simulator": of(op_simulator.table, op_simulator.RESULT),
     "op_simulator_paper": of(op_simulator.ranges_table, op_simulator.RESULT),
+    "op_simulator_sweeps": of(op_simulator.sweeps_table, op_simulator.RESULT),
     "plan_hosts": of(plan_hosts.table, plan_hosts.RESULT),
     "plan_hosts_says": of(plan_hosts.conclusion, plan_hosts.RESULT),
     "dhelix_paper": of(dhelix_paper.table, dhelix_paper.RESULT),

@@ -92,7 +92,7 @@ class SimulatedCall:
         hosts: of each rank.
         routes: by (source, destination).
         blocks: blocks that run at once; a cluster of thread blocks counts as one.
-        tile_us: time of one GEMM tile.
+        tile_us: time of one GEMM tile; path medium: of one GEMM, with its launch.
         machine: runs the processes.
         log: of what happened.
     """
@@ -107,6 +107,11 @@ class SimulatedCall:
     tile_us: float
     machine: SimulatedMachine
     log: Log = field(default_factory=Log)
+
+    @property
+    def medium(self) -> bool:
+        """Whether the path is medium: a tile is a GEMM, and copy engines move its rows."""
+        return self.schedules[0].knobs.path == "medium"
 
     @property
     def world(self) -> int:
@@ -155,31 +160,37 @@ class Stores:
     """The stores that leave one rank: those to one destination in the order of their tiles.
 
     Stores to several destinations share the link. If one destination is slow, because other ranks
-    store to it too, the others need not wait for it.
+    store to it too, the others need not wait for it. A copy engine makes one copy after the other.
 
     Args:
         call: the call.
         rank: the source.
+        copied: by a copy engine; else by multiprocessors.
     """
 
-    def __init__(self, call: SimulatedCall, rank: int) -> None:
-        self._call, self._rank = call, rank
-        self._queues: dict[int, deque[tuple[float, Flag]]] = {}
+    def __init__(self, call: SimulatedCall, rank: int, *, copied: bool = False) -> None:
+        self._call, self._rank, self._copied = call, rank, copied
+        self._queues: dict[int, deque[tuple[int, float, Flag]]] = {}
 
     def put(self, dst: int, nbytes: float) -> Flag:
         """Store bytes in the memory of ``dst``; the flag: the last of them has crossed the link."""
         done = Flag()
-        queue = self._queues.setdefault(dst, deque())
-        queue.append((nbytes / STORE_SHARE, done))
+        queue = self._queues.setdefault(-1 if self._copied else dst, deque())
+        queue.append((dst, nbytes, done))
         if len(queue) == 1:
-            self._call.machine.spawn(self._drain(dst, queue))
+            self._call.machine.spawn(self._drain(queue))
         return done
 
-    def _drain(self, dst: int, queue: deque[tuple[float, Flag]]) -> Process:
-        machine = self._call.machine
+    def _drain(self, queue: deque[tuple[int, float, Flag]]) -> Process:
+        machine, rank = self._call.machine, self._rank
         while queue:
-            nbytes, done = queue[0]
-            yield machine.send(self._call.routes[self._rank, dst].resources, nbytes)
+            dst, nbytes, done = queue[0]
+            route = self._call.routes[rank, dst]
+            if self._copied:
+                yield route.latency_us
+                yield self._call.copied(rank, dst, nbytes)
+            else:
+                yield machine.send(route.resources, nbytes / STORE_SHARE)
             machine.raise_(done)
             queue.popleft()
 

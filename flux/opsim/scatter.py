@@ -10,6 +10,9 @@ A block keeps its multiprocessor until its stores have left it, since they are i
 one after the other; later they find the link free. A pingpong kernel multiplies the next tile
 meanwhile. sm_90a: the reduction starts as soon as blocks find no more tiles (programmatic dependent
 launch); sm_80: after the GEMM.
+
+path = medium: a tile is the GEMM of an owner's rows. A copy engine sends it while the next one
+multiplies, and the reduction follows the last one.
 """
 
 from __future__ import annotations
@@ -59,10 +62,13 @@ class _Scatter:
                     at = rank if senders == 1 else holder
                     self._missing.setdefault((at, piece), Counter(senders))
         self._inbox: dict[tuple[int, int, int], Flag] = defaultdict(Flag)
-        self._stores = [Stores(call, rank) for rank in range(world)]
+        by_sums = [Stores(call, rank) for rank in range(world)]
+        self._stores = (
+            [Stores(call, rank, copied=True) for rank in range(world)] if call.medium else by_sums
+        )
         self._idle = [Flag() for _ in range(world)]
         self._gemm = [Counter(call.blocks) for _ in range(world)]
-        self._results = Results(call, self._stores)
+        self._results = Results(call, by_sums)
         self._ends = count_ends(call, 2)  # the stream and the network's stream
 
     def start(self) -> list[Counter]:
@@ -103,7 +109,7 @@ class _Scatter:
         call, machine = self._call, self._call.machine
         visits, lane = call.schedules[rank].visits, f"SM {block}"
         ahead = call.kernel.schedule == "pingpong"
-        before: list[Flag] = []  # stores that a pingpong kernel still has in shared memory
+        before: list[Flag] = []  # stores that a pingpong kernel, or a copy engine, still makes
         for index in tiles.of_block(block):
             visit = visits[index]
             start = machine.now_us
@@ -112,6 +118,9 @@ class _Scatter:
             call.log.add(rank, lane, Kind.gemm, name, start, machine.now_us)
             leaving = [self._store(rank, piece) for piece in self._split(visit)]
             start = machine.now_us
+            if call.medium:
+                before += leaving
+                continue
             for stored in before if ahead else leaving:
                 yield stored
             before = leaving
@@ -143,7 +152,7 @@ class _Scatter:
         call, machine = self._call, self._call.machine
         yield done
         call.log.moves.append(Move(src, dst, *piece[1:], start, machine.now_us))
-        yield call.routes[src, dst].latency_us + RAISE_US
+        yield RAISE_US + (0.0 if call.medium else call.routes[src, dst].latency_us)
         machine.arrive(self._missing[dst, piece])
 
     def _reduce(self, rank: int) -> Process:
@@ -151,7 +160,7 @@ class _Scatter:
         call, machine = self._call, self._call.machine
         nodes = call.problem.nodes
         lanes = call.world // nodes
-        if call.kernel.arch == "90a":
+        if call.kernel.arch == "90a" and not call.medium:
             yield self._idle[rank]
         else:
             yield self._gemm[rank].flag

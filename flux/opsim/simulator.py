@@ -14,6 +14,15 @@ blocks) tiles each, and a tile takes the whole GEMM's time / W. So a call that n
 exactly the time of the GEMM, in which the last, partly filled wave is contained. Transfers use the
 memory that the GEMM reads too, which makes it longer (flux/select/cost.py).
 
+path = medium is that of TransformerEngine's userbuffers: a tile is a whole GEMM of one rank's rows,
+with a launch, a kernel and waves of its own, and copies between neighbours, or of partials to their
+owners, have the size of a chunk.
+
+    GEMMs    own rows | rows of a peer | rows of the next ...    AllGather: each waits for its rows
+    copies   own rows, signal | rows of a peer, signal ...
+    GEMMs    a peer's rows | the next one's | ... | own rows     ReduceScatter: then the sum
+    copies                 | partials, signal | partials ...
+
 docs/use/simulator.md says what is not modelled, and how far the results are from published times.
 """
 
@@ -33,13 +42,14 @@ from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster
 from flux.opsim.gather import gather_processes
 from flux.opsim.machine import SimulatedFabric, SimulatedMachine
-from flux.opsim.parts import Log, Move, SimulatedCall
+from flux.opsim.parts import LAUNCH_US, Log, Move, SimulatedCall
 from flux.opsim.scatter import scatter_processes
+from flux.select.chunks import chunk_gemm_ms
 from flux.select.cost import gemm_beside_transfers_ms, library_ms
 from flux.select.cost import gemm_ms as modelled_gemm_ms
 from flux.select.hardware import blocks_per_wave
-from flux.select.heuristic import resolved
-from flux.select.kernel import default_kernel
+from flux.select.heuristic import resolved, untuned
+from flux.select.kernel import chunk_kernel, default_kernel
 from flux.select.schedule import make_schedule
 
 MOST_TILES = 200_000
@@ -59,8 +69,8 @@ class Simulated:
         comm_ms: time of the library's collective, alone.
         ranks_ms: end of the call, by rank.
         moves: transfers between ranks, in order of their end.
-        waves: tiles that the busiest block computes.
-        blocks: blocks (clusters of thread blocks) that run at once.
+        waves: tiles that the busiest block computes; medium: GEMMs, one after the other.
+        blocks: blocks (clusters of thread blocks) that run at once; medium: 1, a GEMM.
     """
 
     method: str
@@ -173,8 +183,8 @@ def simulate(
     Args:
         problem: op and global sizes; ``nodes`` hosts are filled one after the other.
         cluster: devices and links.
-        knobs: fixed fields; the heuristic of GPUs chooses the rest.
-        kernel: of the GEMM; by default ``default_kernel``.
+        knobs: fixed fields; the order of ``untuned`` and the heuristic of GPUs are the rest.
+        kernel: of the GEMM; by default ``default_kernel``, of path medium ``chunk_kernel``.
         gemm_ms: time of the whole GEMM of one rank, alone; by default the roofline of
             flux/select/cost.py.
 
@@ -190,16 +200,25 @@ def simulate(
     _check(problem, cluster, gemm_ms)
     topology = topology_of(problem, cluster)
     _check_knobs(problem, knobs)
-    kernel = kernel or default_kernel(problem, cluster)
-    full = resolved(problem, knobs, kernel)
+    whole = modelled_gemm_ms(problem, cluster) if gemm_ms is None else gemm_ms
+    medium = knobs.path == "medium"
+    of_whole = whole, kernel or default_kernel(problem, cluster)
+    kernel = kernel or (chunk_kernel(problem, cluster, of_whole) if medium else of_whole[1])
+    if knobs.path == "fused" and knobs.order is None:
+        knobs = replace(knobs, order=untuned(problem, cluster).order)
+    full = _resolved(problem, knobs, kernel)
     _check_size(problem, full)
     schedules = [_schedule(problem, topology, full, kernel, rank) for rank in range(problem.world)]
-    whole = modelled_gemm_ms(problem, cluster) if gemm_ms is None else gemm_ms
-    busy = gemm_beside_transfers_ms(problem, cluster, kernel, full.raster or 1, whole)
-    size = kernel.cluster[0] * kernel.cluster[1]
     tiles = max(len(schedule.visits) for schedule in schedules)
-    blocks = min(max(blocks_per_wave(kernel, cluster.device.units) // size, 1), tiles)
+    blocks, alone, raster, start_us = 1, whole, full.raster, 0.0
+    if not medium:
+        size = kernel.cluster[0] * kernel.cluster[1]
+        blocks = min(max(blocks_per_wave(kernel, cluster.device.units) // size, 1), tiles)
+    elif problem.world > 1:
+        alone = tiles * chunk_gemm_ms(problem, cluster.device, kernel, of_whole)
+        raster, start_us = None, LAUNCH_US
     waves = ceil_div(tiles, blocks)
+    busy = gemm_beside_transfers_ms(problem, cluster, kernel, raster, alone)
     fabric = SimulatedFabric(cluster, topology.hosts)
     routes = {
         (src, dst): fabric.route(src, dst)
@@ -215,7 +234,7 @@ def simulate(
         hosts=topology.hosts,
         routes=routes,
         blocks=blocks,
-        tile_us=1e3 * busy / waves,
+        tile_us=1e3 * busy / waves + start_us,
         machine=SimulatedMachine(fabric.capacity),
     )
     run = gather_processes if problem.op.gathers else scatter_processes
@@ -223,7 +242,7 @@ def simulate(
         ends = run(call)
         call.machine.run()
     return Simulated(
-        method="medium" if full.path == "medium" else "flux",
+        method="medium" if medium else "flux",
         problem=problem,
         knobs=full,
         kernel=kernel,
@@ -235,6 +254,13 @@ def simulate(
         blocks=blocks,
         _log=call.log,
     )
+
+
+def _resolved(problem: Problem, knobs: Knobs, kernel: GemmConfig) -> Knobs:
+    """Return the knobs with every field set. A tile of path medium is the GEMM of a chunk."""
+    if knobs.path == "medium":
+        knobs = replace(knobs, tile=(problem.chunk, problem.local[0]))
+    return resolved(problem, knobs, kernel)
 
 
 def _check_size(problem: Problem, knobs: Knobs) -> None:
@@ -290,7 +316,7 @@ def legal_knobs(
     by_schedule: dict[object, tuple[Knobs, list[str]]] = {}
     for order in [fixed.order] if fixed.order else [o.name for o in Order]:
         for direction in [fixed.direction] if fixed.direction else directions:
-            knobs = resolved(problem, replace(fixed, order=order, direction=direction), kernel)
+            knobs = _resolved(problem, replace(fixed, order=order, direction=direction), kernel)
             _check_size(problem, knobs)
             schedules = [
                 _schedule(problem, topology, knobs, kernel, rank)

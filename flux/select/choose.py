@@ -24,7 +24,7 @@ from flux.machine.cluster import Cluster, digest, world_shape
 from flux.machine.detection import detect
 from flux.select import cost
 from flux.select.cache import look_up
-from flux.select.heuristic import ONE_SHOTS
+from flux.select.heuristic import ONE_SHOTS, untuned
 from flux.select.keys import Key, versions
 from flux.select.winners import Entry, Winner, fit, most_tiles
 from flux.transport.exchange import Exchange
@@ -202,8 +202,10 @@ def choose(
         if kind == "cuda":
             entry, kernel = _one_kernel(entry, spec.max_m)
         return Tuned(entry, spec, topology, exchange.rank == 0, legal, kernel)
-    if kind == "cuda" or cluster is None:
-        return Fixed(Knobs())  # flux/select/kernel.py models its kernels
+    if cluster is None:
+        return Fixed(Knobs())
+    if kind == "cuda":
+        return Fixed(untuned(problem, cluster))  # flux/select/kernel.py models its kernels
     if apart:
         cluster = with_measured_network(cluster, exchange, placement)
     return modelled(problem, cluster, apart)

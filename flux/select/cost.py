@@ -7,7 +7,8 @@
     one_shot  GEMM | one message to each host                the sum, with a latency of its own;
                                                              cut along rounds: as fused
     medium    | chunk | chunk | chunk | chunk |              W steps, each as long as the longer of
-              | GEMM  | GEMM  | GEMM  | GEMM  |              its chunk's GEMM and transfer
+              | GEMM  | GEMM  | GEMM  | GEMM  |              its chunk's GEMM and transfer, with a
+                                                             kernel in waves of its own
     fused     copies  ~~~~~~~~~~~~~~~                        the longer of the two, and the first
               GEMM  ==========================               (or last) tile, which is not hidden
 
@@ -34,12 +35,14 @@ from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
 from flux.machine.cluster import Cluster, DeviceSpec
+from flux.select.chunks import chunk_gemm_ms
 from flux.select.hardware import (
     ATTENTION_SHARE,
     BACKWARD_ATTENTION,
     ELEMENTWISE_SHARE,
     ENGINE_US,
     GEMM_SHARE,
+    LAUNCH_US,
     LIBRARY_LATENCY_US,
     LIBRARY_SHARE,
     NETWORK_CALL_US,
@@ -166,7 +169,7 @@ def raster_ms(problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: in
 
 
 def gemm_beside_transfers_ms(
-    problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: int, alone_ms: float
+    problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: int | None, alone_ms: float
 ) -> float:
     """Return the time of a GEMM while its op's transfers use the same memory.
 
@@ -178,14 +181,16 @@ def gemm_beside_transfers_ms(
         problem: op and sizes.
         cluster: devices and links.
         kernel: of the GEMM.
-        raster: rows of tiles of a band.
+        raster: rows of tiles of a band; None: of the best height.
         alone_ms: time of the GEMM without transfers.
     """
     if problem.world == 1:
         return alone_ms
     chunks = (problem.world - 1) * (2 if problem.op.gathers else 1)
     transfers = memory_ms(cluster.device, chunks * problem.chunk * problem.row_bytes)
-    busy = alone_ms + max(0.0, raster_ms(problem, cluster, kernel, raster))
+    busy = alone_ms
+    if raster is not None:
+        busy += max(0.0, raster_ms(problem, cluster, kernel, raster))
     return busy + UNHIDDEN * min(busy, transfers)
 
 
@@ -399,6 +404,12 @@ def predict(
     tiles = ceil_div(problem.chunk, knobs.comm_tile_rows)
     transfers = (world - 1) * tiles
     comm = transfer_ms(problem, cluster) + transfers * SIGNAL_US[kind] * 1e-3
+    latency = cluster.link.latency_us if problem.nodes == 1 else cluster.network.latency_us
+    if kernel is not None and knobs.path == "medium":
+        part = chunk_gemm_ms(problem, cluster.device, kernel, (whole, kernel))
+        part += LAUNCH_US[kind] * 1e-3
+        step = max(part, comm / (world - 1) + latency * 1e-3)
+        return Prediction(whole, comm, max(0.0, (world - 1) * step + part - whole))
     overhead = _cut_ms(problem, cluster, knobs, whole)
     if kind == "cpu" and problem.nodes > 1:
         overhead += NETWORK_CALL_US * 1e-3 + network_cpu_ms(problem)
@@ -409,7 +420,6 @@ def predict(
         stored = problem.op.reduces and knobs.store == "direct" and knobs.path == "fused"
         comm = comm * (0.5 if stored else 1.0) + cluster.link.latency_us * 1e-3
         return Prediction(whole, comm, comm + overhead)
-    latency = cluster.link.latency_us if problem.nodes == 1 else cluster.network.latency_us
     if knobs.path == "medium":
         overhead += world * latency * 1e-3  # the small GEMMs of a ring do not fill the device
         exposed = max(0.0, comm - whole * (world - 1) / world) + comm / world

@@ -101,6 +101,12 @@ def divide(config: GemmConfig, problem: GemmProblem, sm_count: int) -> GemmWork:
     return GemmWork(blocks, before, ceil_div(sharing * depth, units), parts, tiles)
 
 
+def busiest_depth(config: GemmConfig, problem: GemmProblem, sm_count: int) -> int:
+    """Return the elements of K that the busiest block multiplies, over all of its tiles."""
+    work, tile_k = divide(config, problem, sm_count), config.tile[2]
+    return tile_k * (work.whole * ceil_div(problem.k, tile_k) + work.shared)
+
+
 def _sm80_saves(sharing: int, depth: int, units: int, blocks: int) -> bool:
     """Return whether CUTLASS 2.x splits tiles, by its own count of iterations saved and lost.
 
@@ -113,7 +119,7 @@ def _sm80_saves(sharing: int, depth: int, units: int, blocks: int) -> bool:
     return depth * ceil_div(sharing, blocks) - share - lost >= 0
 
 
-def _bytes_per_k(config: GemmConfig, problem: GemmProblem) -> float:
+def bytes_per_k(config: GemmConfig, problem: GemmProblem) -> float:
     """Return the bytes that L2 reads for one block and element of K.
 
     Blocks of a cluster share loads: one read of B serves the blocks in a column, one of A those in
@@ -177,7 +183,7 @@ def cycles(config: GemmConfig, problem: GemmProblem, sm_count: int) -> Cycles:
         adds = k_tiles * tile_k / PROMOTED_DEPTH * tile_m * tile_n / ADDS_PER_CYCLE
         multiply += adds if config.schedule == "pingpong" else UNHIDDEN * adds
     busy = 1.0 if work.shared else min(1.0, work.tiles / sm_count)
-    load = _bytes_per_k(config, problem) * max(1 / PORT_BYTES, busy / L2_BYTES)
+    load = bytes_per_k(config, problem) * max(1 / PORT_BYTES, busy / L2_BYTES)
     if config.arch == "80" and config.alignment_elements * config.itemsize < 16:
         load *= UNALIGNED
     store = tile_m * tile_n * config.output_itemsize / STORE_BYTES

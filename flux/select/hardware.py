@@ -82,6 +82,11 @@ at M = 1."""
 UNHIDDEN = 0.125
 """Exposed share of the shorter of multiplying and reading memory: ramps at both ends do not
 overlap."""
+CYCLES_PER_MS = 1.8e6
+"""Of the cycles that flux/select/cycles.py counts."""
+L2_TO_MEMORY = 3.0
+"""Speed of L2 over that of memory: 40 bytes per cycle and multiprocessor on an H100
+(flux/select/cycles.py) are 2.9 times its 3350 GB/s."""
 GPC_SMS = 18  # multiprocessors among which a cluster must fit (CUTLASS, tile_scheduler_params.h)
 
 

@@ -44,6 +44,8 @@ rank, CPU time; `benchmarks/one_host.py --parts slabs`):
   BAND_ROWS there, and between nodes, where rows of other nodes have to leave early, half. An
   AllGather's bands would wait for more chunks, so they have all rows only where reading B takes
   longer than any transfer: M = 128, tiles of 64 rows, 1.45 and 1.04.
+* A ring on PCIe, in an AllGather on one node (Flux paper, section 4.3): each chunk crosses the link
+  between processors once. Sent directly, it would cross once for each rank behind it.
 * Push: the source's copy engine writes and then raises the signal, so no stream waits for a word in
   a peer's memory. Direct: NVSwitch connects every pair of GPUs at full speed. A ring would only
   forward data that can be sent at once.
@@ -62,6 +64,7 @@ from flux.select.hardware import SLAB_COST_ROWS
 if TYPE_CHECKING:
     from flux.core.problem import Problem
     from flux.kernels.config import GemmConfig
+    from flux.machine.cluster import Cluster
 
 MAX_COMM_TILES = 64
 """Communication tiles of a chunk, at most, where no slab of a ReduceScatter asks for more."""
@@ -94,6 +97,13 @@ BAND_ROWS = 1024
 half of them."""
 FEW_GATHERED_ROWS = 256
 """Rows up to which an AllGather's GEMM is one band."""
+
+
+def untuned(problem: Problem, cluster: Cluster) -> Knobs:
+    """Return what an op on these GPUs fixes if it has no winners: the order that its links need."""
+    if cluster.link.kind == "pcie" and problem.nodes == 1 and problem.op.gathers:
+        return Knobs(order="ring1d")
+    return Knobs()
 
 
 def resolved(problem: Problem, knobs: Knobs, kernel: GemmConfig | None = None) -> Knobs:

@@ -18,6 +18,7 @@ from flux.kernels.legality import GemmProblem, is_legal
 from flux.kernels.sets import config_set
 from flux.machine.cluster import Cluster
 from flux.select import nvidia_heuristics
+from flux.select.chunks import chunk_gemm_ms
 from flux.select.cycles import cost
 
 if TYPE_CHECKING:
@@ -93,17 +94,38 @@ def default_kernel(problem: Problem, cluster: Cluster) -> GemmConfig:
     Raises:
         ValueError: there is no kernel for the dtype, or none supports the shape.
     """
-    arch = "90a" if cluster.device.arch == "sm_90" else "80"
-    configs = default_configs(problem, arch)
-    if not configs:
-        n, k = problem.local
-        raise ValueError(
-            f"no kernel of the default set supports {problem.op.name} in {problem.dtype} with "
-            f"local N = {n}, K = {k} on {cluster.device.arch}"
-        )
+    configs = _supported(problem, cluster)
     gemm = GemmProblem.of(problem)
     costs = [cost(config, gemm, cluster.device.units) for config in configs]
     return configs[best_of(configs, costs)]
+
+
+def chunk_kernel(problem: Problem, cluster: Cluster, whole: tuple[float, GemmConfig]) -> GemmConfig:
+    """Return the kernel of the default set that multiplies M/W rows in the least time.
+
+    Args:
+        problem: op and sizes.
+        cluster: devices and links.
+        whole: time of the GEMM of M rows, in ms, and its kernel.
+
+    Raises:
+        ValueError: as ``default_kernel``.
+    """
+    configs, device = _supported(problem, cluster), cluster.device
+    times = [chunk_gemm_ms(problem, device, config, whole) for config in configs]
+    return configs[best_of(configs, times)]
+
+
+def _supported(problem: Problem, cluster: Cluster) -> list[GemmConfig]:
+    arch = "90a" if cluster.device.arch == "sm_90" else "80"
+    configs = default_configs(problem, arch)
+    if configs:
+        return configs
+    n, k = problem.local
+    raise ValueError(
+        f"no kernel of the default set supports {problem.op.name} in {problem.dtype} with "
+        f"local N = {n}, K = {k} on {cluster.device.arch}"
+    )
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from flux.kernels.legality import GemmProblem, reason_unsupported
 from flux.machine.cluster import Cluster
 from flux.select.cost import predict
 from flux.select.cycles import cost
-from flux.select.heuristic import ONE_SHOTS, resolved
+from flux.select.heuristic import ONE_SHOTS, resolved, untuned
 from flux.select.kernel import best_of
 from flux.select.schedule import make_schedule
 
@@ -284,10 +284,11 @@ def candidates(
     """
     configs, pruned = kernels(space, problem)
     best_kernel, speeds = _kernel_speeds(configs, problem, cluster)
+    default = untuned(problem, cluster) if space.backend == "cuda" else Knobs()
     fixed = {
         "unfused": Knobs(path="unfused"),
         "medium": resolved(problem, Knobs(path="medium"), best_kernel),
-        "default": resolved(problem, Knobs(), best_kernel),
+        "default": resolved(problem, default, best_kernel),
     }
     if space.backend == "cpu" and problem.nodes > 1:
         fixed["one_shot"] = Knobs(path="one_shot")

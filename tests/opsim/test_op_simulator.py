@@ -21,7 +21,9 @@ from flux.opsim import report as op_report
 from flux.opsim.machine import DUPLEX_SHARE, Route, SimulatedFabric, SimulatedMachine
 from flux.opsim.parts import COPY_SHARE, LAUNCH_US, NETWORK_SHARE, RAISE_US, STORE_SHARE
 from flux.opsim.simulator import MOST_TILES, Simulated, legal_knobs, simulate, unfused
+from flux.select.chunks import chunk_gemm_ms
 from flux.select.cost import gemm_ms, library_ms
+from flux.select.kernel import default_configs, default_kernel
 from flux.trace.chrome import read_chrome
 
 H800 = load_cluster("flux-h800")
@@ -232,6 +234,72 @@ def test_a_forwarded_row_leaves_after_it_came() -> None:
     forwarded = [m for m in call.moves if m.row_begin // 128 != m.src]
     assert forwarded
     assert all(m.start_us >= came[m.src, m.row_begin] for m in forwarded)
+
+
+MEDIUM = Knobs(path="medium")
+
+
+@OPS
+@ON
+def test_medium_runs_a_gemm_per_chunk_in_ring_order(op: str, on: str) -> None:
+    """The last chunk of 125 rows has 13, the others have 16."""
+    shape = problem(op, m=125)
+    call = simulate(shape, CLUSTERS[on], MEDIUM)
+    came = {(m.dst, m.row_begin): m.end_us for m in call.moves}
+    left = {(m.src, m.dst, m.row_begin): m.start_us for m in call.moves}
+    for rank in range(8):
+        gemms = [e for e in call.events() if e.rank == rank and e.kind == Kind.gemm]
+        chunks = [int(e.name.removeprefix("tile ").split(",")[0]) // 16 for e in gemms]
+        pairs = list(zip(gemms, chunks, strict=True))
+        assert all(a.end_us <= b.start_us + 1e-6 for a, b in pairwise(gemms))
+        if op == "ag_gemm":
+            assert chunks == [(rank - step) % 8 for step in range(8)]
+            assert all(e.start_us >= came.get((rank, 16 * c), 0.0) for e, c in pairs)
+        else:
+            assert sorted(chunks) == list(range(8)) and chunks[-1] == rank
+            ends = {c: e.end_us for e, c in pairs}
+            for owner in set(range(8)) - {rank}:
+                assert left[rank, owner, 16 * owner] >= ends[owner] - 1e-6
+    if op == "ag_gemm":
+        assert all(m.dst == (m.src + 1) % 8 for m in call.moves) and len(call.moves) == 56
+
+
+@OPS
+@ON
+def test_without_links_medium_takes_its_w_gemms(op: str, on: str) -> None:
+    cluster, shape = faster(CLUSTERS[on], 1e9), problem(op, m=1024)
+    cluster = replace(cluster, link=replace(cluster.link, latency_us=0.0))
+    call = simulate(shape, cluster, MEDIUM)
+    assert call.kernel is not None and (call.waves, call.blocks) == (8, 1)
+    of_whole = call.gemm_ms, default_kernel(shape, cluster)
+    gemms = 8 * chunk_gemm_ms(shape, cluster.device, call.kernel, of_whole)
+    assert gemms + 8e-3 * LAUNCH_US < call.total_ms < 1.25 * gemms + 0.1
+    assert simulate(shape, cluster, MEDIUM, gemm_ms=9.0).total_ms > 9.0
+
+
+def test_a_chunk_costs_full_waves_and_the_weight() -> None:
+    """132 multiprocessors: 8192 rows are 12 waves of tiles of 128 x 256, 1024 rows are 2."""
+    wide = Problem(Op.ag_gemm, 8192, 49152, 12288, "bfloat16", 8)
+    kernel = next(k for k in default_configs(wide, "90a") if k.tile == (128, 256, 64))
+    whole = gemm_ms(wide, H800), kernel
+    part = chunk_gemm_ms(wide, H800.device, kernel, whole)
+    assert part == pytest.approx(whole[0] * 2 / 12, rel=0.05)
+    few = replace(wide, m=64)
+    weight_ms = 2 * 6144 * 12288 / (H800.device.memory_gbs * 1e6)
+    assert chunk_gemm_ms(few, H800.device, kernel, (gemm_ms(few, H800), kernel)) > weight_ms
+    # So at few rows medium is slower than no overlap at all (Flux paper, figure 14).
+    library, ring = unfused(few, A100), simulate(few, A100, MEDIUM)
+    assert ring.total_ms > 1.33 * simulate(few, A100).total_ms and ring.ect_ms > library.ect_ms
+
+
+def test_an_allgather_on_pcie_goes_round_a_ring_by_default() -> None:
+    shape = Problem(Op.ag_gemm, 4096, 16384, 4096, "bfloat16", 8)
+    call = simulate(shape, PCIE)
+    assert call.knobs.order == "ring1d"
+    assert call.total_ms < simulate(shape, PCIE, Knobs(order="direct")).total_ms
+    assert simulate(shape, A100).knobs.order == "direct"
+    assert simulate(problem("gemm_rs"), PCIE).knobs.order == "direct"
+    assert simulate(problem("ag_gemm", 1024, 16, 2), PCIE).knobs.order == "hierarchical"
 
 
 def test_flows_share_a_resource_fairly() -> None:

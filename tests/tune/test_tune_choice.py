@@ -28,6 +28,7 @@ from flux.select.cache import Cache, cache_root
 from flux.select.choose import key_of
 from flux.select.cost import gemm_ms
 from flux.select.winners import Entry, Winner
+from flux.transport.placement import Placement
 from harness import more, run_ranks
 from op_cases import way_of
 
@@ -297,6 +298,32 @@ def test_a_winner_found_elsewhere_is_checked_before_it_is_used() -> None:
     with pytest.warns(RuntimeWarning, match="M = 8 are ignored: swizzle xor"):
         kept = choice.usable(entry, three, "cpu")
     assert kept is not None and [w.m for w in kept.winners] == [64]
+
+
+class TwoGpus:
+    """Two ranks that say the same; of ``Exchange``, what ``choose`` uses."""
+
+    rank, world, timeout_s = 0, 2, 1.0
+
+    def all_gather(self, value: object) -> list[object]:
+        return [value, value]
+
+
+@pytest.mark.parametrize(("on", "order"), [("pcie", "ring1d"), ("nvlink", None)])
+def test_an_untuned_gather_of_gpus_on_pcie_goes_round_a_ring(on: str, order: str | None) -> None:
+    cluster = load_cluster(f"flux-a100-{on}")
+    orders = {}
+    for op in Op:
+        spec = OpSpec(op, 256, (512,), 512, torch.bfloat16, False, "sum")
+        options = (TwoGpus(), Placement.together(2), Topology.flat(2), "cuda", lambda m, k: True)
+        with (
+            mock.patch.object(choice, "_detected", lambda kind: cluster),
+            mock.patch.object(choice, "look_up", lambda *_, **__: None),
+        ):
+            chosen = choice.choose(spec, *options)  # type: ignore[arg-type]
+        assert chosen.variants() == [chosen.knobs(256)]
+        orders[op.name] = chosen.knobs(256).order
+    assert orders == {"ag_gemm": order, "gemm_rs": None, "gemm_ar": None}
 
 
 # -- the model -------------------------------------------------------------------------------------
