@@ -204,17 +204,20 @@ class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
                     f"{self._n_microbatches} micro-batches must divide the batch of "
                     f"{value.shape[dim]}"
                 )
-        self._sent: list[list[dist.Work]] = []
+        self._sent: list[tuple[Any, int, list[dist.Work]]] = []  # stage, micro-batch
         result = super().step(*args, target=target, **options)
-        for works in self._sent:
+        for stage, micro, works in self._sent:
             pipelining._wait_batch_p2p(works)
+            if hasattr(stage, "release_fwd_send_outputs"):  # since torch 2.15
+                stage.release_fwd_send_outputs(micro)
         return result
 
     def _begin_transfers_early(self, group: dist.ProcessGroup | None) -> None:
         """Take out sends that a block does itself, and let receives begin one pass earlier.
 
-        A block sends what its forward returns while its backward goes on. The order of this rank's
-        sends stays, and so does that of its receives, so they match those of the neighbours. With
+        A block sends what its forward returns while its backward goes on, and the step waits for it
+        at the end, where torch 2.15 has a wait in the row. The order of this rank's sends stays,
+        and so does that of its receives, so they match those of the neighbours. With
         NCCL receives stay where they are: sends and receives are one queue there, in which a
         receive that waits would hold back the sends after it.
         """
@@ -227,18 +230,19 @@ class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
             if sub.computation_type == pipelining.FORWARD
         }
         receives = (pipelining.RECV_F, pipelining.RECV_B)
+        sends = ("SEND_F", "WAIT_SEND_F")
         early = dist.get_backend(group) == "gloo"
         row: list[Any] = []
         last = None  # where the last pass, or block of two, is in the row
         for action in actions:
             kind, place = action.computation_type, (action.stage_index, action.microbatch_index)
-            if kind == pipelining.SEND_F and place in blocks:
+            if kind.name in sends and place in blocks:
                 continue
             if early and last is not None and kind in receives:
                 row.insert(last, action)
                 last += 1
                 continue
-            if kind not in (*receives, pipelining.SEND_F, pipelining.SEND_B):
+            if kind not in receives and kind.name not in (*sends, "SEND_B", "WAIT_SEND_B"):
                 last = len(row)
             row.append(action)
         rows[self.rank] = row
@@ -262,7 +266,8 @@ class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
                 micro, ctx.arg_mbs[micro], ctx.kwarg_mbs[micro], save_forward_output=True
             )
             if not f_stage.is_last and forward.stage_index + 1 not in of:
-                self._sent.append(pipelining._batch_p2p(f_stage.get_fwd_send_ops(micro)))
+                works = pipelining._batch_p2p(f_stage.get_fwd_send_ops(micro))
+                self._sent.append((f_stage, micro, works))
             runtime._maybe_compute_loss(f_stage, output, ctx.target_mbs, micro)
             return output
 
