@@ -177,6 +177,7 @@ def build_schedule(
     store: int,
     hosts: Sequence[int] = ...,
     spread: bool = ...,
+    split: bool = ...,
 ) -> Schedule: ...
 def room_for(
     *, order: int, direction: int, mesh: Mesh, hosts: Sequence[int] = ...

@@ -100,7 +100,8 @@ TileOrder tile_order(int op, int m, int n, int tile_m, int tile_n, int raster, i
 std::shared_ptr<Schedule> make_schedule(int op, int m, int n, int k, int rank,
                                         const MeshTuple& mesh, int tile_m, int tile_n, int raster,
                                         int comm_rows, int direction, int order, int swizzle,
-                                        int store, std::vector<int> hosts, bool spread) {
+                                        int store, std::vector<int> hosts, bool spread,
+                                        bool split) {
   ScheduleSpec spec;
   spec.problem = Problem{static_cast<OpKind>(op), m, n, k, world_of(mesh_of(mesh))};
   // Do not divide by a world below 1, which build_schedule refuses later.
@@ -111,6 +112,7 @@ std::shared_ptr<Schedule> make_schedule(int op, int m, int n, int k, int rank,
   spec.store = static_cast<Store>(store);
   spec.hosts = std::move(hosts);
   spec.spread = spread;
+  spec.split = split;
   return std::make_shared<Schedule>(build_schedule(spec));
 }
 
@@ -336,7 +338,7 @@ void bind_schedule(py::module_& m) {
         py::arg("k"), py::arg("rank"), py::arg("mesh"), py::arg("tile_m"), py::arg("tile_n"),
         py::arg("raster"), py::arg("comm_rows"), py::arg("direction"), py::arg("order"),
         py::arg("swizzle"), py::arg("store"), py::arg("hosts") = std::vector<int>(),
-        py::arg("spread") = false);
+        py::arg("spread") = false, py::arg("split") = false);
   m.def(
       "room_for",
       [](int order, int direction, const MeshTuple& mesh, const std::vector<int>& hosts) {

@@ -15,6 +15,7 @@ constexpr Address kStatusBytes = FLUX_STATUS_WORDS * sizeof(std::uint64_t);
 constexpr std::uint32_t kRenewEvery = 1u << 30;
 constexpr std::int64_t kSwitchBytes = 16;  // size of a multicast access
 constexpr std::int64_t kScaleBytes = sizeof(float);
+constexpr std::int64_t kOutputBytes = 2;  // of an element: all kernels have 16-bit results
 
 // In captured calls all ranks have met before the first copy.
 const std::vector<Address> kAllMet;
@@ -305,8 +306,11 @@ std::uint64_t CudaOp::workspace_bytes(const Schedule& schedule,
   std::uint64_t most = 0;
   for (std::size_t i = 0; i < operands.size(); ++i) {
     if (operands[i].n == 0) continue;
-    const FluxGemmArgs args = gemm_args(schedule, 0, operands[i], k);
-    most = std::max(most, kernels_.at(i)->workspace_bytes(args));
+    for (int launch = 0; launch < launches(schedule); ++launch) {
+      FluxGemmArgs args = gemm_args(schedule, 0, operands[i], k);
+      if (schedule.spec.split) only_chunk(schedule, launch, &args);
+      if (args.m > 0) most = std::max(most, kernels_.at(i)->workspace_bytes(args));
+    }
   }
   return most;
 }
@@ -349,15 +353,21 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   while (first < operands.size() && operands[first].n == 0) ++first;
   const bool kernels = first < operands.size();
   const bool beside = capture_ == 0 || setup_.graph_overlap;
-  if (kernels && beside) put_kernel(schedule, stream, x, operands, first);
+  // A GEMM of rows of a peer comes behind a kernel that awaits them: two launches, not one.
+  const bool ahead = beside && (!schedule.spec.split ||
+                                chunk_at(schedule.spec.tiles, 0) == setup_.rank);
+  if (kernels && ahead) put_kernel(schedule, stream, x, operands, first, 0);
   {
     const Span stage("flux copies");
     if (setup_.remote) gather_rows(schedule);
     gather.move();
   }
   if (!beside) join(stream, copy_stream_);
-  for (std::size_t i = beside ? first + 1 : first; i < operands.size(); ++i) {
-    if (operands[i].n > 0) put_kernel(schedule, stream, x, operands, i);
+  for (std::size_t i = first; i < operands.size(); ++i) {
+    if (operands[i].n == 0) continue;
+    for (int launch = ahead && i == first ? 1 : 0; launch < launches(schedule); ++launch) {
+      put_kernel(schedule, stream, x, operands, i, launch);
+    }
   }
   // Later work on the stream may overwrite x and reuse the gathered rows.
   if (beside) join(stream, copy_stream_);
@@ -371,15 +381,19 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
                     static_cast<std::size_t>(schedule.spec.problem.m) * setup_.row_bytes);
     });
   }
-  end(stream, kernels && gathered == 0 && !setup_.remote);
+  end(stream, kernels && gathered == 0 && !setup_.remote && !schedule.spec.split);
 }
 
-// Launches the multiplication of one weight with the gathered rows.
+// Launches the multiplication of one weight with the gathered rows: with all, or with the chunk that
+// comes as the `launch`-th.
 void CudaOp::put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
-                        const std::vector<Operand>& operands, std::size_t number) {
+                        const std::vector<Operand>& operands, std::size_t number, int launch) {
   const Span stage("flux kernel");
   const Operand& operand = operands[number];
-  FluxGemmArgs args = gemm_args(schedule, stream, operand, x.k, static_cast<int>(number));
+  const int weights = static_cast<int>(operands.size());
+  const int chunk = schedule.spec.split ? chunk_at(schedule.spec.tiles, launch) : 0;
+  FluxGemmArgs args =
+      gemm_args(schedule, stream, operand, x.k, static_cast<int>(number) + weights * chunk);
   args.a = pointer<const void>(setup_.data[setup_.rank]);
   args.lda = x.k;
   args.scale_a = pointer<const float>(setup_.scales_travel ? scales_[setup_.rank] : x.scale);
@@ -387,7 +401,26 @@ void CudaOp::put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
   args.ldd = operand.out_ld;
   args.bias = pointer<const void>(operand.bias);
   args.signals = pointer<const std::uint32_t>(words_->signals[setup_.rank]);
+  if (schedule.spec.split) {
+    only_chunk(schedule, chunk, &args);
+    if (args.m == 0) return;
+    if (chunk != setup_.rank) await_chunk(schedule, stream, chunk);
+    const int first = row_begin(schedule.spec.problem.m, setup_.world, chunk);
+    args.a = pointer<const void>(setup_.data[setup_.rank] + first * setup_.row_bytes);
+    args.d = pointer<void>(operand.out + first * operand.out_ld * kOutputBytes);
+    if (setup_.scales_travel) args.scale_a += first;
+  }
   kernels_.at(number)->launch(args, stream);
+}
+
+// Makes a GEMM one of the rows of a chunk alone, which are there: a problem of one rank.
+void CudaOp::only_chunk(const Schedule& schedule, int chunk, FluxGemmArgs* args) {
+  const Problem& p = schedule.spec.problem;
+  args->m = row_count(p.m, p.world, chunk);
+  args->order.world = args->order.nodes = args->order.domains = args->order.lanes = 1;
+  args->order.rank = args->order.order = args->order.swizzle = 0;
+  args->order.sequence = nullptr;
+  args->signals = nullptr;
 }
 
 // Lets a kernel wait for signals of rows that a stream copies next (docs/kernels/protocol.md).
@@ -401,16 +434,22 @@ FluxMeetArgs CudaOp::rows_wait() const {
 
 // Makes a stream wait for all gathered rows, in calls in which no GEMM does so.
 void CudaOp::await_rows(const Schedule& schedule, Stream stream) const {
+  for (int owner = 0; owner < setup_.world; ++owner) await_chunk(schedule, stream, owner);
+}
+
+// Makes a stream wait for the gathered rows of a rank.
+void CudaOp::await_chunk(const Schedule& schedule, Stream stream, int owner) const {
   const CommTiling& c = schedule.spec.comm;
+  const Range rows{row_begin(c.m, c.world, owner), row_end(c.m, c.world, owner)};
+  if (rows.begin == rows.end) return;
+  const Range signals = signals_of_rows(c, rows.begin, rows.end);
   FluxMeetArgs args = rows_wait();
-  for (int owner = 0; owner < setup_.world; ++owner) {
-    const Range rows{row_begin(c.m, c.world, owner), row_end(c.m, c.world, owner)};
-    if (rows.begin == rows.end) continue;
-    const Range signals = signals_of_rows(c, rows.begin, rows.end);
-    args.first = signals.begin;
-    args.awaited_count = signals.end - signals.begin;
-    kernels_.at(0)->meet(args, stream);
-  }
+  args.first = signals.begin;
+  args.awaited_count = signals.end - signals.begin;
+  const auto what = [&] {
+    return record_of(Work::kWait, epoch_, setup_.rank, owner, 0, rows, setup_.rank, signals.begin);
+  };
+  stamped(streams_.get(), stream, what, [&] { kernels_.at(0)->meet(args, stream); });
 }
 
 // -- ReduceScatter ---------------------------------------------------------------------------------

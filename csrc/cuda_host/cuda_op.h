@@ -3,6 +3,8 @@
 //   AGGemm   stream       zeros, NaN | entry -> all peers | own rows | kernel: wait, multiply | ... | join
 //            copy stream  rows to or from peers, their signals ...
 //
+//   path medium           ... own rows | kernel: own rows | await rows | kernel: a peer's rows | ... | join
+//
 //   GemmRS   stream       zeros, NaN | entry -> all peers | kernel: tile -> its owner, flag | reduction
 //   GemmAR                ... | "my rows are everywhere" -> all peers | await all | result -> output
 //
@@ -216,6 +218,7 @@ class CudaOp {
   void fill_with_nan(Stream stream);
   void renew_signals(Stream stream);
   void await_rows(const Schedule& schedule, Stream stream) const;
+  void await_chunk(const Schedule& schedule, Stream stream, int owner) const;
   void collect(int m, Stream stream, Address out);
   int words_in_use(const Schedule& schedule) const;
   // The value that signals and flags of the call hold.
@@ -223,8 +226,11 @@ class CudaOp {
   FluxReduceArgs reduce_args(const Schedule& schedule, int n) const;
   void put_reduction(const Schedule& schedule, Stream stream, const Operand& operand, Address out,
                      bool early);
+  // Launches of a weight: one, or one per chunk where the GEMM is split.
+  int launches(const Schedule& schedule) const { return schedule.spec.split ? setup_.world : 1; }
   void put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
-                  const std::vector<Operand>& operands, std::size_t number);
+                  const std::vector<Operand>& operands, std::size_t number, int launch);
+  static void only_chunk(const Schedule& schedule, int chunk, FluxGemmArgs* args);
   // `launch`: number of a weight, or the owner of the summed rows; for traces.
   FluxSync sync(int launch) const;
   Address status_of(int rank) const;

@@ -22,6 +22,8 @@ struct ScheduleSpec {
   std::vector<int> hosts = {};  // host of each rank, where they form no mesh; else empty
   // Partials cross a link of their receiver (GPUs): ranks of a host store to different receivers.
   bool spread = false;
+  // Path medium of an AllGather on GPUs: a GEMM of its own for the rows of each rank.
+  bool split = false;
 };
 
 // One move of a communication tile. AllGather: rows of x. ReduceScatter: rows of a partial result.

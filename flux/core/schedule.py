@@ -101,6 +101,11 @@ class TileSchedule:
     knobs: Knobs
     spread: bool = False
 
+    @property
+    def splits(self) -> bool:
+        """Whether a GPU runs a GEMM for each chunk, in place of one for all."""
+        return self.spread and self.knobs.path == "medium" and Op[self.op].gathers
+
     @cached_property
     def native(self) -> _C.Schedule:
         """The same schedule as the native engine represents it."""
@@ -124,6 +129,7 @@ class TileSchedule:
             store=Store[knobs.store or "staged"],
             hosts=self.topology.uneven,
             spread=self.spread,
+            split=self.splits,
         )
 
     @cached_property

@@ -115,6 +115,7 @@ class _Kernels:
         self.comm_rows = schedule.knobs.comm_tile_rows or 1
         self.nodes = _Nodes(self.rank, self.world, backend.nodes)
         self.scatters = backend.spec.op.reduces
+        self.splits = schedule.splits
         self.flags = _C.core.ScatterTiling(self.m, self.widths[0], self.world, *self.tiles[0])
 
     def describe(self, r: KernelRecord) -> tuple[str, Details]:
@@ -129,19 +130,24 @@ class _Kernels:
         return describe[KernelEvent(r.kind)](r)
 
     def _place(self, r: KernelRecord) -> Details:
-        tile, width = self.tiles[0], self.widths[0]
-        if not self.scatters:
-            tile, width = self.tiles[r.launch], self.widths[r.launch]
+        chunk, weight = divmod(0 if self.scatters else r.launch, len(self.widths))
+        tile, width = self.tiles[weight], self.widths[weight]
+        first, last = (0, self.m)
+        if self.splits:
+            first = _C.core.row_begin(self.m, self.world, chunk)
+            last = first + _C.core.row_count(self.m, self.world, chunk)
         details: Details = {
             "tile_row": r.row,
             "tile_column": r.column,
-            "row_begin": r.row * tile[0],
-            "row_end": min(self.m, (r.row + 1) * tile[0]),
+            "row_begin": first + r.row * tile[0],
+            "row_end": min(last, first + (r.row + 1) * tile[0]),
             "col_begin": r.column * tile[1],
             "col_end": min(width, (r.column + 1) * tile[1]),
         }
+        if self.splits:
+            details["chunk"] = chunk
         if len(self.widths) > 1:
-            details["weight"] = r.launch
+            details["weight"] = weight
         return details
 
     def _tile(self, r: KernelRecord) -> tuple[str, Details]:

@@ -14,7 +14,7 @@ from harness import more
 from model.bugs import BUGS, Bug
 from model.check import LimitError, Mode, Report, explore
 from model.program import Program, Step, program_of
-from model.recording import Kind, RecordingDevice, Scenario, build, record
+from model.recording import Kind, Record, RecordingDevice, Scenario, build, record
 from model.scenarios import LAST_EPOCHS, OPS, drawn, standard
 from side_by_side import built_once
 
@@ -39,6 +39,38 @@ def check(
 def test_no_interleaving_breaks_the_protocol(device: RecordingDevice, scenario: Scenario) -> None:
     report = check(device, scenario)
     assert report.states > 10
+
+
+@pytest.mark.parametrize("captured", [(), (0,)], ids=["eager", "captured"])
+def test_medium_is_a_gemm_per_chunk_and_a_ring_of_copies(
+    device: RecordingDevice, captured: tuple[int, ...]
+) -> None:
+    world, rows = 4, (7,)  # the last chunk has one row
+    scenario = Scenario(("ag_gemm",), world, rows, path="medium", order="ring1d", captured=captured)
+    recording = record(device, scenario)
+    for rank in range(world):
+        mine = [r for r in recording.records if recording.streams[r.stream][0] == rank]
+        own = [r for r in mine if recording.streams[r.stream][1] == "caller's stream"]
+        ring = [(rank - step) % world for step in range(world)]
+        reads: list[list[Record]] = []  # of each launch
+        for r in own:
+            if r.kind is Kind.launch:
+                reads.append([])
+            elif r.kind is Kind.read:
+                reads[-1].append(r)
+        gemms = [{r.content.source for r in of if r.content} for of in reads if of]
+        assert gemms == [{chunk} for chunk in ring]
+        copies = [
+            r
+            for r in mine
+            if r.kind is Kind.copy and recording.streams[r.stream][1] == "copy stream"
+        ]
+        (data,) = (
+            g for g in recording.regions if g.rank == (rank + 1) % world and g.name == "gathered row"
+        )
+        assert len(copies) == world - 1
+        begins = [(copy.at - data.at) // data.unit for copy in copies]
+        assert begins == [2 * chunk for chunk in ring[:-1]]
 
 
 def test_stale_multicast_addresses_do_not_affect_a_scenario(device: RecordingDevice) -> None:

@@ -58,7 +58,13 @@ def check_tiles(p: Problem, trace: Trace, world: int, ranks: range) -> None:
     for rank in ranks:
         for call in range(CALLS):
             gemms = of(trace.events, rank, call, Kind.gemm)
-            assert seen(gemms) == tiles(p.max_m, width(p, world, rank))
+            cells = Counter(
+                (row, column)
+                for d in (e.details for e in gemms)
+                for row in range(int(d["row_begin"]), int(d["row_end"]))
+                for column in range(int(d["col_begin"]), int(d["col_end"]))
+            )
+            assert set(cells.values()) == {1} and len(cells) == p.max_m * width(p, world, rank)
             sums = of(trace.events, rank, call, Kind.reduce)
             rows = Counter(
                 (row, e.details["tile_column"])

@@ -175,6 +175,12 @@ BUGS = [
         )
         for direction in ("push", "pull")
     ),
+    Bug(
+        "medium-chunk",
+        "the GEMM of a chunk comes behind its rows",
+        _ag(path="medium"),
+        no_tile_wait_on("signal", "caller's stream"),
+    ),
     *(
         Bug(
             f"{scenario.ops[0]}-{scenario.direction}-entry-behind-reads",

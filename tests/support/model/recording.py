@@ -135,6 +135,7 @@ class Scenario:
         puts: nodes reach each other by NVSHMEM, whose kernels send the sums.
         apart: each rank has a GPU of its own, so that reductions begin beside their GEMM, and
             kernels wait for rows that are forwarded.
+        path: ``fused`` | ``medium``.
     """
 
     ops: tuple[str, ...]
@@ -155,6 +156,7 @@ class Scenario:
     nodes: int = 1
     puts: bool = False
     apart: bool = False
+    path: str = "fused"
 
     def epoch(self, turn: int) -> int:
         return self.epochs[turn] if self.epochs else turn + 1
@@ -163,6 +165,7 @@ class Scenario:
         """As one line of a table."""
         rows = ",".join(map(str, self.rows))
         extras = [self.direction] if "ag_gemm" in self.ops else []
+        extras += [self.path] if self.path != "fused" else []
         extras += [self.order] if self.order != "direct" else []
         extras += ["poison"] if self.poison else []
         extras += ["gathered x"] if self.gather else []
@@ -233,9 +236,9 @@ class RecordingDevice(EmulatedDevice):
         self.library.recorder_clear()
         self._kept.clear()
 
-    def begin_call(self, epoch: int, capture: int) -> None:
-        """What contents of the next call are told apart by, and the capture it is part of or 0."""
-        self.library.recorder_begin_call(ctypes.c_uint32(epoch), ctypes.c_uint64(capture))
+    def begin_call(self, rank: int, epoch: int, capture: int) -> None:
+        """Whose call is next, what tells its contents apart, and its capture or 0."""
+        self.library.recorder_begin_call(rank, ctypes.c_uint32(epoch), ctypes.c_uint64(capture))
 
     def count(self) -> int:
         return int(self.library.recorder_count())
@@ -282,7 +285,7 @@ def _poison(on: bool) -> Iterator[None]:
 def record(device: RecordingDevice, scenario: Scenario) -> Recording:
     """Make the scenario's calls, rank after rank, none waiting for another rank's."""
     device.clear()
-    device.begin_call(0, 0)
+    device.begin_call(0, 0, 0)
     with _poison(scenario.poison), _world(device, scenario) as world:
         session = _Session(device, world, scenario)
         recording = session.run()
@@ -331,7 +334,8 @@ class _Session:
         gathers = name == "ag_gemm"
         n, k = (s.n or 4 * s.world, 4) if gathers else (8, 2 * s.world)
         order = None if s.nodes > 1 and s.order == "direct" else s.order
-        knobs = Knobs(direction=s.direction, order=order, comm_tile_rows=s.comm_tile_rows)
+        sizes = {"comm_tile_rows": s.comm_tile_rows}
+        knobs = Knobs(path=s.path, direction=s.direction, order=order, **sizes)
         margin = 0 if s.apart else None  # else the reduction would not begin early
         of_sums = Knobs(reduce="in_flight" if s.switch else "local", sm_margin=margin)
         op = OPS[name](
@@ -460,7 +464,7 @@ class _Session:
         s, op, epoch = self.scenario, self.ops[rank][number], self.scenario.epoch(turn)
         captured = turn in s.captured
         op._backend.native.epoch = (epoch - 1) & MASK
-        self.device.begin_call(epoch & MASK, turn + 1 if captured else 0)
+        self.device.begin_call(rank, epoch & MASK, turn + 1 if captured else 0)
         gathers = s.ops[number] == "ag_gemm"
         x = self.x[rank][number][turn][: op.own_rows(m) if gathers else m]
         # The caller's own work: it writes x where it pleases, as far as the stream allows.

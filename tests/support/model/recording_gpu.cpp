@@ -51,6 +51,7 @@ struct Record {
 std::vector<Record> records;
 std::uint32_t events = 0;
 std::uint32_t call_epoch = 0;  // by which contents are told apart
+int call_rank = 0;             // whose call it is
 std::uint32_t first_epoch = 0;
 bool no_call_yet = true;
 std::uint64_t capture = 0;  // that calls belong to; 0: none
@@ -110,18 +111,26 @@ int record_ag_gemm(const FluxGemmArgs* args, void* stream) {
     const int begin = at.m * kTileM;
     const int end = min_of(begin + kTileM, args->m);
     const Range waits = signals_of_rows(tiling, begin, end);
-    for (int i = waits.begin; i < waits.end; ++i) tile.word(kAwait, args->signals, i);
+    for (int i = waits.begin; args->signals != nullptr && i < waits.end; ++i) {
+      tile.word(kAwait, args->signals, i);
+    }
     for (int row = begin; row < end; ++row) {
-      const int owner = owner_of(args->m, tiling.world, row);
+      // A GEMM of one chunk has its number, since the ops here have one weight.
+      const bool split = args->signals == nullptr;
+      const int owner = split ? static_cast<int>(args->sync.launch)
+                              : owner_of(args->m, tiling.world, row);
       tile.touch(
           kRead, element(args->a, row * args->lda), args->k, kX, owner,
-          static_cast<std::int64_t>(row - row_begin(args->m, tiling.world, owner)) * args->k);
+          static_cast<std::int64_t>(row - (split ? 0 : row_begin(args->m, tiling.world, owner))) *
+              args->k);
     }
     const int column = at.n * kTileN;
     for (int row = begin; row < end; ++row) {
-      const std::int64_t first = static_cast<std::int64_t>(row) * args->n + column;
+      const std::int64_t above =
+          args->signals == nullptr ? args->sync.launch * args->order.comm_tile_rows : 0;  // rows of other chunks
+      const std::int64_t first = (above + row) * args->n + column;
       tile.touch(kWrite, element(args->d, row * args->ldd + column),
-                 min_of(kTileN, args->n - column), kOutput, args->order.rank, first);
+                 min_of(kTileN, args->n - column), kOutput, call_rank, first);
     }
   }
   return FLUX_OK;
@@ -435,7 +444,8 @@ void recorder_clear() {
   invented.clear();
   no_call_yet = true;
 }
-void recorder_begin_call(std::uint32_t epoch, std::uint64_t of_capture) {
+void recorder_begin_call(int rank, std::uint32_t epoch, std::uint64_t of_capture) {
+  call_rank = rank;
   if (no_call_yet) first_epoch = epoch;
   no_call_yet = false;
   call_epoch = epoch;

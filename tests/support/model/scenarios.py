@@ -29,6 +29,9 @@ def standard() -> Iterator[Scenario]:
     yield Scenario(("ag_gemm",), 3, (6, 4), order="ring1d", apart=True)
     yield Scenario(("ag_gemm",), 3, (6, 4), order="ring1d", direction="pull")
     yield Scenario(("ag_gemm",), 3, (6, 5), comm_tile_rows=1)
+    for direction in ("push", "pull"):
+        yield Scenario(("ag_gemm",), 2, (4, 1, 3), direction, path="medium")
+        yield Scenario(("ag_gemm",), 3, (6, 4), direction, order="ring1d", path="medium")
     yield Scenario(("ag_gemm", "gemm_rs"), 2, (4, 3, 4))
     yield Scenario(("ag_gemm", "gemm_rs"), 3, (6, 4))
     yield Scenario(("gemm_ar", "ag_gemm"), 3, (6, 4), direction="pull")
@@ -84,6 +87,7 @@ def captured() -> Iterator[Scenario]:
             ):
                 yield Scenario((op,), world, rows, direction, poison=poison, captured=which)
     yield Scenario(("ag_gemm",), 3, (6, 4, 6), order="ring1d", captured=(0, 1, 2))
+    yield Scenario(("ag_gemm",), 3, (6, 4), order="ring1d", path="medium", captured=(0, 1))
     yield Scenario(("ag_gemm",), 3, (6, 4), order="ring1d", direction="pull", captured=(0, 1))
     yield Scenario(("ag_gemm", "gemm_ar"), 2, (4, 3), captured=(0, 1))
     yield Scenario(("ag_gemm",), 3, (3, 3), n=4, captured=(0, 1))
