@@ -354,8 +354,8 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   const bool kernels = first < operands.size();
   const bool beside = capture_ == 0 || setup_.graph_overlap;
   // A GEMM of rows of a peer comes behind a kernel that awaits them: two launches, not one.
-  const bool ahead = beside && (!schedule.spec.split ||
-                                chunk_at(schedule.spec.tiles, 0) == setup_.rank);
+  const bool ahead =
+      beside && (!schedule.spec.split || chunk_at(schedule.spec.tiles, 0) == setup_.rank);
   if (kernels && ahead) put_kernel(schedule, stream, x, operands, first, 0);
   {
     const Span stage("flux copies");

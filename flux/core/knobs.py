@@ -118,9 +118,9 @@ class Knobs:
     """All parameters of *how* an op runs. ``None`` lets the heuristic choose.
 
     Attributes:
-        path: ``fused`` (tiles), ``medium`` (one chunk per rank around a ring and one GEMM per chunk,
-            as in TransformerEngine; on GPUs GemmRS and GemmAR keep one GEMM, whose tiles leave by
-            themselves, as on path fused), ``unfused`` (library collective and one GEMM) or
+        path: ``fused`` (tiles), ``medium`` (one chunk per rank around a ring and one GEMM per
+            chunk, as in TransformerEngine; on GPUs GemmRS and GemmAR keep one GEMM, whose tiles
+            leave by themselves, as on path fused), ``unfused`` (library collective and one GEMM) or
             ``one_shot`` (CPU, between hosts: parts go straight to their ranks, in rounds of
             ``comm_tile_rows``, and the GEMM is cut along the rounds).
         tile: (rows, columns) of a GEMM tile of the local output. one_shot: M rows or more leave the

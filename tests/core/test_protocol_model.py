@@ -66,7 +66,9 @@ def test_medium_is_a_gemm_per_chunk_and_a_ring_of_copies(
             if r.kind is Kind.copy and recording.streams[r.stream][1] == "copy stream"
         ]
         (data,) = (
-            g for g in recording.regions if g.rank == (rank + 1) % world and g.name == "gathered row"
+            g
+            for g in recording.regions
+            if g.rank == (rank + 1) % world and g.name == "gathered row"
         )
         assert len(copies) == world - 1
         begins = [(copy.at - data.at) // data.unit for copy in copies]

@@ -117,8 +117,8 @@ int record_ag_gemm(const FluxGemmArgs* args, void* stream) {
     for (int row = begin; row < end; ++row) {
       // A GEMM of one chunk has its number, since the ops here have one weight.
       const bool split = args->signals == nullptr;
-      const int owner = split ? static_cast<int>(args->sync.launch)
-                              : owner_of(args->m, tiling.world, row);
+      const int owner =
+          split ? static_cast<int>(args->sync.launch) : owner_of(args->m, tiling.world, row);
       tile.touch(
           kRead, element(args->a, row * args->lda), args->k, kX, owner,
           static_cast<std::int64_t>(row - (split ? 0 : row_begin(args->m, tiling.world, owner))) *
@@ -126,8 +126,9 @@ int record_ag_gemm(const FluxGemmArgs* args, void* stream) {
     }
     const int column = at.n * kTileN;
     for (int row = begin; row < end; ++row) {
-      const std::int64_t above =
-          args->signals == nullptr ? args->sync.launch * args->order.comm_tile_rows : 0;  // rows of other chunks
+      const std::int64_t above = args->signals == nullptr
+                                     ? args->sync.launch * args->order.comm_tile_rows
+                                     : 0;  // rows of other chunks
       const std::int64_t first = (above + row) * args->n + column;
       tile.touch(kWrite, element(args->d, row * args->ldd + column),
                  min_of(kTileN, args->n - column), kOutput, call_rank, first);
