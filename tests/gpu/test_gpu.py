@@ -155,12 +155,11 @@ def test_flags_of_many_owners_are_raised_together(device: Device) -> None:
     """Four tiles of 15 owners have more flags than a warp has lanes."""
     p = Problem("gemm_rs", 61, (2320,), 240, torch.bfloat16)
     with VirtualWorld(15, device) as ranks, built(ranks, p) as ops:
-        for m in (61, 17):
-            inputs = inputs_on(device)(p, m, 15, seed=m)
-            outs = call_all(ranks, ops, inputs, False)
-            for r in range(15):
-                ops[r].wait()
-                inputs.check(outs[r], r)
+        inputs = inputs_on(device)(p, 61, 15, seed=1)
+        outs = call_all(ranks, ops, inputs, False)
+        for r in range(15):
+            ops[r].wait()
+            inputs.check(outs[r], r)
 
 
 @pytest.mark.parametrize(("op", "direction"), ROUTES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -34,35 +35,53 @@ def test_every_public_name_is_there() -> None:
         assert getattr(flux.ops, name).__doc__
 
 
-def test_importing_flux_loads_little() -> None:
-    """Public names are imported at their first use: transports, kernels and tuner with them."""
-    script = (
-        "import sys, flux; print(*sorted(m for m in sys.modules if m.partition('.')[0] == 'flux'))"
-    )
+NEW_INTERPRETER = """
+import json, sys
+
+sys.modules["megatron"] = None  # not installed
+
+def tell(what, value=None):
+    print(json.dumps([what, value or [m for m in sys.modules if m.partition(".")[0] == "flux"]]))
+
+import flux
+tell("import")
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with flux.AGGemm(max_m=8, n=8, k=8) as op:
+    op(torch.zeros(8, 8), torch.zeros(8, 8))
+tell("op")
+from flux.layers import replace_linears
+try:
+    flux.layers.FluxSpecProvider
+except ImportError as error:
+    tell("provider", str(error))
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, Any]:
+    """Return what an interpreter without Megatron loads by an import and an op, and an error."""
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        [sys.executable, "-c", NEW_INTERPRETER], capture_output=True, text=True, check=True
     )
     lines = done.stdout.splitlines()  # gloo says something too, in torch 2.9
-    loaded = next(line for line in lines if line.startswith("flux")).split()
-    assert "flux" in loaded
-    assert not [name for name in loaded if name.split(".")[1:2] not in ([], ["core"])]
+    return dict(json.loads(line) for line in lines if line.startswith('["'))
 
 
-def test_an_op_on_the_cpu_loads_nothing_of_gpus() -> None:
-    script = (
-        "import sys, torch, torch.distributed as dist, flux\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "with flux.AGGemm(max_m=8, n=8, k=8) as op:\n"
-        "    op(torch.zeros(8, 8), torch.zeros(8, 8))\n"
-        "print(*sorted(m for m in sys.modules if m.partition('.')[0] == 'flux'))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    loaded = done.stdout.split()
-    assert "flux.ops.ag_gemm" in loaded
+def test_importing_flux_loads_little(loaded: dict[str, Any]) -> None:
+    """Public names are imported at their first use: transports, kernels and tuner with them."""
+    assert "flux" in loaded["import"]
+    assert not [name for name in loaded["import"] if name.split(".")[1:2] not in ([], ["core"])]
+
+
+def test_an_op_on_the_cpu_loads_nothing_of_gpus(loaded: dict[str, Any]) -> None:
+    assert "flux.ops.ag_gemm" in loaded["op"]
     of_gpus = ("backends.cuda", "kernels.build", "kernels.registry", "symm_mem", "nvshmem")
-    assert not [name for name in loaded for part in of_gpus if part in name]
+    assert not [name for name in loaded["op"] for part in of_gpus if part in name]
+
+
+def test_flux_needs_no_megatron(loaded: dict[str, Any]) -> None:
+    assert "megatron" in loaded["provider"]
 
 
 def test_backends_are_told_apart_by_their_package_alone() -> None:

@@ -118,8 +118,8 @@ def make_calls_without_bug(device: PtxDevice, kernels: Path) -> None:
             if op == "gemm_rs" and device.capability >= (9, 0):
                 call(device, SwitchedWorld(2, device), op, (131,), "in_flight")
             if seed % 8 == 0:
-                call(device, VirtualWorld(2, device), op, (131, 256, 131))
-                call(device, nodes_of(device, kernels), op, (131, 256, 131))
+                call(device, VirtualWorld(2, device), op, (131, 256))  # and again: 256 before 131
+                call(device, nodes_of(device, kernels), op, (131, 256))
                 replay(device, op, (131,))
 
 

@@ -34,7 +34,7 @@ def build(folder: Path) -> Path:
     """Kernels that stand for flux's, linked to the emulated GPU, by the host's C++ compiler."""
     assert LIBRARY.exists(), "make emulator"
     target = folder / "libstand_in_kernels.so"
-    options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'csrc'}"]
+    options = ["-std=c++17", "-O0", "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'csrc'}"]
     options += [f"-I{ROOT / 'ptx_machine'}", f"-Wl,-rpath,{LIBRARY.parent}"]
     sources = [str(Path(__file__).with_name("emulated_kernels.cpp")), str(LIBRARY)]
     subprocess.run([compiler(), *options, *sources, "-o", str(target)], check=True)
