@@ -189,17 +189,20 @@ __global__ void first(unsigned* flag, float* data) {
   data[blockIdx.x * 32 + threadIdx.x] = 7;
 }
 
-__global__ void second(unsigned* flag, const float* data, float* copy, bool waits) {
+__global__ void second(unsigned* flag, const float* data, volatile float* copy, bool waits,
+                       int more) {
   if (threadIdx.x == 0 && blockIdx.x == 0) {
     asm volatile("st.relaxed.gpu.u32 [%0], 1;" ::"l"(flag) : "memory");
   }
   if (waits) asm volatile("griddepcontrol.wait;" ::: "memory");
   const int at = blockIdx.x * 32 + threadIdx.x;
-  copy[at] = data[at];
+  const float value = data[at];
+  for (int left = more; left >= 0; --left) copy[at] = value + left;
 }
 
 extern "C" __attribute__((visibility("default"))) int both(unsigned* flag, float* data, float* copy,
-                                                           int early, int waits, void* stream) {
+                                                           int early, int waits, int more,
+                                                           void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
   first<<<4, 32, 0, on>>>(flag, data);
   cudaLaunchAttribute attribute{};
@@ -212,12 +215,13 @@ extern "C" __attribute__((visibility("default"))) int both(unsigned* flag, float
   config.attrs = &attribute;
   config.numAttrs = 1;
   const float* from = data;
-  return cudaLaunchKernelEx(&config, second, flag, from, copy, waits != 0);
+  volatile float* to = copy;
+  return cudaLaunchKernelEx(&config, second, flag, from, to, waits != 0, more);
 }
 """
 
 EARLY_SCRIPT = """
-import ctypes, sys, torch
+import ctypes, sys, time, torch
 from ptx_machine import cuda_device, extent
 from ptx_machine.gpu import LIBRARY
 
@@ -232,15 +236,16 @@ library = ctypes.CDLL(sys.argv[1])
 stream = ctypes.c_void_p()
 assert gpu.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0) == 0
 
-def call(early, waits, flag=0):
+def call(early, waits, flag=0, more=0):
     flags = torch.full((1,), flag, dtype=torch.int32)
     data, copy = torch.zeros(128), torch.zeros(128)
     for tensor in (flags, data, copy):
         device.machine.add_memory(*extent(tensor), "a tensor")
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (flags, data, copy)]
-    assert library.both(*pointers, early, waits, stream) == 0, device.error()
+    assert library.both(*pointers, early, waits, more, stream) == 0, device.error()
     gpu.cuStreamSynchronize(stream)
     assert device.error() or copy.eq(7).all()
+    return copy
 
 for seed in range(6):
     device.seed = 100 * seed
@@ -248,12 +253,18 @@ for seed in range(6):
     assert not device.error(), device.error()
     call(early=0, waits=0, flag=1)  # one after the other
     assert not device.error(), device.error()
-call(early=1, waits=0)
+copy = call(early=1, waits=0, more=50_000)
+seen = copy.clone()
+time.sleep(0.02)
+assert copy.equal(seen)  # both kernels have ended
 print(device.error())
 """
 
 
 def test_an_early_launch_runs_beside_the_one_before_it(tmp_path: Path) -> None:
-    """Programmatic dependent launch; without griddepcontrol.wait nothing orders the kernels."""
+    """Programmatic dependent launch; without griddepcontrol.wait nothing orders the kernels.
+
+    Behind an error no kernel writes to memory that the host may free.
+    """
     error = run(EARLY_SCRIPT, EARLY, tmp_path)
     assert "race" in error and "second" in error and "first" in error
