@@ -4,7 +4,6 @@ groups, cuda::barrier, cuda::pipeline and cuda::atomic_ref."""
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -386,9 +385,13 @@ def test_atomics(asynchronous: Module, seed: int) -> None:
     assert [t % 2**64 for t in tickets.tolist()] == [value] * 3
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Module:
+    return compiled(CLUSTER, tmp_path_factory.mktemp("cluster"), "-arch=compute_90a")
+
+
 @pytest.mark.parametrize("seed", SEEDS)
-def test_shared_memory_of_a_cluster(tmp_path: Path, seed: int) -> None:
-    cluster = compiled(CLUSTER, tmp_path, "-arch=compute_90a")
+def test_shared_memory_of_a_cluster(cluster: Module, seed: int) -> None:
     values = torch.randint(0, 32, (700,), dtype=torch.int32)
     counts = torch.zeros(32, dtype=torch.int32)
     args = [values, counts, 700]
