@@ -332,9 +332,10 @@ BUGS = {
     ),
     "a lane passes by a matrix": _rs90(
         r"stmatrix\.sync[^;]*;",
-        r"@%p7 bra passed; \g<0> passed:",
+        r"{ .reg .pred others; .reg .b32 lane; mov.u32 lane, %laneid; setp.ne.u32 others, lane, 0; "
+        r"@others bra passed; \g<0> passed: }",
         DEADLOCK,
-        r"@%p7 bra passed; stmatrix\.sync"
+        r".*@others bra passed; stmatrix\.sync"
         + WAITS
         + "lanes fffffffe of its warp, which are elsewhere",
         number=0,
