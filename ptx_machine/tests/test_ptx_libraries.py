@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import ptx_machine
 from ptx_text import nvcc
 
@@ -160,21 +162,25 @@ assert "cudaMemsetAsync: access of 25601 bytes outside of global memory" in devi
 """
 
 
-def run(script: str, source: str, folder: Path) -> str:
-    """Compile a library, run a script with it in a process of its own, and return what it prints.
-
-    Skips the test where nvcc is missing.
-    """
-    (folder / "kernels.cu").write_text(source)
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a library of all kernels of this file; skip the test where nvcc is missing."""
+    folder = tmp_path_factory.mktemp("library")
+    (folder / "kernels.cu").write_text(LIBRARY + EARLY)
     subprocess.run([nvcc(), *OPTIONS, "-o", "library.so"], cwd=folder, check=True)
-    command = [sys.executable, "-c", script, str(folder / "library.so")]
+    return folder / "library.so"
+
+
+def run(script: str, library: Path) -> str:
+    """Run a script with the library in a process of its own, and return what it prints."""
+    command = [sys.executable, "-c", script, str(library)]
     done = subprocess.run(command, cwd=MACHINE.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_clusters_and_tensor_maps_of_libraries(tmp_path: Path) -> None:
-    run(SCRIPT, LIBRARY, tmp_path)
+def test_clusters_and_tensor_maps_of_libraries(library: Path) -> None:
+    run(SCRIPT, library)
 
 
 EARLY = r"""
@@ -261,10 +267,10 @@ print(device.error())
 """
 
 
-def test_an_early_launch_runs_beside_the_one_before_it(tmp_path: Path) -> None:
+def test_an_early_launch_runs_beside_the_one_before_it(library: Path) -> None:
     """Programmatic dependent launch; without griddepcontrol.wait nothing orders the kernels.
 
     Behind an error no kernel writes to memory that the host may free.
     """
-    error = run(EARLY_SCRIPT, EARLY, tmp_path)
+    error = run(EARLY_SCRIPT, library)
     assert "race" in error and "second" in error and "first" in error
