@@ -35,7 +35,6 @@ from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
 from flux.machine.cluster import Cluster, DeviceSpec
-from flux.select.chunks import chunk_gemm_ms
 from flux.select.hardware import (
     ATTENTION_SHARE,
     BACKWARD_ATTENTION,
@@ -406,6 +405,9 @@ def predict(
     comm = transfer_ms(problem, cluster) + transfers * SIGNAL_US[kind] * 1e-3
     latency = cluster.link.latency_us if problem.nodes == 1 else cluster.network.latency_us
     if kernel is not None and knobs.path == "medium":
+        # Plans do without the model of kernels behind it.
+        from flux.select.chunks import chunk_gemm_ms
+
         part = chunk_gemm_ms(problem, cluster.device, kernel, (whole, kernel))
         part += LAUNCH_US[kind] * 1e-3
         step = max(part, comm / (world - 1) + latency * 1e-3)
