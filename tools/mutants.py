@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from sysconfig import get_config_var
 from xml.etree import ElementTree
 
 from rich.console import Console
@@ -98,7 +99,9 @@ class Tree:
         listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(listing, cwd=root, check=True, capture_output=True, text=True).stdout
         present = [name for name in names.split("\0") if name and (root / name).is_file()]
-        self.extension = [path.name for path in (root / "flux").glob("_C*.so")]
+        # A checkout may hold builds for other Pythons, too.
+        suffix = get_config_var("EXT_SUFFIX")
+        self.extension = [path.name for path in (root / "flux").glob(f"_C{suffix}")]
         machine = [
             f"ptx_machine/{p.relative_to(root / 'ptx_machine')}"
             for p in (root / "ptx_machine").rglob("*.so")
