@@ -37,7 +37,8 @@ BENCH_SHAPE := --m 2048 --n 4096 --k 2048 --dtype float32 --nproc 2
 CORE_TESTS = $(sort $(wildcard tests/core/test_core_*.py)) $(addprefix tests/,$(addsuffix .py, \
   core/test_schedule core/test_errors cpu/test_ag_gemm cpu/test_gemm_rs cpu/test_gemm_ar \
   cpu/test_functional layers/test_library layers/test_gradcheck layers/test_compile \
-  layers/test_layers gpu/test_symm_mem project/test_package hosts/test_doctor))
+  layers/test_layers layers/test_symm_mem_ops runtime/test_dhelix gpu/test_symm_mem project/test_package \
+  hosts/test_doctor))
 
 WORKERS := $(shell n=$$(nproc); echo $$((n < 6 ? n + 2 : 8)))
 STRESS := 10

@@ -121,8 +121,13 @@ def test_tokens_equal_those_of_vllm_alone(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("count", "rank"), [(2, 0), (2, 1), (1, 1)])
-def test_a_killed_worker_ends_vllm_on_every_host(count: int, rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "rank", "idle"), [(2, 0, False), (2, 1, False), (2, 0, True), (1, 1, False)]
+)
+def test_a_killed_worker_ends_vllm_on_every_host(
+    count: int, rank: int, idle: bool, tmp_path: Path
+) -> None:
+    """Where no request is served, nothing but the watch of hosts ends the other host's worker."""
     options = EngineOptions(save_model("llama", tmp_path), max_tokens=320)
     names = shared_names()
     with ExitStack() as stack:
@@ -133,19 +138,33 @@ def test_a_killed_worker_ends_vllm_on_every_host(count: int, rank: int, tmp_path
         started.wait_until_ready(READY_S)
         started.generate(prompts(), 2)
         mine = [psutil.Process(process.pid) for process in started.processes]
+        elsewhere = [mine[-1], *mine[-1].children(True)]
         everything = [*mine, *(child for parent in mine for child in parent.children(True))]
         title = f"Worker_TP{rank}"
         worker = next(p for p in everything if any(title in part for part in p.cmdline()))
-        started.send(prompts(), 200)
-        time.sleep(0.5)  # the prompts are done, most tokens are not
+        if not idle:
+            started.send(prompts(), 200)
+            time.sleep(0.5)  # the prompts are done, most tokens are not
         os.kill(worker.pid, signal.SIGKILL)
         killed = time.monotonic()
+        if idle:  # vLLM takes some seconds to end a worker in order
+            _, alive = psutil.wait_procs(elsewhere, timeout=30)
+            assert not alive, (alive, logs(tmp_path))
+            started.send(prompts(), 200)
+            killed = time.monotonic()
         with pytest.raises(EngineFailedError):
             started.receive(60)
         assert time.monotonic() - killed < 6  # vLLM alone takes nine on one host
         _, alive = psutil.wait_procs(everything, timeout=30)
-        assert not alive, alive
+        assert not alive, (alive, logs(tmp_path))
     assert shared_names() <= names
     name = f"rank {rank} of tp:0" if count == 1 else f"rank {rank} "
     log = (tmp_path / f"host{0 if count == 1 else 1 - rank}.log").read_text()
     assert name in log, log
+
+
+def logs(folder: Path) -> str:
+    """The last words of every host."""
+    return "\n".join(
+        f"{path.name}: {path.read_text()[-2000:]}" for path in folder.glob("host*.log")
+    )

@@ -32,6 +32,10 @@ harness.PRELOAD += [
 ]
 
 OPS: Any = torch.ops.symm_mem
+complete = pytest.mark.skipif(
+    torch.__version__.startswith("2.9."),
+    reason="PyTorch 2.9 gathers no inner dimension and scales no rows on CPUs",
+)
 
 
 def _alike(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -116,6 +120,7 @@ def test_float32_partials() -> None:
     assert run_ranks(2, _large_partials) == [[False, True]] * 2
 
 
+@complete
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *more(torch.float32)])
 def test_products_equal_pytorch(dtype: torch.dtype) -> None:
     run_ranks(2, _gathers, dtype)
@@ -207,6 +212,7 @@ def _scaled_scatters(rank: int, world: int) -> None:
             _same_layout(got, _fake(OPS.fused_scaled_matmul_reduce_scatter, *args))
 
 
+@complete
 def test_float8_products() -> None:
     run_ranks(2, _scaled_gathers)
     run_ranks(2, _scaled_scatters)
@@ -326,6 +332,7 @@ def _like_gpus(rank: int, world: int) -> None:
         torch.testing.assert_close(y, full @ wide)
 
 
+@complete
 def test_kernels_for_gpus_on_the_cpu() -> None:
     run_ranks(2, _like_gpus)
 

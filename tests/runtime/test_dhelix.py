@@ -34,6 +34,10 @@ from harness import BUSY, PRELOAD, fresh_ranks, more, run_ranks
 from scripts import ROOT
 
 PRELOAD.append("torch.distributed.pipelining")
+RUNTIME = schedules._PipelineScheduleRuntime
+takes_functions = pytest.mark.skipif(
+    not hasattr(RUNTIME, "register_custom_function"), reason="DHelix needs PyTorch 2.10"
+)
 SIZES = Llama()
 BATCH, SEQUENCE = 12, 6
 
@@ -129,6 +133,7 @@ def gradients(rank: int, world: int, tp: int, script: str) -> dict[str, Any]:
     return found
 
 
+@takes_functions
 @pytest.mark.parametrize("pp, tp", [(1, 2), (2, 2), (4, 1), *more((2, 1), (4, 2))])
 def test_gradients_are_those_of_1f1b(pp: int, tp: int) -> None:
     found = run_ranks(pp * tp, gradients, tp, "BF" if pp < 4 else "FBBFFB")
@@ -261,8 +266,15 @@ def refused(rank: int, world: int) -> None:
             folded(layers, p, at)
 
 
+@takes_functions
 def test_bad_input_is_refused_on_every_rank() -> None:
     run_ranks(2, refused)
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(RUNTIME, "register_custom_function", raising=False)
+    with pytest.raises(RuntimeError, match=r"needs PyTorch 2\.10"):
+        ScheduleDHelix([], 4, torch.nn.functional.mse_loss)
 
 
 def train(
@@ -310,6 +322,7 @@ def train(
     return losses
 
 
+@takes_functions
 @pytest.mark.parametrize("how", ["kill", "stall"])
 def test_survivors_raise_and_training_goes_on_from_its_checkpoint(how: str, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("whole", "parts")]

@@ -23,7 +23,7 @@ from vllm.distributed.device_communicators.cpu_communicator import (
 from flux.core.env import LAYER_TIMEOUT_S, VLLM_CHECK
 from flux.core.errors import PeerTimeoutError
 from flux.integrations.vllm.check import compare_equal, compare_sum
-from flux.integrations.vllm.watch import watch_peers
+from flux.integrations.vllm.watch import watch_host, watch_hosts
 from flux.ops.collectives import SUMMED, Collectives
 from flux.ops.library import define
 
@@ -43,7 +43,9 @@ class FluxCommunicator(CpuCommunicator):  # type: ignore[misc]  # vLLM has no ty
             # All ranks have joined it: without its name a kill leaves no shared memory behind.
             segment = Path("/dev/shm") / f"{self.dist_module.group_name}_{self.rank}"
             segment.unlink(missing_ok=True)
-            watch_peers(self.device_group, self.unique_name)
+            watch_host(self.device_group, self.unique_name)
+        elif self.replaced:
+            watch_hosts(self.cpu_group, self.unique_name)
         self._check = VLLM_CHECK.get()
         self._collectives: Collectives | None = None
         _communicators[self.unique_name] = self

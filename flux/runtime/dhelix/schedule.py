@@ -153,6 +153,7 @@ class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
 
     Raises:
         ValueError: other stages, no more micro-batches than ranks, or see ``Strands``.
+        RuntimeError: PyTorch is older than 2.10.
     """
 
     def __init__(
@@ -165,6 +166,11 @@ class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
         timeout_s: float = 60.0,
         **options: Any,
     ) -> None:
+        if not hasattr(self, "register_custom_function"):
+            raise RuntimeError(
+                "DHelix needs PyTorch 2.10 or newer, whose pipeline schedules take custom "
+                f"functions; this is {torch.__version__}"
+            )
         if not stages:
             raise ValueError("a rank has two stages of a folded model, got none")
         ranks, rank = stages[0].group_size, stages[0].group_rank
