@@ -128,7 +128,7 @@ def test_a_killed_worker_ends_vllm_on_every_host(
     count: int, rank: int, idle: bool, tmp_path: Path
 ) -> None:
     """Where no request is served, nothing but the watch of hosts ends the other host's worker."""
-    options = EngineOptions(save_model("llama", tmp_path), max_tokens=320)
+    options = EngineOptions(save_model("llama", tmp_path), max_tokens=512)
     names = shared_names()
     with ExitStack() as stack:
         hosts = hosts_or_skip(count)
@@ -143,14 +143,15 @@ def test_a_killed_worker_ends_vllm_on_every_host(
         title = f"Worker_TP{rank}"
         worker = next(p for p in everything if any(title in part for part in p.cmdline()))
         if not idle:
-            started.send(prompts(), 200)
-            time.sleep(0.5)  # the prompts are done, most tokens are not
+            worker.suspend()  # else every token may be done before the kill
+            started.send(prompts(), 300)
+            time.sleep(0.5)
         os.kill(worker.pid, signal.SIGKILL)
         killed = time.monotonic()
         if idle:  # vLLM takes some seconds to end a worker in order
             _, alive = psutil.wait_procs(elsewhere, timeout=30)
             assert not alive, (alive, logs(tmp_path))
-            started.send(prompts(), 200)
+            started.send(prompts(), 300)
             killed = time.monotonic()
         with pytest.raises(EngineFailedError):
             started.receive(60)
