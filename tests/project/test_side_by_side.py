@@ -96,7 +96,7 @@ def test_each_runs_once_and_some_alone(tmp_path: Path) -> None:
     assert len({test.name for test in ran}) == len(ran) == 27
     assert {test.worker for test in ran} == {"gw0", "gw1"}
     worker = {test.name: test.worker for test in ran}
-    first = [[worker[f"test_{file}.py::test_unmarked[{n}]"] for n in (0, 1)] for file in "ab"]
+    first = [[worker[f"test_{file}.py::test_unmarked[{n}]"] for n in (0, 1)] for file in "bc"]
     assert sorted(first) == [["gw0", "gw0"], ["gw1", "gw1"]], "files are taken as a whole"
     for test in ran:
         if "test_marked_alone" in test.name:

@@ -80,9 +80,13 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort files: all workers need the same order."""
+    """Sort files: all workers need the same order.
+
+    Backwards: the tests of tuning wait most, so they begin first, and the many short ones of the
+    PTX machine end a run, when workers would wait for a long one.
+    """
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: item.path)
+        items.sort(key=lambda item: item.path, reverse=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist then tells that this worker has its tests
