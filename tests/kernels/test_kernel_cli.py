@@ -34,7 +34,7 @@ def change_a_header(sandbox: Sandbox) -> None:
 
 
 def test_compile_says_what_it_did(sandbox: Sandbox) -> None:
-    done = sandbox.compile("--set", "minimal")
+    done = sandbox.run_script("--set", "minimal")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == len(MINIMAL) + 1

@@ -6,6 +6,7 @@ writes what it was told to, and can be told to take its time or to fail.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -14,9 +15,12 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from typer.testing import CliRunner
 
+from flux.cli.app import app
 from flux.kernels import sources
 from flux.kernels.build import GPU, Target, Tools
 from flux.machine import toolchain
@@ -129,7 +133,23 @@ class Sandbox:
         )
 
     def compile(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, **variables)
+        """`flux compile` in this process, or as ``start`` if that is to build for the machine."""
+        if "--emulated" in arguments:
+            return self.run_script(*arguments)
+        importlib.invalidate_caches()
+        environment = mock.patch.dict(os.environ, {**self.environment, **variables}, clear=True)
+        path = mock.patch.object(sys, "path", [str(self.root / "packages"), *sys.path])
+        with environment, path:
+            result = CliRunner().invoke(app, ["compile", *arguments])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return subprocess.CompletedProcess(
+            arguments, result.exit_code, result.stdout, result.stderr
+        )
+
+    def run_script(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Start it, and wait for its end."""
+        process = self.start(*arguments)
         try:
             output, errors = process.communicate(timeout=60)
         except BaseException:
