@@ -67,7 +67,7 @@ def temporary_folder(
         names = ("TMPDIR", "FLUX_TUNE_CACHE")
         harness.rank_environment.update({name: os.environ[name] for name in names})
         if hasattr(pytestconfig, "workerinput"):
-            harness.run_folder = common_folder(pytestconfig)
+            harness.share_server(common_folder(pytestconfig))
         yield  # pytest removes its folders some runs on: processes of this one still use them
 
 

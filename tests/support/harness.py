@@ -183,42 +183,42 @@ def _rank_main(
 # -- in pytest -------------------------------------------------------------------------------------
 
 
-run_folder: Path | None = None
-"""The folder that all workers of this run see; None: there is one process of pytest."""
+def share_server(folder: Path) -> None:
+    """Have this process fork from the server of a run, also in commands that tests call in it.
+
+    All workers of the run see ``folder``; the first that forks starts the server. Each has the pipe
+    open that keeps the server alive: it ends with the last of them.
+    """
+    own = fork_server._forkserver
+    start = own.ensure_running
+
+    def ensure_running() -> None:
+        file = folder / "fork-server.json"
+        with FileLock(f"{file}.lock", timeout=120):
+            if file.exists():
+                address, pid, descriptor = json.loads(file.read_text())
+                with contextlib.suppress(FileNotFoundError):  # the worker that started it crashed
+                    own._forkserver_alive_fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_WRONLY)
+                    own._forkserver_address = address
+                    # It is no child of this process, which could not wait for it.
+                    own.ensure_running = resource_tracker.ensure_running
+                    return
+            own.ensure_running = start
+            own.set_forkserver_preload(PRELOAD)  # commands ask for less
+            start()
+            pipe = (own._forkserver_address, os.getpid(), own._forkserver_alive_fd)
+            file.write_text(json.dumps(pipe))
+
+    own.ensure_running = ensure_running
 
 
 def start_forked(target: Callable[..., Any], *args: Any, daemon: bool) -> Any:
     """A process of ``target(*args)``, forked from the server. ``target`` is found by its name."""
     _context.set_forkserver_preload(PRELOAD)
     with _no_main():
-        if run_folder is not None:
-            _share_server(run_folder)
         process = _context.Process(target=target, args=args, daemon=daemon)
         process.start()
     return process
-
-
-def _share_server(folder: Path) -> None:
-    """Use the server of another worker, or start one for all of them.
-
-    Each has the pipe open that keeps the server alive: it ends with the last of them.
-    """
-    own = fork_server._forkserver
-    if own._forkserver_address is not None:
-        return
-    file = folder / "fork-server.json"
-    with FileLock(f"{file}.lock", timeout=120):
-        if file.exists():
-            address, pid, descriptor = json.loads(file.read_text())
-            with contextlib.suppress(FileNotFoundError):  # the worker that started it has crashed
-                own._forkserver_alive_fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_WRONLY)
-                own._forkserver_address = address
-                # It is no child of this process, which could not wait for it.
-                own.ensure_running = resource_tracker.ensure_running
-                return
-        own.ensure_running()
-        pipe = (own._forkserver_address, os.getpid(), own._forkserver_alive_fd)
-        file.write_text(json.dumps(pipe))
 
 
 @contextlib.contextmanager
