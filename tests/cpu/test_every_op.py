@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -113,3 +114,32 @@ def _expanded(rank: int, world: int, op: str) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_expanded_inputs_give_correct_results(world: int, op: str) -> None:
     run_ranks(world, _expanded, op)
+
+
+def _outputs_apart(rank: int, world: int, op: str) -> None:
+    p = Problem(op, 4 * world, (2 * world,), 3 * world)
+    stores = [None] if p.gathers else ["direct", "staged"]
+    options = {"return_gathered": True} if p.gathers else {}
+    x, weight, _ = Inputs(p, p.max_m, world, seed=1).local(rank)
+    given = x.clone(), weight.clone()
+    for store in stores:
+        with p.build(tuning=Knobs(store=store, tile=(4, 2))) as built:
+
+            def call(x: torch.Tensor, built: Any = built) -> list[torch.Tensor]:
+                outs = built(x, weight, **options)
+                return list(outs) if options else [outs]
+
+            outs = call(x)
+            kept = [out.clone() for out in outs]
+            later = call(x + 1)
+            assert all(map(torch.equal, outs, kept)) and not any(map(torch.equal, later, kept))
+            for out in outs:
+                out.zero_()  # neither the inputs nor a later call may see this
+            assert all(map(torch.equal, call(x), kept))
+        assert all(map(torch.equal, (x, weight), given))
+
+
+@each_op
+@pytest.mark.parametrize("world", [1, 3])
+def test_outputs_share_no_memory_with_inputs_or_later_outputs(world: int, op: str) -> None:
+    run_ranks(world, _outputs_apart, op)
