@@ -65,6 +65,43 @@ cudaError_t read_attributes(const cudaLaunchConfig_t& config, unsigned* cluster,
   return cudaSuccess;
 }
 
+// What a program may ask of the device; the rest is zero.
+void describe(cudaDeviceProp* all) {
+  PtxMachineModel model;
+  machine()->model(&model);
+  *all = {};
+  std::strncpy(all->name, model.name, sizeof(all->name) - 1);
+  all->major = model.arch / 10;
+  all->minor = model.arch % 10;
+  all->multiProcessorCount = model.multiprocessors;
+  all->warpSize = 32;
+  all->maxThreadsPerBlock = 1024;
+  all->maxThreadsPerMultiProcessor = model.threads;
+  all->maxBlocksPerMultiProcessor = model.blocks;
+  all->regsPerBlock = all->regsPerMultiprocessor = model.registers;
+  all->sharedMemPerBlock = 48 * 1024;
+  all->sharedMemPerBlockOptin = model.most_shared;
+  all->sharedMemPerMultiprocessor = model.shared;
+  all->reservedSharedMemPerBlock = model.reserved;
+  const int grid[] = {0x7fffffff, 65535, 65535}, block[] = {1024, 1024, 64};
+  std::memcpy(all->maxGridSize, grid, sizeof(grid));
+  std::memcpy(all->maxThreadsDim, block, sizeof(block));
+  all->concurrentKernels = 1;
+}
+
+// An event: when the work in front of it on its stream was done.
+struct Event {
+  std::uint64_t nanoseconds = 0;
+  cudaStream_t stream = nullptr;
+  bool is_recorded = false;
+};
+Event* event_of(cudaEvent_t event) { return reinterpret_cast<Event*>(event); }
+
+bool of_device(cudaMemcpyKind kind, bool target) {
+  return kind == cudaMemcpyDeviceToDevice ||
+         kind == (target ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost);
+}
+
 CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
                       const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                       const cuuint32_t* steps, CUtensorMapInterleave interleave,
@@ -136,9 +173,33 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
 
 cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStream_t stream) {
   if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
-  return keep(result(machine()->fill(memory, value, bytes, stream)));
+  return keep(result(machine()->fill(memory, static_cast<unsigned char>(value), 1, bytes, stream)));
 }
 
+cudaError_t cudaMemset(void* memory, int value, std::size_t bytes) {
+  const cudaError_t status = cudaMemsetAsync(memory, value, bytes, nullptr);
+  return status == cudaSuccess ? cudaStreamSynchronize(nullptr) : status;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream) {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
+  return keep(result(
+      machine()->copy(to, of_device(kind, true), from, of_device(kind, false), bytes, stream)));
+}
+cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind) {
+  const cudaError_t status = cudaMemcpyAsync(to, from, bytes, kind, nullptr);
+  return status == cudaSuccess ? cudaStreamSynchronize(nullptr) : status;
+}
+cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
+  return keep(result(machine()->allocate(memory, bytes)));
+}
+cudaError_t cudaFree(void* memory) {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
+  return keep(result(machine()->release(memory)));
+}
+
+cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, 0); }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
   return keep(result(machine()->create_stream(reinterpret_cast<void**>(stream))));
@@ -147,7 +208,43 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return keep(result(machine()->destroy_stream(stream)));
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
   return keep(result(machine()->synchronize(stream)));
+}
+cudaError_t cudaDeviceSynchronize() {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
+  return keep(result(machine()->synchronize_all()));
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = reinterpret_cast<cudaEvent_t>(new Event);
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
+  Event& recorded = *event_of(event);
+  recorded.stream = stream;
+  recorded.is_recorded = true;
+  return keep(result(machine()->record(&recorded.nanoseconds, stream)));
+}
+// Waits for all that is on the stream now, which may be more than what the event comes behind.
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  return event_of(event)->is_recorded ? cudaStreamSynchronize(event_of(event)->stream)
+                                      : cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  const cudaError_t status = cudaEventSynchronize(event);
+  delete event_of(event);
+  return status;
+}
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
+  if (!event_of(begin)->is_recorded || !event_of(end)->is_recorded) {
+    return keep(cudaErrorInvalidResourceHandle);
+  }
+  const auto from = static_cast<double>(event_of(begin)->nanoseconds);
+  *ms = static_cast<float>((static_cast<double>(event_of(end)->nanoseconds) - from) * 1e-6);
+  return cudaSuccess;
 }
 
 cudaError_t cudaGetLastError() {
@@ -156,8 +253,19 @@ cudaError_t cudaGetLastError() {
   return status;
 }
 cudaError_t cudaPeekAtLastError() { return last; }
-const char* cudaGetErrorString(cudaError_t) { return "an error of the emulated CUDA runtime"; }
+const char* cudaGetErrorString(cudaError_t status) {
+  if (status == cudaSuccess) return "no error";
+  const char* text = machine() == nullptr ? "" : machine()->error();
+  return *text != 0 ? text : "an error of the emulated CUDA runtime";
+}
+const char* cudaGetErrorName(cudaError_t status) {
+  return status == cudaSuccess ? "cudaSuccess" : "an error of the emulated CUDA runtime";
+}
 
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = machine() == nullptr ? 0 : 1;
+  return cudaSuccess;
+}
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
@@ -168,15 +276,76 @@ cudaError_t cudaSetDevice(int device) {
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
-  if (attribute == cudaDevAttrMultiProcessorCount) {
-    *value = machine()->multiprocessors();
-  } else if (attribute == cudaDevAttrGPUDirectRDMAWritesOrdering) {
-    *value = cudaGPUDirectRDMAWritesOrderingOwner;  // the weakest order that a GPU has
-  } else {
-    return keep(cudaErrorNotSupported);
+  cudaDeviceProp all;
+  describe(&all);
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = all.multiProcessorCount;
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = all.major;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = all.minor;
+      break;
+    case cudaDevAttrWarpSize:
+      *value = all.warpSize;
+      break;
+    case cudaDevAttrMaxThreadsPerBlock:
+      *value = all.maxThreadsPerBlock;
+      break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+      *value = all.maxThreadsPerMultiProcessor;
+      break;
+    case cudaDevAttrMaxBlocksPerMultiprocessor:
+      *value = all.maxBlocksPerMultiProcessor;
+      break;
+    case cudaDevAttrMaxRegistersPerBlock:
+      *value = all.regsPerBlock;
+      break;
+    case cudaDevAttrMaxRegistersPerMultiprocessor:
+      *value = all.regsPerMultiprocessor;
+      break;
+    case cudaDevAttrMaxGridDimX:
+      *value = all.maxGridSize[0];
+      break;
+    case cudaDevAttrMaxGridDimY:
+      *value = all.maxGridSize[1];
+      break;
+    case cudaDevAttrMaxGridDimZ:
+      *value = all.maxGridSize[2];
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlock:
+      *value = static_cast<int>(all.sharedMemPerBlock);
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = static_cast<int>(all.sharedMemPerBlockOptin);
+      break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = static_cast<int>(all.sharedMemPerMultiprocessor);
+      break;
+    case cudaDevAttrReservedSharedMemoryPerBlock:
+      *value = static_cast<int>(all.reservedSharedMemPerBlock);
+      break;
+    case cudaDevAttrGPUDirectRDMAWritesOrdering:
+      *value = cudaGPUDirectRDMAWritesOrderingOwner;  // the weakest order that a GPU has
+      break;
+    default:
+      return keep(cudaErrorNotSupported);
   }
   return cudaSuccess;
 }
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* all, int device) {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
+  if (device != 0) return keep(cudaErrorInvalidDevice);
+  describe(all);
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void* kernel) {
   if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
@@ -199,6 +368,10 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
   if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
   return keep(result(machine()->blocks_per_multiprocessor(kernel, threads, shared, blocks)));
 }
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* kernel,
+                                                          int threads, std::size_t shared) {
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, kernel, threads, shared, 0);
+}
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* kernel,
                                            const cudaLaunchConfig_t* config) {
   if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
@@ -212,7 +385,17 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* kernel,
                                               config->dynamicSmemBytes, clusters)));
 }
 
-// -- what CUTLASS looks up in the driver ----------------------------------------------------------
+// -- what CUTLASS calls, or looks up, in the driver -----------------------------------------------
+
+CUresult cuMemsetD32Async(CUdeviceptr memory, unsigned value, std::size_t count, CUstream stream) {
+  if (machine() == nullptr) return CUDA_ERROR_NOT_INITIALIZED;
+  const int status = machine()->fill(reinterpret_cast<void*>(memory), value, 4, count, stream);
+  return status == 0 ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_FAILED;
+}
+CUresult cuGetErrorString(CUresult status, const char** text) {
+  *text = cudaGetErrorString(status == CUDA_SUCCESS ? cudaSuccess : cudaErrorUnknown);
+  return CUDA_SUCCESS;
+}
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned,
                                              unsigned long long,

@@ -18,6 +18,13 @@ struct PtxMachineNic {
               std::uint64_t value);
 };
 
+// What a multiprocessor of the device has, and a block at most; `arch` as 90.
+struct PtxMachineModel {
+  const char* name;
+  int arch, multiprocessors, threads, blocks, registers;
+  std::size_t shared, most_shared, reserved;
+};
+
 // Errors are values of cudaError_t. A kernel is named by the address of its host function.
 struct PtxMachineCuda {
   // Of a fatbinary, as nvcc lays it out: its header, behind which its entries lie.
@@ -41,7 +48,8 @@ struct PtxMachineCuda {
   int (*encode_tiled)(void* map, int type, unsigned rank, void* address, const std::uint64_t* sizes,
                       const std::uint64_t* strides, const unsigned* box, const unsigned* steps,
                       int interleave, int swizzle, int promotion, int fill);
-  int (*fill)(void* memory, int value, std::size_t bytes, void* stream);  // cudaMemsetAsync
+  // cudaMemsetAsync, of numbers of one or four bytes.
+  int (*fill)(void* memory, std::uint32_t value, int size, std::size_t count, void* stream);
   int (*create_stream)(void** stream);
   int (*destroy_stream)(void* stream);
   int (*synchronize)(void* stream);
@@ -49,6 +57,16 @@ struct PtxMachineCuda {
   void (*add_memory)(void* memory, std::size_t bytes, const char* name);
   void (*remove_memory)(void* memory);
   void (*attach_nic)(const PtxMachineNic* nic);
+  void (*model)(PtxMachineModel* model);
+  int (*allocate)(void** memory, std::size_t bytes);  // cudaMalloc
+  int (*release)(void* memory);
+  // cudaMemcpyAsync; each side is memory of the device or of the host.
+  int (*copy)(void* to, bool to_device, const void* from, bool from_device, std::size_t bytes,
+              void* stream);
+  int (*synchronize_all)();
+  // Writes the host's time to `nanoseconds` when all before it on the stream is done.
+  int (*record)(std::uint64_t* nanoseconds, void* stream);
+  const char* (*error)();  // the device's, in words; empty: none
 };
 
 // The only symbol of the machine that libraries look up.

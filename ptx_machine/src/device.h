@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <tuple>
 
@@ -36,6 +37,14 @@ class CudaDevice {
   // Kernels of libraries wait for other threads of the host too, and end by their own timeouts.
   static constexpr double kPatience = 20;  // seconds
 
+  struct Copy {
+    void* to;
+    bool to_device;  // or to memory of the host
+    const void* from;
+    bool from_device;
+    std::size_t bytes;
+  };
+
   // What all launches of a kernel did.
   struct Record {
     std::shared_ptr<const Module> module;
@@ -58,8 +67,14 @@ class CudaDevice {
   // Puts a kernel on a stream. Returns false if the device has failed.
   bool launch(void* stream, const std::shared_ptr<const Module>& module, const std::string& kernel,
               Launch request, bool early);
-  // The same for bytes that are to be set to a value.
-  bool fill(void* stream, void* memory, int value, std::size_t bytes);
+  // The same for numbers of `size` bytes, 1 or 4, that are set to a value; for a copy; for the time then.
+  bool fill(void* stream, void* memory, std::uint32_t value, int size, std::size_t count);
+  bool copy(void* stream, const Copy& what);
+  bool record(void* stream, std::uint64_t* nanoseconds);
+  // Waits for all that kernels' libraries have put on a stream. Returns false if the device has failed.
+  bool finish(void* stream);
+  bool finish();  // on any stream
+  void forget_stream(void* stream);
 
   // What the emulated GPU tells of its streams.
   static const emulated::Ordering* ordering();
@@ -103,6 +118,7 @@ class CudaDevice {
   std::atomic<bool> has_failed_{false};  // kernels that run end
   std::mutex reporting_;
   std::string error_;
+  std::set<void*> used_;  // streams that have got work
   // By name, lines of the module, and statements: a library that is loaded again has a new module.
   std::map<std::tuple<std::string, std::size_t, std::size_t>, Record> counters_;
 };

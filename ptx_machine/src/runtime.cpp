@@ -8,19 +8,11 @@
 #include "device.h"
 #include "put.h"
 #include "races.h"
+#include "runtime_calls.h"
 #include "tensor_map.h"
 
 namespace ptx_machine {
 namespace {
-
-// Values of cudaError_t.
-constexpr int kSuccess = 0;
-constexpr int kInvalidValue = 1;
-constexpr int kInvalidConfiguration = 9;
-constexpr int kInvalidDeviceFunction = 98;
-constexpr int kOutOfResources = 701;
-constexpr int kLaunchFailure = 719;
-constexpr int kInvalidClusterSize = 912;
 
 // Fatbinaries, as cuobjdump and the linker see them: a header, then entries with headers.
 constexpr std::uint32_t kMagic = 0xBA55ED50;
@@ -139,16 +131,6 @@ Found find(const void* host) {
   }
   return {library.module, &library.module->kernel(found->second.name), found->second.dynamic_shared,
           found->second.large_clusters};
-}
-
-// Runs a call; an error becomes the device's first one.
-int guarded(int otherwise, const std::function<int()>& call) {
-  try {
-    return call();
-  } catch (const std::exception& error) {
-    CudaDevice::instance().fail(error.what());
-    return otherwise;
-  }
 }
 
 void* load(const void* fatbinary) {
@@ -276,30 +258,7 @@ int encode(void* map, int type, unsigned rank, void* address, const std::uint64_
       &why);
 }
 
-int fill(void* memory, int value, std::size_t bytes, void* stream) {
-  return guarded(kInvalidValue, [&] {
-    return CudaDevice::instance().fill(stream, memory, value, bytes) ? kSuccess : kLaunchFailure;
-  });
-}
-
 int multiprocessors() { return room().multiprocessors(); }
-
-// Without streams (CudaDevice::attach) all work is done when a call returns.
-int create_stream(void** stream) {
-  const auto create = CudaDevice::instance().streams().create;
-  *stream = nullptr;
-  return create == nullptr ? kSuccess : create(stream, 0, 0);
-}
-
-int destroy_stream(void* stream) {
-  const auto destroy = CudaDevice::instance().streams().destroy;
-  return destroy == nullptr ? kSuccess : destroy(stream);
-}
-
-int synchronize(void* stream) {
-  const auto wait = CudaDevice::instance().streams().synchronize;
-  return wait == nullptr ? kSuccess : wait(stream);
-}
 
 constexpr PtxMachineCuda kTable = {load,
                                    unload,
@@ -319,7 +278,14 @@ constexpr PtxMachineCuda kTable = {load,
                                    synchronize,
                                    CudaDevice::add_memory,
                                    CudaDevice::remove_memory,
-                                   attach_nic};
+                                   attach_nic,
+                                   describe_model,
+                                   allocate,
+                                   release,
+                                   copy,
+                                   synchronize_all,
+                                   record,
+                                   error_text};
 
 }  // namespace
 
@@ -451,17 +417,6 @@ bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& modul
   return enqueue(stream, work, early);
 }
 
-bool CudaDevice::fill(void* stream, void* memory, int value, std::size_t bytes) {
-  return enqueue(stream, [this, memory, value, bytes] {
-    const auto address = reinterpret_cast<std::uint64_t>(memory);
-    const std::string why = outside_global(*machine.memory(), address, bytes);
-    if (!why.empty()) throw PtxError("cudaMemsetAsync: " + why);
-    copies(address, 0, bytes, 0, 0);
-    std::memset(memory, value, bytes);
-    copies(address, 0, bytes, 0, 1);
-  });
-}
-
 bool CudaDevice::enqueue(void* stream, std::function<void()> work, bool early) {
   if (!error().empty()) return false;  // as after an illegal access: nothing runs any more
   using Work = std::function<void()>;
@@ -472,6 +427,10 @@ bool CudaDevice::enqueue(void* stream, std::function<void()> work, bool early) {
       fail(problem.what());
     }
   });
+  {
+    const std::lock_guard<std::mutex> lock(reporting_);
+    used_.insert(stream);
+  }
   if (streams_.run == nullptr) {
     (*guarded)();
     return error().empty();

@@ -278,6 +278,8 @@ void GlobalOrder::copy(std::uint64_t to, std::uint64_t from, std::uint64_t bytes
   if (ended) {
     note_written(to, to + bytes);
     const std::lock_guard<std::mutex> lock(starting_);
+    // Without streams it is over when its call returns, so that the host has waited for it.
+    if (current == kDirect) tell_host(stream_order().view);
     clear_if_all_is_known();
     return;
   }

@@ -166,7 +166,7 @@ assert "cudaMemsetAsync: access of 25601 bytes outside of global memory" in devi
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a library of all kernels of this file; skip the test where nvcc is missing."""
     folder = tmp_path_factory.mktemp("library")
-    (folder / "kernels.cu").write_text(LIBRARY + EARLY)
+    (folder / "kernels.cu").write_text(LIBRARY + EARLY + PROGRAM)
     subprocess.run([nvcc(), *OPTIONS, "-o", "library.so"], cwd=folder, check=True)
     return folder / "library.so"
 
@@ -274,3 +274,63 @@ def test_an_early_launch_runs_beside_the_one_before_it(library: Path) -> None:
     """
     error = run(EARLY_SCRIPT, library)
     assert "race" in error and "second" in error and "first" in error
+
+
+PROGRAM = r"""
+__global__ void doubled(const int* from, int* to) { to[threadIdx.x] = 2 * from[threadIdx.x]; }
+
+#define CHECK(call) \
+  if (const cudaError_t status = call; status != cudaSuccess) return status
+
+// Doubles 32 numbers in memory of its own: 0 as a program does; 1 without a copy of the numbers to
+// the device, 2 in memory that was freed, 3 with a copy beyond the memory.
+extern "C" __attribute__((visibility("default"))) int program(int* numbers, int wrong) {
+  constexpr std::size_t bytes = 32 * sizeof(int);
+  int* memory[2];
+  cudaDeviceProp device;
+  cudaEvent_t events[2];
+  float ms = -1;
+  CHECK(cudaGetDeviceProperties(&device, 0));
+  if (device.major != 9 || device.multiProcessorCount != 10) return -1;
+  for (auto& event : events) CHECK(cudaEventCreate(&event));
+  for (auto& one : memory) CHECK(cudaMalloc(&one, bytes));
+  const auto to_device = cudaMemcpyHostToDevice;
+  if (wrong != 1) CHECK(cudaMemcpy(memory[0], numbers, bytes + (wrong == 3), to_device));
+  CHECK(cudaMemset(memory[1], 0xff, bytes));
+  if (wrong == 2) CHECK(cudaFree(memory[0]));
+  CHECK(cudaEventRecord(events[0]));
+  doubled<<<1, 32>>>(memory[0], memory[1]);
+  CHECK(cudaEventRecord(events[1]));
+  CHECK(cudaDeviceSynchronize());
+  CHECK(cudaEventElapsedTime(&ms, events[0], events[1]));
+  CHECK(cudaMemcpy(numbers, memory[1], bytes, cudaMemcpyDeviceToHost));
+  for (auto one : memory) CHECK(cudaFree(one));
+  for (auto event : events) CHECK(cudaEventDestroy(event));
+  return ms >= 0 ? 0 : -2;
+}
+"""
+
+PROGRAM_SCRIPT = """
+import ctypes, sys, torch
+from ptx_machine import cuda_device
+
+device, library = cuda_device(), ctypes.CDLL(sys.argv[1])
+device.multiprocessors = 10
+for wrong in range(4):
+    numbers = torch.arange(32, dtype=torch.int32)
+    status = library.program(ctypes.c_void_p(numbers.data_ptr()), wrong)
+    assert (status == 0) == (wrong == 0), (wrong, status)
+    assert numbers.equal(torch.arange(32, dtype=torch.int32) * (1 if wrong else 2))
+    assert status == 0 or status == 719, status  # LaunchFailure
+    print(device.error())
+    device.clear()
+"""
+
+
+def test_a_program_with_its_own_memory(library: Path) -> None:
+    """Memory, copies, events and properties; what it does wrong is told as for kernels."""
+    right, unwritten, freed, beyond = run(PROGRAM_SCRIPT, library).splitlines()
+    assert right == ""
+    assert "is read but was never written, or was made from one that was not" in unwritten
+    assert "freed" in freed
+    assert "cudaMemcpy, to: access of 129 bytes outside of global memory" in beyond

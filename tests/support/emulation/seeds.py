@@ -54,12 +54,20 @@ def plan_of(seed: int, arch: str) -> tuple[GemmConfig, Plan]:
         BY_SHORT[config.dtype].torch,
         reduce="sum" if op == "ag_gemm" else rng.choice(["sum", "avg"]),
     )
-    knobs = replace(knobs_of(rng, world), reduce="local")
-    return config, Plan(problem, world, knobs, topology_of(rng, world), (rows,), seed)
+    knobs = replace(knobs_of(rng, world), reduce="local", sm_margin=rng.choice([None, 0, 1]))
+    topology = topology_of(rng, world)
+    if rng.random() < 0.25:  # whose chunks are those of ranks, around a ring
+        knobs = replace(knobs, path="medium", comm_tile_rows=None, order=None, swizzle=None)
+    return config, Plan(problem, world, knobs, topology, (rows,), seed)
+
+
+def kind_of(plan: Plan) -> str:
+    """Name of the op and the path of a plan."""
+    return f"{plan.problem.op} {plan.knobs.path}"
 
 
 def run_seed(device: Any, registry: Registry, seed: int, arch: str) -> str:
-    """Make the call of a seed; return the name of its op.
+    """Make the call of a seed; return its kind.
 
     Raises:
         AssertionError: a result is wrong.
@@ -80,11 +88,11 @@ def run_seed(device: Any, registry: Registry, seed: int, arch: str) -> str:
             op.wait()
             worst(plan, inputs, outs[rank], rank)
             op.close()
-    return plan.problem.op
+    return kind_of(plan)
 
 
 def run_seeds(arch: str, seeds: range) -> Iterator[tuple[int, str, str]]:
-    """Run seeds; yield (seed, op, what went wrong) for each.
+    """Run seeds; yield (seed, kind, what went wrong) for each.
 
     After a fault a new device goes on.
     """
@@ -99,7 +107,7 @@ def run_seeds(arch: str, seeds: range) -> Iterator[tuple[int, str, str]]:
                     device = device or stack.enter_context(device_with(registry))
                     op = run_seed(device, registry, seed, arch)
                 except Exception as error:
-                    op, problem = plan_of(seed, arch)[1].problem.op, f"{error}"
+                    op, problem = kind_of(plan_of(seed, arch)[1]), f"{error}"
                     stack.pop_all()  # whose end would complain of the same fault
                 yield seed, op, problem
                 seed = next(waiting, None)
@@ -111,6 +119,7 @@ def main() -> int:
     parser.add_argument("--arch", default=",".join(ARCHS), help="which take turns by the thousand")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=100, help="of each architecture")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no call behind these")
     parser.add_argument("--out", type=Path, help="JSON")
     options = parser.parse_args()
     begin, rows, failures = time.monotonic(), [], []
@@ -126,6 +135,8 @@ def main() -> int:
                 print(f"sm_{arch}, seed {seed}: {plan_of(seed, arch)[1]}: {problem}", flush=True)
             if (seed + 1) % 500 == 0:
                 print(f"sm_{arch}: {seed + 1}, {time.monotonic() - since:.0f} s", flush=True)
+            if time.monotonic() - begin > 60 * options.minutes:
+                break
         rows.append({"arch": arch, "seeds": sum(counts.values()), "ops": dict(counts)})
         rows[-1]["seconds"] = round(time.monotonic() - since)
     tools = find_tools(ptx_target())
