@@ -174,40 +174,65 @@ template <class T>
 }
 
 // The same for float8, of whose sums tensor cores keep 13 bits of fraction: what is added at once, D
-// among it, is aligned to the largest of the terms, and bits below are cut off.
+// among it, is aligned to the largest of the terms, and bits below are cut off. `d` is kColumns
+// elements of a row; `a` and `b` point to its first factors.
+template <int kColumns>
+[[gnu::always_inline]] inline void accumulate_cut_columns(const float* a, const float* b, float* d,
+                                                          int n, int depth) {
+  constexpr int kFraction = 13, kInfinite = 255;
+  const auto magnitude = [](float x) { return std::bit_cast<std::int32_t>(x) & 0x7fffffff; };
+  float terms[kMostDepth + 1][kColumns], plain[kColumns];
+  std::int32_t most[kColumns];
+  for (int j = 0; j < kColumns; ++j) {
+    terms[depth][j] = plain[j] = d[j];
+    most[j] = magnitude(d[j]);
+  }
+  for (int k = 0; k < depth; ++k) {
+    for (int j = 0; j < kColumns; ++j) {
+      const float term = a[k * kRows] * b[k * n + j];
+      terms[k][j] = term;
+      most[j] = std::max(most[j], magnitude(term));
+      plain[j] += term;
+    }
+  }
+  float unit[kColumns], scale[kColumns];
+  bool are_finite = true;
+  for (int j = 0; j < kColumns; ++j) {
+    const int of_unit = std::clamp(most[j] >> 23, kFraction + 1, kInfinite - 1) - kFraction;
+    unit[j] = std::bit_cast<float>(of_unit << 23);
+    scale[j] = std::bit_cast<float>((kInfinite - 1 - of_unit) << 23);
+    are_finite &= std::isfinite(plain[j]);
+  }
+  std::int32_t sum[kColumns] = {};
+  if (are_finite) {
+    for (int k = 0; k <= depth; ++k) {
+      for (int j = 0; j < kColumns; ++j) {
+        sum[j] += static_cast<std::int32_t>(terms[k][j] * scale[j]);
+      }
+    }
+    for (int j = 0; j < kColumns; ++j) d[j] = static_cast<float>(sum[j]) * unit[j];
+    return;
+  }
+  for (int j = 0; j < kColumns; ++j) {  // rare; no integer holds an infinite term
+    const bool is_finite = std::isfinite(plain[j]);
+    for (int k = 0; is_finite && k <= depth; ++k) {
+      sum[j] += static_cast<std::int32_t>(terms[k][j] * scale[j]);
+    }
+    d[j] = is_finite ? static_cast<float>(sum[j]) * unit[j] : plain[j];
+  }
+}
+
+// Two vectors of the host side by side: each waits for its own last sum.
 [[gnu::always_inline]] inline void accumulate_cut_blocks(const float* a, const float* b, float* d,
                                                          int n, int depth) {
-  constexpr int kColumns = 8, kFraction = 13, kInfinite = 255;
+  constexpr int kWide = 16, kNarrow = 8;
   for (int row = 0; row < kRows; ++row) {
-    for (int column = 0; column < n; column += kColumns) {
-      float terms[kMostDepth + 1][kColumns];
-      float most[kColumns] = {}, plain[kColumns] = {};
-      std::memcpy(terms[depth], d + row * n + column, sizeof terms[depth]);
-      for (int k = 0; k <= depth; ++k) {
-        for (int j = 0; j < kColumns; ++j) {
-          if (k < depth) terms[k][j] = a[k * kRows + row] * b[k * n + column + j];
-          most[j] = std::max(most[j], std::abs(terms[k][j]));
-          plain[j] += terms[k][j];
-        }
-      }
-      float unit[kColumns], scale[kColumns];
-      std::int32_t sum[kColumns] = {};
-      for (int j = 0; j < kColumns; ++j) {
-        const int exponent = std::bit_cast<std::int32_t>(most[j]) >> 23;
-        const int of_unit = std::clamp(exponent, kFraction + 1, kInfinite - 1) - kFraction;
-        unit[j] = std::bit_cast<float>(of_unit << 23);
-        scale[j] = std::bit_cast<float>((kInfinite - 1 - of_unit) << 23);
-      }
-      for (int k = 0; k <= depth; ++k) {
-        for (int j = 0; j < kColumns; ++j) {
-          const float scaled = std::isfinite(plain[j]) ? terms[k][j] * scale[j] : 0.0f;
-          sum[j] += static_cast<std::int32_t>(scaled);
-        }
-      }
-      for (int j = 0; j < kColumns; ++j) {
-        const float cut = static_cast<float>(sum[j]) * unit[j];
-        d[row * n + column + j] = std::isfinite(plain[j]) ? cut : plain[j];
-      }
+    int column = 0;
+    for (; column + kWide <= n; column += kWide) {
+      accumulate_cut_columns<kWide>(a + row, b + column, d + row * n + column, n, depth);
+    }
+    if (column < n) {
+      accumulate_cut_columns<kNarrow>(a + row, b + column, d + row * n + column, n, depth);
     }
   }
 }
