@@ -102,15 +102,6 @@ bool of_device(cudaMemcpyKind kind, bool target) {
          kind == (target ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost);
 }
 
-CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
-                      const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
-                      const cuuint32_t* steps, CUtensorMapInterleave interleave,
-                      CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
-                      CUtensorMapFloatOOBfill fill) {
-  return static_cast<CUresult>(machine()->encode_tiled(
-      map, type, rank, address, sizes, strides, box, steps, interleave, swizzle, promotion, fill));
-}
-
 }  // namespace
 
 extern "C" {
@@ -392,6 +383,15 @@ CUresult cuMemsetD32Async(CUdeviceptr memory, unsigned value, std::size_t count,
   const int status = machine()->fill(reinterpret_cast<void*>(memory), value, 4, count, stream);
   return status == 0 ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_FAILED;
 }
+CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank,
+                                void* address, const cuuint64_t* sizes, const cuuint64_t* strides,
+                                const cuuint32_t* box, const cuuint32_t* steps,
+                                CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+  if (machine() == nullptr) return CUDA_ERROR_NOT_INITIALIZED;
+  return static_cast<CUresult>(machine()->encode_tiled(
+      map, type, rank, address, sizes, strides, box, steps, interleave, swizzle, promotion, fill));
+}
 CUresult cuGetErrorString(CUresult status, const char** text) {
   *text = cudaGetErrorString(status == CUDA_SUCCESS ? cudaSuccess : cudaErrorUnknown);
   return CUDA_SUCCESS;
@@ -401,7 +401,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, uns
                                              unsigned long long,
                                              cudaDriverEntryPointQueryResult* found) {
   const bool known = machine() != nullptr && std::strcmp(name, "cuTensorMapEncodeTiled") == 0;
-  *entry = known ? reinterpret_cast<void*>(&encode_tiled) : nullptr;
+  *entry = known ? reinterpret_cast<void*>(&cuTensorMapEncodeTiled) : nullptr;
   if (found != nullptr) {
     *found = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   }

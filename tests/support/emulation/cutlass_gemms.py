@@ -169,9 +169,11 @@ SM80 = (
 
 
 def _sm90(kind: str, cluster: tuple[int, int], dtype: str, a: str = "k", b: str = "k") -> Gemm:
-    rows = 64 if kind in ("Pingpong", "FastPingpong", "OneTile") else 128
+    rows = 128 if kind.endswith(("Cooperative", "StreamK")) else 64
     depth = {"tf32": 32}.get(dtype, 128 // _ELEMENTS[dtype][1].itemsize)
     library = {"Pingpong": "pingpong", "FastPingpong": "pingpong", "StreamK": "stream_k"}
+    if kind.startswith("CpAsync"):
+        library[kind] = "cp_async"
     return Gemm(
         "90a",
         kind,
@@ -201,6 +203,10 @@ SM90 = (
     _sm90("StreamK", (2, 1), "bf16", "mn", "k"),
     _sm90("OneTile", (1, 1), "fp16"),
     _sm90("OneTile", (2, 1), "tf32"),
+    _sm90("CpAsyncCooperative", (1, 1), "bf16"),
+    _sm90("CpAsyncPingpong", (1, 1), "fp16"),
+    _sm90("CpAsyncOneTile", (1, 1), "bf16"),
+    _sm90("CpAsyncCooperative", (1, 1), "s8"),
 )
 """Every schedule with every cluster and dtype; both orders of an operand where the type allows."""
 

@@ -46,18 +46,33 @@ struct OneTile {
   using Scheduler = void;
 };
 
+// Operands that threads copy with cp.async, for rows that TMA does not take.
+struct CpAsyncCooperative {
+  using Mainloop = gemm::KernelCpAsyncWarpSpecializedCooperative;
+  using Epilogue = epilogue::NoSmemWarpSpecialized;
+  using Scheduler = gemm::PersistentScheduler;
+};
+struct CpAsyncPingpong : CpAsyncCooperative {
+  using Mainloop = gemm::KernelCpAsyncWarpSpecializedPingpong;
+};
+struct CpAsyncOneTile : CpAsyncCooperative {
+  using Mainloop = gemm::KernelCpAsyncWarpSpecialized;
+  using Scheduler = void;
+};
+
 template <class Element, class Result, class A, class B, class Tile, class Cluster, class How>
 struct Built {
+  using Sum = Scalar<Result>;
   static constexpr int kLoaded = 16 / sizeof(Element), kStored = 16 / sizeof(Result);
   using Arch = cutlass::arch::Sm90;
   using Class = cutlass::arch::OpClassTensorOp;
   using Epilogue = typename epilogue::collective::CollectiveBuilder<
-      Arch, Class, Tile, Cluster, epilogue::collective::EpilogueTileAuto, float, float, Result, Row,
+      Arch, Class, Tile, Cluster, epilogue::collective::EpilogueTileAuto, Sum, Sum, Result, Row,
       kStored, Result, Row, kStored, typename How::Epilogue>::CollectiveOp;
   using Stages = gemm::collective::StageCountAutoCarveout<sizeof(typename Epilogue::SharedStorage)>;
   using Mainloop =
       typename gemm::collective::CollectiveBuilder<Arch, Class, Element, A, kLoaded, Element, B,
-                                                   kLoaded, float, Tile, Cluster, Stages,
+                                                   kLoaded, Sum, Tile, Cluster, Stages,
                                                    typename How::Mainloop>::CollectiveOp;
   using Kernel = gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue,
                                              typename How::Scheduler>;
@@ -78,7 +93,11 @@ struct Built {
         gemm::GemmUniversalMode::kGemm,
         {p.m, p.n, p.k, 1},
         {a, stride(typename Kernel::StrideA{}, p.m), b, stride(typename Kernel::StrideB{}, p.n)},
-        {{p.alpha, p.beta}, c, of_result, static_cast<Result*>(p.d), of_result},
+        {{static_cast<Sum>(p.alpha), static_cast<Sum>(p.beta)},
+         c,
+         of_result,
+         static_cast<Result*>(p.d),
+         of_result},
         device};
     if constexpr (std::is_same_v<How, StreamK>) {
       using Mode = std::decay_t<decltype(made.scheduler.decomposition_mode)>;
