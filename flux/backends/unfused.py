@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,11 @@ from flux.core.errors import PeerTimeoutError
 from flux.core.recorder import Work
 from flux.core.spec import FP8, OpSpec
 from flux.core.tensors import reason_without_memory, settled
-from flux.transport.abandonable import Abandonable, Patience, Threads
-from flux.transport.exchange import OfGroup, leave_unfinished
+from flux.transport.exchange import Exchange, leave_unfinished
+from flux.transport.threads import Abandonable, Patience, Threads
+
+if TYPE_CHECKING:
+    from flux.backends.cpu.backend import CpuBackend
 
 # Newer releases of PyTorch have renamed the collectives on single tensors.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -57,21 +60,24 @@ class UnfusedBackend:
     def __init__(
         self,
         spec: OpSpec,
-        of: OfGroup | None,
+        exchange: Exchange | None,
         rank: int,
         world: int,
         timeout_s: float,
     ) -> None:
         self.spec = spec
-        self._of = of
+        self._exchange = exchange
         self.rank = rank
         self.world = world
         self.timeout_s = timeout_s
         self._stamps: Stamps | None = None
         self._threads = Threads()
         self._unfinished = False  # a collective of the call has begun, and not ended
-        self._look: Callable[[], None] = nothing
-        self._silent_peer: Callable[[], int] = lambda: -1
+        self.watched: CpuBackend | None = None
+        """Tells, while a collective is waited for, whether a peer is gone or has left a call.
+
+        gloo reports only the end of a process, and that only to ranks that exchange data with it.
+        """
         self.culprit = -1
         """The rank that a call has timed out on; -1: none, or unknown."""
 
@@ -82,16 +88,7 @@ class UnfusedBackend:
         Raises:
             RuntimeError: it has been destroyed.
         """
-        return None if self._of is None else self._of.group
-
-    def watch(self, look: Callable[[], None], silent_peer: Callable[[], int]) -> None:
-        """Call ``look`` regularly while a collective is waited for.
-
-        ``look`` raises if a peer is gone, or has left a call. gloo reports only the end of a
-        process, and that only to ranks that exchange data with it. ``silent_peer`` returns the rank
-        that all others wait for, -1 if unknown.
-        """
-        self._look, self._silent_peer = look, silent_peer
+        return None if self._exchange is None else self._exchange.group
 
     def close(self) -> None:
         """End the thread that waits for collectives. Idempotent."""
@@ -321,7 +318,8 @@ class UnfusedBackend:
             PeerTimeoutError: it failed or took too long, or a peer is gone.
         """
         assert work is not None
-        if self._look is nothing:
+        watched = self.watched
+        if watched is None:
             self._wait_here(work)
             return
         inference = torch.is_inference_mode_enabled()
@@ -336,21 +334,21 @@ class UnfusedBackend:
         patience = Patience(self.timeout_s)
         while not call.wait(LOOK_S):
             try:
-                self._look()
+                watched.look()
             except PeerTimeoutError:
                 if not call.wait(GRACE_S):
                     raise
             if patience.left_s <= 0:
                 why = f"not done after {self.timeout_s:g} s"
-                self.culprit = self._silent_peer()
+                self.culprit = watched.silent_peer()
                 if self.culprit >= 0:
                     why += f": rank {self.culprit} has not been heard from"
                 raise self._failed(why, None)
         if not isinstance(call.error, RuntimeError):  # else the library's: see Abandonable.error
-            return call.result()
+            return call.result() if isinstance(call, Abandonable) else None
         named = Patience(GRACE_S)
         while named.left_s > 0:
-            self._look()
+            watched.look()
             time.sleep(0.01)
         raise self._failed(str(call.error), call.error)
 
@@ -394,9 +392,6 @@ class _Steps:
                 return False
             self.error = error
         return True
-
-    def result(self) -> None:
-        """Return nothing: what the wait raises is in ``error``."""
 
 
 def _raised_here(error: BaseException) -> bool:

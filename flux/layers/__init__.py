@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flux.layers import compiled as compiled
 from flux.layers.linear import ColumnParallelLinear, RowParallelLinear
 from flux.layers.replace import replace_linears, sequence_parallel_plan
 from flux.ops.pool import close_pools

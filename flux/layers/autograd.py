@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.nn.functional import linear
@@ -18,17 +18,118 @@ from torch.nn.functional import linear
 from flux.core.backend import nothing
 from flux.core.tensors import check_memory
 from flux.layers.autocast import autocast_off, cast_once, compute_dtype
-from flux.layers.config import LayerOps, LinearConfig
-from flux.ops import AGGemm, GemmAR, GemmRS
-from flux.ops.early_gather import EarlyGather
-from flux.ops.gradients import Grad, as_rows, column_grads, fresh, no_rows, row_grads
-from flux.ops.transforms import RefuseTwice, check_no_forward_mode
+from flux.ops import AGGemm, GemmAR, GemmRS, torch_internals
+from flux.ops.base import TensorParallelOp
+from flux.ops.gradients import (
+    Grad,
+    WeightGrad,
+    as_rows,
+    column_grads,
+    fresh,
+    no_rows,
+    row_grads,
+)
+from flux.ops.pool import Alone, EarlyGather, OpPool, User, pool_of
+from flux.ops.transforms import RefuseTwice, call
+
+O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741  as in flux/ops/pool.py
+
+GRAPH_SETTINGS = 6
+"""The first fields of LinearConfig, which ops of graphs take as arguments."""
+
+
+class LinearConfig(NamedTuple):
+    """How a layer communicates, where its ops come from, and what becomes of its weight gradient.
+
+    A graph holds ``in_graph()``: tensors, numbers and names, but no user and no buffers.
+
+    Attributes:
+        group_name: of the ranks that the layer is split over; None: this rank is alone.
+        sequence_parallel: whether activations outside of the layer are shards of rows.
+        reduce_dx: sum the gradient of a column layer's input over the ranks (without SP).
+        fuse_ag: fuse gathers; else use the library's collective.
+        fuse_rs: fuse reductions; else use the library's collective.
+        features: of the whole layer, in the dimension of the weight that ranks split, as
+            torch.chunk splits it; None: the rank's own times W.
+        user: the layer, as the pool of ops knows it; None: all compiled graphs together.
+        wgrad: handling of the weight gradient.
+    """
+
+    group_name: str | None
+    sequence_parallel: bool
+    reduce_dx: bool = True
+    fuse_ag: bool = True
+    fuse_rs: bool = True
+    features: int | None = None
+    user: User | None = None
+    wgrad: WeightGrad = WeightGrad()
+
+    def in_graph(self) -> tuple[Any, ...]:
+        """Return the settings that ops of graphs take as arguments: those before ``user``."""
+        return self[:GRAPH_SETTINGS]
+
+
+class LayerOps:
+    """The ops of a layer with a configuration, as flux/ops/gradients.py takes them.
+
+    The pool is looked up once, for a forward and its backward.
+    """
+
+    __slots__ = ("config", "pool", "world")
+
+    def __init__(self, config: LinearConfig) -> None:
+        name = config.group_name
+        self.config = config
+        self.pool = cast(OpPool, Alone()) if name is None else pool_of(name)
+        self.world = self.pool.world
+
+    @property
+    def reduces_dx(self) -> type[GemmRS] | None:
+        """The op that sums a column layer's dx."""
+        if self.config.sequence_parallel:
+            return GemmRS if self.world > 1 else None
+        return GemmAR if self.world > 1 and self.config.reduce_dx else None
+
+    @property
+    def gathers_dz(self) -> bool:
+        """Whether a row layer's dz is a shard of rows."""
+        return self.config.sequence_parallel
+
+    @property
+    def splits_wgrad(self) -> bool:
+        """Whether a weight gradient may be a sum of products: main_grad takes a single one."""
+        return not self.config.wgrad.accumulate
+
+    def whole(self, own: int) -> int:
+        """Return the features of the whole layer, of which this rank has ``own``."""
+        features = self.config.features
+        return own * self.world if features is None else features
+
+    def op(
+        self,
+        kind: type[O],
+        m: int,
+        n: int | tuple[int, ...],
+        k: int,
+        dtype: torch.dtype,
+        **options: Any,
+    ) -> O:
+        """Return an op for ``m`` rows, one at least. Collective if it has to be built."""
+        pool, config = self.pool, self.config
+        fused = config.fuse_ag if kind is AGGemm else config.fuse_rs
+        user = pool.graphs if config.user is None else config.user
+        return pool.op(kind, user, max(m, 1), n, k, dtype, fused=fused, **options)
+
+
+# -- layers ----------------------------------------------------------------------------------------
 
 
 def column_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: LinearConfig
 ) -> torch.Tensor:
     """Apply a column-parallel layer: x [s(/W), ..., K] -> [s, ..., N/W]. Collective.
+
+    In graphs it is an op, unless its weight gradient has side effects.
 
     Args:
         x: own rows (SP), or all rows, the same on every rank.
@@ -41,8 +142,14 @@ def column_linear(
         TypeError: illegal input, on all ranks alike.
         PeerTimeoutError: a peer died or stalled.
     """
-    check_no_forward_mode("a layer of flux")
-    dtype, ops = compute_dtype(x), LayerOps(config)
+    dtype = compute_dtype(x)
+    if not config.wgrad.has_side_effects and torch_internals.is_traced(x, weight, bias):
+        own_bias = bias if bias is not None and bias.dtype == dtype else None
+        operands, settings = (x.to(dtype), weight.to(dtype), own_bias), config.in_graph()
+        y: torch.Tensor = call("column_linear", *operands, *settings)
+        return y if bias is None or own_bias is not None else y + bias
+    torch_internals.check_no_forward_mode("a layer of flux")
+    ops = LayerOps(config)
     # Where the op gets the operands as they are, it checks them, on all ranks alike.
     if not config.sequence_parallel or not x.dtype == weight.dtype == dtype:
         check_memory("column layer", x=x, weight=weight, bias=bias)
@@ -51,7 +158,7 @@ def column_linear(
     early = early and weight.requires_grad and torch.is_grad_enabled()
     # The weight in the dtype of the product, without history; None: it has that dtype.
     operand = None if weight.dtype == dtype else cast_once(weight, dtype).detach()
-    y: torch.Tensor = cast(Any, _Column).apply(x, weight, bias, ops, operand, early)
+    y = cast(Any, _Column).apply(x, weight, bias, ops, operand, early)
     return y
 
 
@@ -68,13 +175,17 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, config: LinearConfig) -> t
         TypeError: as ``column_linear``.
         PeerTimeoutError: as ``column_linear``.
     """
-    check_no_forward_mode("a layer of flux")
-    dtype, ops = compute_dtype(x), LayerOps(config)
+    dtype = compute_dtype(x)
+    if not config.wgrad.has_side_effects and torch_internals.is_traced(x, weight):
+        z: torch.Tensor = call("row_linear", x.to(dtype), weight.to(dtype), *config.in_graph())
+        return z
+    torch_internals.check_no_forward_mode("a layer of flux")
+    ops = LayerOps(config)
     if not x.dtype == weight.dtype == dtype:  # else the op checks, on all ranks alike
         check_memory("row layer", x=x, weight=weight)
     before, ops.pool.early_gather = ops.pool.early_gather, None
     operand = None if weight.dtype == dtype else cast_once(weight, dtype).detach()
-    z: torch.Tensor = cast(Any, _Row).apply(x, weight, ops, operand, before)
+    z = cast(Any, _Row).apply(x, weight, ops, operand, before)
     return z
 
 

@@ -17,44 +17,28 @@ compiler. The ops of a graph stay until ``close_pools()``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from flux.backends.unfused import all_gather
-from flux.layers import autograd
-from flux.layers.autocast import autocast_off, compute_dtype
-from flux.layers.autograd import begin_gather, column_product, row_product, unsharded
-from flux.layers.config import GRAPH_SETTINGS, LayerOps, LinearConfig
-from flux.ops import torch_internals
+from flux.layers.autocast import autocast_off
+from flux.layers.autograd import (
+    GRAPH_SETTINGS,
+    LayerOps,
+    LinearConfig,
+    begin_gather,
+    column_product,
+    row_product,
+    unsharded,
+)
 from flux.ops.autograd import grads_fake, row_grads_flops
 from flux.ops.gradients import Grad, as_rows, column_grads, fresh, row_grads
 from flux.ops.library import define, product_flops
 from flux.ops.transforms import call
 from flux.transport.exchange import resolve_group
-
-
-def column_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: LinearConfig
-) -> torch.Tensor:
-    """Apply ``flux.layers.autograd.column_linear``, in graphs as an op."""
-    if not torch_internals.is_traced(x, weight, bias):
-        return autograd.column_linear(x, weight, bias, config)
-    dtype = compute_dtype(x)
-    own_bias = bias if bias is not None and bias.dtype == dtype else None
-    settings = config.in_graph()
-    y: torch.Tensor = call("column_linear", x.to(dtype), weight.to(dtype), own_bias, *settings)
-    return y if bias is None or own_bias is not None else y + bias
-
-
-def row_linear(x: torch.Tensor, weight: torch.Tensor, config: LinearConfig) -> torch.Tensor:
-    """Apply ``flux.layers.autograd.row_linear``, in graphs as an op."""
-    if not torch_internals.is_traced(x, weight):
-        return autograd.row_linear(x, weight, config)
-    dtype = compute_dtype(x)
-    z: torch.Tensor = call("row_linear", x.to(dtype), weight.to(dtype), *config.in_graph())
-    return z
 
 
 def _scaled(rows: Any, group_name: str, up: bool) -> Any:
@@ -87,13 +71,14 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.settings = inputs[-GRAPH_SETTINGS:]
 
 
-def _backward(grads_of: str, ctx: Any, dy: torch.Tensor) -> tuple[Grad, Grad]:
+def _backward(
+    grads_of: str, ctx: Any, saved: Sequence[torch.Tensor], needed: Sequence[bool], dy: torch.Tensor
+) -> tuple[Grad, Grad]:
     """Return (dx, dw), or None in place of one that is not needed. ``grads_of``: a library op."""
-    x, weight = ctx.saved_tensors
-    need_x, need_w = (bool(need) for need in ctx.needs_input_grad[:2])
+    need_x, need_w = bool(needed[0]), bool(needed[1])
     if not (need_x or need_w):
         return None, None
-    grads = call(grads_of, dy, x, weight, need_x, need_w, *ctx.settings)
+    grads = call(grads_of, dy, *saved, need_x, need_w, *ctx.settings)
     return (grads[0] if need_x else None), (grads[-1] if need_w else None)
 
 
@@ -132,9 +117,11 @@ def _column_fake(
     return _linear_fake(x, weight, settings, True)
 
 
-def _backward_column(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    dx, dw = _backward("column_linear_grad", ctx, dy)
-    db = as_rows(dy).sum(0) if ctx.needs_input_grad[2] else None
+def _backward_column(
+    ctx: Any, saved: Sequence[torch.Tensor], needed: Sequence[bool], dy: torch.Tensor
+) -> tuple[Any, ...]:
+    dx, dw = _backward("column_linear_grad", ctx, saved, needed, dy)
+    db = as_rows(dy).sum(0) if needed[2] else None
     return dx, dw, db, *[None] * len(ctx.settings)
 
 
@@ -166,13 +153,15 @@ def _row_fake(x: torch.Tensor, weight: torch.Tensor, *settings: Any) -> torch.Te
     return _linear_fake(x, weight, settings, False)
 
 
-def _backward_row(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
+def _backward_row(
+    ctx: Any, saved: Sequence[torch.Tensor], needed: Sequence[bool], dz: torch.Tensor
+) -> tuple[Any, ...]:
     if LinearConfig(*ctx.settings).sequence_parallel:
-        dx, dw = _backward("row_linear_grad", ctx, dz)
+        dx, dw = _backward("row_linear_grad", ctx, saved, needed, dz)
     else:  # no communication: the compiler sees both products
-        (x, weight), rows = ctx.saved_tensors, as_rows(dz)
-        dx = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        dw = rows.t() @ as_rows(x) if ctx.needs_input_grad[1] else None
+        (x, weight), rows = saved, as_rows(dz)
+        dx = (rows @ weight).view(x.shape) if needed[0] else None
+        dw = rows.t() @ as_rows(x) if needed[1] else None
     return dx, dw, *[None] * len(ctx.settings)
 
 
@@ -216,17 +205,17 @@ def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None
     ctx.group_name = inputs[1]
 
 
-def _backward_sum_grad(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def _backward_sum_grad(ctx: Any, saved: Any, needed: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     functional = torch.ops._c10d_functional
     total = functional.all_reduce(grad.contiguous(), "sum", ctx.group_name)
     return functional.wait_tensor(total), None
 
 
-def _backward_gather(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+def _backward_gather(ctx: Any, saved: Any, needed: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     return call("cut_features", dy, ctx.group_name), None
 
 
-def _backward_cut(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+def _backward_cut(ctx: Any, saved: Any, needed: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     return call("gather_features", dy, ctx.group_name), None
 
 

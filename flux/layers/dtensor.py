@@ -29,9 +29,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import distribute_module as _distribute_module
 from torch.distributed.tensor import parallel as torch_styles
 
-from flux.layers import compiled
 from flux.layers.autocast import cast_once, compute_dtype
-from flux.layers.config import LinearConfig
+from flux.layers.autograd import LinearConfig, column_linear, row_linear
 from flux.layers.eligible import reason_unsupported, say_once
 from flux.layers.linear import sum_grad
 from flux.ops.pool import User, pool_of
@@ -68,14 +67,14 @@ class StyledLinear(nn.Linear):
             features=self.weight.shape[0],
             user=self.user,
         )
-        return compiled.column_linear(x, weight, bias, config)
+        return column_linear(x, weight, bias, config)
 
     def row(self, x: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
         """Return a row-parallel product, without its bias."""
         weight, features = self.local("weight", x), self.weight.shape[1]
         assert weight is not None
         config = LinearConfig(self.group_name, sequence_parallel, features=features, user=self.user)
-        return compiled.row_linear(x, weight, config)
+        return row_linear(x, weight, config)
 
     def reason_unsupported(self, x: torch.Tensor, split_dim: int) -> str | None:
         """Return why a call is not fused, or None. ``split_dim``: of the weight."""

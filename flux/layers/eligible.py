@@ -41,5 +41,5 @@ def reason_unsupported(group_name: str, x: torch.Tensor, weight: torch.Tensor) -
 def _group_cannot(group_name: str, device: str) -> str | None:
     pool = pool_of(group_name)
     without_gpus = pool.reason_without_gpus  # collective, so on any device
-    reason = executor.group_unsupported(pool.group, device)
+    reason = executor.group_unsupported(pool.exchange.group, device)
     return without_gpus if reason is None and device == "cuda" else reason

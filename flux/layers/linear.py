@@ -10,10 +10,8 @@ from torch import nn
 from typing_extensions import Self
 
 from flux.core.tensors import check_memory
-from flux.layers import compiled
 from flux.layers.autocast import cast_once, compute_dtype
-from flux.layers.autograd import once
-from flux.layers.config import LinearConfig
+from flux.layers.autograd import LinearConfig, column_linear, once, row_linear
 from flux.ops import torch_internals
 from flux.ops.pool import User, pool_of
 from flux.ops.transforms import call
@@ -150,7 +148,7 @@ class ColumnParallelLinear(ParallelLinear):
         dtype = compute_dtype(x)
         if bias is not None and bias.dtype != dtype:
             bias = cast_once(bias, dtype)
-        y = compiled.column_linear(x, self.weight, bias, self._config())
+        y = column_linear(x, self.weight, bias, self._config())
         if self.gather_output and self.world > 1:
             y = call("gather_features", y, self.group_name)
         return y
@@ -201,7 +199,7 @@ class RowParallelLinear(ParallelLinear):
         check_memory(type(self).__name__, bias=self.bias)
         if not self.input_is_parallel and self.world > 1:
             x = call("cut_features", x, self.group_name)
-        z = compiled.row_linear(x, self.weight, self._config())
+        z = row_linear(x, self.weight, self._config())
         if self.bias is None:
             return z
         bias: torch.Tensor = cast_once(self.bias, compute_dtype(x))

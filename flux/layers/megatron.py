@@ -27,11 +27,8 @@ from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 
-from flux.layers import compiled
-from flux.layers.autograd import column_linear, row_linear
-from flux.layers.config import LinearConfig
+from flux.layers.autograd import LinearConfig, column_linear, row_linear
 from flux.layers.eligible import reason_unsupported, say_once
-from flux.ops import torch_internals
 from flux.ops.gradients import WeightGrad
 from flux.ops.pool import User, pool_of
 
@@ -175,14 +172,12 @@ class ColumnParallelLinear(_Fused, megatron_layers.ColumnParallelLinear):  # typ
         if not fuses and not (accumulate and _megatron_cannot_accumulate()):
             y: torch.Tensor = super()._forward_impl(input=input, weight=weight, **how)
             return y
-        if fuses and torch_internals.is_traced(input, weight) and buffer is None and not accumulate:
-            config = self._config(fuses, sequence_parallel, allreduce_dgrad)
-            return compiled.column_linear(input, weight, how["bias"], config)
         if buffer is not None and not weight.requires_grad:
             raise ValueError("a weight gradient cannot be deferred: the weight is frozen")
         wgrad = WeightGrad(accumulate, buffer, how["wgrad_deferral_limit"])
         config = self._config(fuses, sequence_parallel, allreduce_dgrad, wgrad)
-        return _eager_column(input, weight, how["bias"], config)
+        apply = _eager_column if wgrad.has_side_effects else column_linear
+        return apply(input, weight, how["bias"], config)
 
 
 class RowParallelLinear(_Fused, megatron_layers.RowParallelLinear):  # type: ignore[misc, unused-ignore]
@@ -209,13 +204,10 @@ class RowParallelLinear(_Fused, megatron_layers.RowParallelLinear):  # type: ign
             return result
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        if torch_internals.is_traced(input_, self.weight) and not self.gradient_accumulation_fusion:
-            config = self._config(True, self.sequence_parallel)
-            output = compiled.row_linear(input_, self.weight, config)
-        else:
-            wgrad = WeightGrad(self.gradient_accumulation_fusion)
-            config = self._config(True, self.sequence_parallel, wgrad=wgrad)
-            output = _eager_row(input_, self.weight, config)
+        wgrad = WeightGrad(self.gradient_accumulation_fusion)
+        config = self._config(True, self.sequence_parallel, wgrad=wgrad)
+        apply = _eager_row if wgrad.has_side_effects else row_linear
+        output = apply(input_, self.weight, config)
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None

@@ -36,8 +36,7 @@ from torch.nn.modules import module as internals
 from flux.core.dtypes import DTYPES, name_of
 from flux.core.env import LAYER_TIMEOUT_S
 from flux.layers import dtensor
-from flux.layers.autograd import once
-from flux.layers.config import LayerOps, LinearConfig
+from flux.layers.autograd import LayerOps, LinearConfig, once
 from flux.layers.eligible import say_once
 from flux.layers.huggingface import is_pretrained
 from flux.layers.linear import sum_grad

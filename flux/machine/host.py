@@ -12,16 +12,9 @@ from pathlib import PurePosixPath
 from flux.core.env import HOST
 
 
-def usable_cores() -> set[int]:
-    """Return the CPU cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
 def available_cores() -> int:
     """Return the number of CPU cores that this process may run on."""
-    return len(usable_cores())
+    return len(os.sched_getaffinity(0))
 
 
 def host_identity() -> str:

@@ -12,6 +12,7 @@ What communicates is an op of its own with a fake kernel, so that a backward can
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -61,11 +62,6 @@ def _as_nk(op: TensorParallelOp, weight: torch.Tensor) -> torch.Tensor:
     return weight.t() if op.spec.transpose_weight else weight
 
 
-def _weight_grad(op: TensorParallelOp, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the gradient in the layout of the weight, for dy [M, N] and x [M, K]."""
-    return weight_grad(x, dy) if op.spec.transpose_weight else weight_grad(dy, x)
-
-
 # -- what communicates ---------------------------------------------------------------------------
 
 
@@ -89,8 +85,9 @@ def _ag_gemm_grads(
     def multiply() -> list[torch.Tensor]:
         if wait is None:
             return []
-        full = wait()
-        return [_weight_grad(op, dy, full) for dy, need in zip(dys, need_w, strict=True) if need]
+        full, transposed = wait(), op.spec.transpose_weight
+        needed = [dy for dy, need in zip(dys, need_w, strict=True) if need]
+        return [weight_grad(dy, full, transposed) for dy in needed]
 
     kn = [_as_nk(op, w) for w in weights]
     dy = torch.cat(list(dys), dim=1) if len(dys) > 1 else dys[0]
@@ -136,9 +133,7 @@ def _gemm_rs_grads(
     """Return dx [M, K/W] and the gradient of the weight, those that are needed."""
     op, m = op_of(handle), x.shape[0]
 
-    def deliver(full: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return _weight_grad(op, full, x)
-
+    deliver = partial(weight_grad, transposed=op.spec.transpose_weight)
     mirrors, rows = _Mirrors(op, m, dz.dtype), x if need_w else None
     grads = row_grads(mirrors, dz, _as_nk(op, weight), m, need_x, rows, deliver)
     return [grad for grad in grads if grad is not None]
@@ -207,10 +202,12 @@ def _setup_ag_gemm(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]
     ctx.handle = handle
 
 
-def _backward_ag_gemm(ctx: Any, grads: Sequence[Grad]) -> tuple[Any, ...]:
+def _backward_ag_gemm(
+    ctx: Any, saved: Sequence[torch.Tensor], needed: Sequence[Any], grads: Sequence[Grad]
+) -> tuple[Any, ...]:
     op = op_of(ctx.handle)
-    x, *weights = ctx.saved_tensors
-    need_x, need_w, need_b = ctx.needs_input_grad[:3]
+    x, *weights = saved
+    need_x, need_w, need_b = needed[:3]
     dys = []
     for grad, weight in zip(grads, weights, strict=False):
         columns = _as_nk(op, weight).shape[0]
@@ -237,10 +234,12 @@ def _setup_gemm(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None
     ctx.handle = handle
 
 
-def _backward_gemm(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
+def _backward_gemm(
+    ctx: Any, saved: Sequence[torch.Tensor], needed: Sequence[Any], dz: torch.Tensor
+) -> tuple[Any, ...]:
     op = op_of(ctx.handle)
-    x, weight = ctx.saved_tensors
-    need_x, need_w, need_b = (*map(bool, ctx.needs_input_grad[:2]), ctx.needs_input_grad[2])
+    x, weight = saved
+    need_x, need_w, need_b = bool(needed[0]), bool(needed[1]), needed[2]
     dbs = [dz.sum(0) if n else None for n in need_b]
     if op.spec.reduce == "avg":
         dz = dz / op.world
@@ -248,7 +247,7 @@ def _backward_gemm(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
     dw: Grad = None
     if not op.kind.scatters:  # no communication: a compiler sees both products
         dx = dz @ _as_nk(op, weight) if need_x else None
-        dw = _weight_grad(op, dz, x) if need_w else None
+        dw = weight_grad(dz, x, op.spec.transpose_weight) if need_w else None
     elif need_x or need_w:
         grads = call("gemm_rs_grads", dz, x, weight, need_x, need_w, ctx.handle)
         dx, dw = (grads[0] if need_x else None), (grads[-1] if need_w else None)

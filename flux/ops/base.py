@@ -36,7 +36,7 @@ from flux.ops.executor import (
     open_gpus,
     places_of,
 )
-from flux.ops.transforms import NO_FORWARD_MODE, call
+from flux.ops.transforms import call
 from flux.select import choose as choice
 from flux.select.choose import Choice, Fixed
 from flux.select.schedule import make_schedule
@@ -145,7 +145,7 @@ class TensorParallelOp:
                 "topology": str(topology),
                 KERNEL_CHOICE.name: os.environ.get(KERNEL_CHOICE.name, ""),
             }
-            exchange.agree(label, problem, agreed)
+            exchange.agree(problem, agreed)
             assert spec is not None and topology is not None
             assert placement is not None and backend is not None
             # 2. Choose knobs, and allocate what calls need.
@@ -180,7 +180,7 @@ class TensorParallelOp:
                 self._backend = CpuBackend(
                     spec, exchange, self._choice, topology, placement, timeout_s
                 )
-                self._unfused.watch(self._backend.look, self._backend.silent_peer)
+                self._unfused.watched = self._backend
             # Whether a call waits, on the CPU, for rows of other hosts: other work could run then.
             self.waits_for_hosts = self._backend is not None and self._backend.waits_for_hosts
             self._comparison: Comparison | None = None
@@ -295,8 +295,11 @@ class TensorParallelOp:
         It would reject or fake some of them without telling the peers, or let autograd need a
         backward that does not exist. ``_plain`` tensors pass, or the op's own checks refuse them.
         """
-        if not torch.compiler.is_compiling() and torch_internals.forward_mode_is_on():
-            self._turn_away(ValueError, NO_FORWARD_MODE)
+        try:
+            torch_internals.check_no_forward_mode(self.spec.label)
+        except ValueError as error:
+            self._guarded(self._refuse, error)
+            raise
         grad = torch.is_grad_enabled() and not self.spec.plain
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from flux import _C
-from flux.core.at_exit import end_at_exit
 from flux.core.dtypes import DTYPES
 from flux.core.env import MOST_SECONDS
 from flux.core.integers import ceil_div
@@ -23,6 +22,7 @@ from flux.ops.executor import built_together
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.host_collectives import Collective, DisagreementError, HostCollectives
 from flux.transport.placement import Placement, place_here
+from flux.transport.threads import end_at_exit
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ class Collectives:
                     f"Collectives: timeout_s must be a positive number up to {MOST_SECONDS:g}, "
                     f"got {timeout_s!r}"
                 )
-            exchange.agree("Collectives", problem, {"timeout_s": timeout_s})
+            exchange.agree(problem, {"timeout_s": timeout_s})
             self.rank = exchange.rank
             self.world = exchange.world
             self.timeout_s = timeout_s

@@ -13,7 +13,7 @@ weight [N, K] of this rank; SP: sequence parallelism, shards of rows outside.
     row, SP, GemmRS      z  = scatter(x @ w.T)
                          dx = gather(dz) @ w          AGGemm, whose gathered dz is kept
                          dw = gather(dz).T @ x        while the column layer's x is gathered
-                                                      (flux/ops/early_gather.py)
+                                                      (pool.EarlyGather)
     row, GemmAR          z  = all_reduce(x @ w.T)
                          dx = dz @ w,  dw = dz.T @ x  no communication: dz is the same on all ranks
 
@@ -206,9 +206,9 @@ class OwnRows:
 # -- weight gradients ------------------------------------------------------------------------------
 
 
-def weight_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the gradient [N, K] of a weight, for dy [M, N] and x [M, K]."""
-    return dy.t() @ x
+def weight_grad(dy: torch.Tensor, x: torch.Tensor, transposed: bool = False) -> torch.Tensor:
+    """Return the gradient [N, K] of a weight, or [K, N] (transposed), for dy [M, N], x [M, K]."""
+    return x.t() @ dy if transposed else dy.t() @ x
 
 
 @dataclass(frozen=True)
@@ -224,6 +224,11 @@ class WeightGrad:
     accumulate: bool = False
     deferred: list[torch.Tensor] | None = None
     deferral_limit: int | None = 0
+
+    @property
+    def has_side_effects(self) -> bool:
+        """Whether it changes tensors or lists of Megatron, which no graph contains."""
+        return self.accumulate or self.deferred is not None
 
     def defer(self, dy: torch.Tensor) -> bool:
         """Return whether the weight gradient is deferred; if so, keep the output's gradient."""

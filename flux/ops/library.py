@@ -87,8 +87,8 @@ def differentiate(
     Args:
         name: of the op, as in its schema.
         setup: saves what the backward needs: (ctx, inputs, output).
-        backward: returns a gradient or None for each input: (ctx, gradients of the outputs). Its
-            results cannot be differentiated again.
+        backward: returns a gradient or None for each input: (ctx, saved tensors, which inputs need
+            a gradient, gradients of the outputs). Its results cannot be differentiated again.
     """
     FORMULAS[name] = Formula(setup, backward)
 

@@ -18,7 +18,7 @@ alone, and the two sorts keep their ops apart.
 * A rank that must grow an op of layers meets its peers on the old one first, with M. A rank that
   sees another M calls that op instead, and both raise ValueError before anything is built.
 * A functional call may have other arguments on each rank, so the ranks compare it on a control pad
-  (flux/ops/control.py) before any of them looks for an op. In the first such call they make the
+  (``ControlPad``) before any of them looks for an op. In the first such call they make the
   pad. Its existence depends on earlier functional calls alone, not on layers; and a call makes the
   pad before it checks its arguments, so a rank that refuses them comes to make it, too. That rank
   then raises in place of comparing, and its peers hear of it there. After a comparison all ranks
@@ -32,26 +32,29 @@ from __future__ import annotations
 
 import itertools
 import weakref
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from flux import _C
+from flux.backends.cpu.backend import CpuBackend
 from flux.core.env import LAYER_TIMEOUT_S, WORKSPACE_CACHE
-from flux.core.knobs import Knobs
+from flux.core.knobs import Knobs, Op
+from flux.core.spec import OpSpec
+from flux.core.tensors import reason_without_memory
+from flux.machine.host import memory_identity
 from flux.ops import torch_internals
 from flux.ops.base import TensorParallelOp
 from flux.ops.executor import places_of, reason_gpus_unsupported
-from flux.transport.exchange import Exchange, OfGroup, resolve_group
+from flux.select.choose import Fixed
+from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.placement import Placement
-
-if TYPE_CHECKING:
-    from flux.ops.control import ControlPad
-    from flux.ops.early_gather import EarlyGather
 
 TIMEOUT_S = 600.0
 """Seconds that a functional call waits for a peer."""
@@ -70,20 +73,110 @@ class Alone:
     world = 1
 
 
+Gather = Callable[[torch.Tensor, torch.Tensor], Callable[[], torch.Tensor]]
+
+
+class EarlyGather:
+    """The gather of one column layer's saved input, begun in the backward of the row layer behind.
+
+    With sequence parallelism a column layer saves its own rows only, so its backward gathers the
+    others once more. During its own products another transfer is on the wires already. The next
+    layer of the model, a row layer, leaves the wires idle: its backward gathers first, and
+    multiplies afterwards. So the gather begins there.
+
+    backward   | row layer: dgrad | wgrad     | (attention, activation) | column: dgrad | wgrad |
+    wires      | dz ...........   | x of the column layer ............  | dx .................  |
+
+    The order of gathers follows from the calls of forward alone, so it is the same on all ranks.
+    The rows are kept from the row layer's backward to the column layer's.
+
+    Args:
+        ctx: of the layer's autograd function, which saves the operands in forward. It is held
+            weakly: else an abandoned graph would live on until the next forward.
+        start: begins to gather what the layer has saved, (own rows, weight); its result waits.
+    """
+
+    def __init__(self, ctx: Any, start: Gather) -> None:
+        self._start = start
+        self._ctx: Callable[[], Any] = weakref.ref(ctx)
+        self._saved: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._wait: Callable[[], torch.Tensor] | None = None
+
+    def begin(self) -> None:
+        """Begin the gather, in the backward of a later layer, if it can begin and has not."""
+        ctx = self._ctx()
+        if ctx is None or self._wait is not None or _capturing():
+            return
+        # Looked up once: what recomputes or fetches saved tensors may give them out only once.
+        self._saved = x, weight = ctx.saved_tensors
+        if reason_without_memory(x) is None:  # else its owner freed it, and will compute it again
+            self._wait = self._start(x, weight)
+
+    def take(
+        self, ctx: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor] | None]:
+        """Return the saved operands, and what waits for all rows if the gather has begun."""
+        x, weight = ctx.saved_tensors if self._saved is None else self._saved
+        wait = self._wait
+        self._ctx, self._saved, self._wait = lambda: None, None, None
+        return x, weight, wait
+
+
+def _capturing() -> bool:
+    """Return whether a CUDA graph is captured, which may end before the gather is waited for."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass
 class _Entry:
     op: TensorParallelOp
     users: set[int] = field(default_factory=set)
 
 
-class OpPool(OfGroup):
+class ControlPad(CpuBackend):
+    """A signal pad without data. Construction is collective.
+
+    Args:
+        exchange: the ranks of the group, two at least, with a limit on how long construction waits.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        placement = Placement(tuple(exchange.all_gather(memory_identity())))
+        spec = OpSpec(Op.ag_gemm, 1, (1,), 1, torch.float32, False, "sum")
+        choice, timeout_s = Fixed(Knobs(path="unfused")), exchange.timeout_s or TIMEOUT_S
+        super().__init__(spec, exchange, choice, placement.topology, placement, timeout_s)
+        self._what = ""
+
+    def compare(self, what: str, timeout_s: float) -> None:
+        """Meet the peers, which come within ``timeout_s`` seconds.
+
+        Args:
+            what: the call, with everything that must be equal on all ranks.
+            timeout_s: how long to wait for a peer, in seconds.
+
+        Raises:
+            ValueError: on all ranks, if they differ or one has called ``refuse``.
+            PeerTimeoutError: a peer did not come.
+        """
+        self._what, self.timeout_s = what, timeout_s
+        self.meet(None, zlib.crc32(what.encode()) & 0x7FFFFFFF)()
+
+    def _mismatch_text(self, f: _C.FailureDict) -> str:
+        if f["refusal"] or f["ran_ahead"]:
+            return super()._mismatch_text(f)
+        return (
+            f"ranks disagree on shapes, dtype or options: rank {f['peer']} differs from rank "
+            f"{self.rank}, which calls {self._what}"
+        )
+
+
+class OpPool:
     """The ops of one process group. Get it with ``pool_of``."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
         self.timeout_s = LAYER_TIMEOUT_S.get()
-        self._exchange = Exchange(group)
-        self.rank, self.world = self._exchange.rank, self._exchange.world
+        self.exchange = Exchange(group, timeout_s=self.timeout_s)
+        self.rank, self.world = self.exchange.rank, self.exchange.world
         self._entries: dict[tuple[object, ...], _Entry] = {}
         self._numbers: weakref.WeakKeyDictionary[User, int] = weakref.WeakKeyDictionary()
         self._count = itertools.count()
@@ -99,12 +192,8 @@ class OpPool(OfGroup):
     @cached_property
     def reason_without_gpus(self) -> str | None:
         """Why ops do not serve the GPUs of the ranks, or None. Collective at the first use."""
-        places = places_of(self._exchange_within(self.timeout_s), None)
+        places = places_of(self.exchange, None)
         return reason_gpus_unsupported(Placement.of_op(places, "cuda", None, None))
-
-    def _exchange_within(self, timeout_s: float) -> Exchange:
-        self._exchange.timeout_s = timeout_s
-        return self._exchange
 
     # -- ops of layers and graphs ------------------------------------------------------------------
 
@@ -135,7 +224,7 @@ class OpPool(OfGroup):
                 entry.op.close()
             self._drop_unused()
             op = cast(Callable[..., O], kind)(
-                self.group,
+                self.exchange.group,
                 max_m=max_m,
                 n=n,
                 k=k,
@@ -165,8 +254,7 @@ class OpPool(OfGroup):
 
     def _drop_unused(self) -> None:
         """Free ops whose users are garbage on every rank. Collective."""
-        exchange = self._exchange_within(self.timeout_s)
-        gone = set.intersection(*exchange.all_gather(set(self._gone)))
+        gone = set.intersection(*self.exchange.all_gather(set(self._gone)))
         self._gone -= gone
         for number in gone:
             self._release(number)
@@ -202,10 +290,8 @@ class OpPool(OfGroup):
             OSError: on all ranks, if there is not enough shared memory.
         """
         if self._control is None and self.world > 1:
-            from flux.ops.control import ControlPad
-
             with torch_internals.outside_modes():
-                self._control = ControlPad(self._exchange_within(timeout_s), timeout_s)
+                self._control = ControlPad(Exchange(self.exchange.group, timeout_s=timeout_s))
         control = self._control
         try:
             what = describe()
@@ -249,7 +335,9 @@ class OpPool(OfGroup):
         if op is None:
             max_m = 1 << (m - 1).bit_length()  # doubling: growing M rebuilds seldom
             sizes = {"max_m": max_m, "n": n, "k": k, "dtype": dtype}
-            op = cast(Callable[..., O], kind)(self.group, **sizes, timeout_s=timeout_s, **options)
+            op = cast(Callable[..., O], kind)(
+                self.exchange.group, **sizes, timeout_s=timeout_s, **options
+            )
         self.recent_ops[key] = op
         self.recent_ops.move_to_end(key)
         return cast(O, op)
@@ -270,8 +358,8 @@ class OpPool(OfGroup):
             entry.op.close()
         self._entries.clear()
         self.close_recent()
-        if _pools.get(self.group_name) is self:
-            del _pools[self.group_name]
+        if _pools.get(self.exchange.group_name) is self:
+            del _pools[self.exchange.group_name]
 
 
 def meet(op: TensorParallelOp, m: int) -> None:
@@ -296,7 +384,9 @@ def pool_of(group: dist.ProcessGroup | str | None) -> OpPool:
     """Return the pool of a process group, given as itself, by name, or None for the default."""
     group = resolve_group(group)
     pool = _pools.get(group.group_name)
-    if pool is not None and pool._group() is not group:  # the name of a destroyed group, reused
+    if (
+        pool is not None and pool.exchange._group() is not group
+    ):  # the name of a destroyed group, reused
         pool.close()
         pool = None
     if pool is None:

@@ -92,10 +92,16 @@ def transform_needs_a_rule() -> bool:
     return innermost is not None and innermost.key() != _functorch.TransformType.Functionalize
 
 
-def forward_mode_is_on() -> bool:
-    """Whether a level of forward-mode differentiation is open, also that of torch.func.jvp."""
-    level: int = forward_ad._current_level
-    return level >= 0
+NO_FORWARD_MODE = (
+    "forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp, jacfwd) would lose "
+    "the tangents, for which flux has no rule: use reverse mode, or close the level"
+)
+
+
+def check_no_forward_mode(name: str) -> None:
+    """Raise ValueError inside forward-mode differentiation, also that of torch.func.jvp."""
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        raise ValueError(f"{name}: {NO_FORWARD_MODE}")
 
 
 def is_traced(*tensors: torch.Tensor | None) -> bool:

@@ -18,10 +18,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from flux.ops import torch_internals
+from flux.ops.torch_internals import NO_FORWARD_MODE, check_no_forward_mode
 
 
 class Formula(NamedTuple):
-    """The derivative of an op: ``setup`` saves what ``backward`` needs."""
+    """The derivative of an op: ``setup`` saves what ``backward`` needs: see ``run_once``."""
 
     setup: Callable[..., None]
     backward: Callable[..., tuple[Any, ...]]
@@ -95,18 +96,6 @@ class _Transformed(torch.autograd.Function):
         )
 
 
-class _Context:
-    """What a backward sees of its autograd node."""
-
-    def __init__(self, ctx: Any, saved: Sequence[torch.Tensor], needs: Sequence[Any]) -> None:
-        self._ctx = ctx
-        self.saved_tensors = saved  # looked up once: hooks may give them out only once
-        self.needs_input_grad = needs
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ctx, name)
-
-
 def run_once(
     backward: Callable[..., Any], ctx: Any, needs: Sequence[Any], grads: Sequence[Any]
 ) -> Any:
@@ -115,14 +104,14 @@ def run_once(
     Without that autograd would treat sums over ranks as constants, or as local.
 
     Args:
-        backward: a formula, as ``library.differentiate`` takes it.
+        backward: a formula: (ctx, saved tensors, needs, gradients of the outputs).
         ctx: the node of autograd.
         needs: which inputs need a gradient.
         grads: of the outputs.
     """
-    saved = ctx.saved_tensors
+    saved = ctx.saved_tensors  # looked up once: hooks may give them out only once
     with torch.no_grad():
-        results = backward(_Context(ctx, saved, needs), *grads)
+        results = backward(ctx, saved, needs, *grads)
     leaves = tree_leaves([list(grads), saved])
     sources = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not torch.is_grad_enabled() or not sources:
@@ -171,18 +160,6 @@ def no_formula(name: str) -> Formula:
         )
 
     return Formula(setup, backward)
-
-
-NO_FORWARD_MODE = (
-    "forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp, jacfwd) would lose "
-    "the tangents, for which flux has no rule: use reverse mode, or close the level"
-)
-
-
-def check_no_forward_mode(name: str) -> None:
-    """Raise ValueError inside forward-mode differentiation, whose tangents would be dropped."""
-    if not torch.compiler.is_compiling() and torch_internals.forward_mode_is_on():
-        raise ValueError(f"{name}: {NO_FORWARD_MODE}")
 
 
 def check_no_transforms(name: str) -> None:

@@ -54,8 +54,9 @@ class Choice(Protocol):
         """Return the knobs of a call with ``m`` rows; the heuristic fills in open fields."""
         ...
 
-    def variants(self) -> list[Knobs]:
-        """Return all knobs that ``knobs`` may return, except fields that do not affect memory."""
+    @property
+    def variants(self) -> Sequence[Knobs]:
+        """All knobs that ``knobs`` may return, except fields that do not affect memory."""
         ...
 
 
@@ -71,28 +72,25 @@ class Fixed:
         """Return the fixed knobs."""
         return self.given
 
-    def variants(self) -> list[Knobs]:
-        """Return the fixed knobs."""
-        return [self.given]
+    @property
+    def variants(self) -> Sequence[Knobs]:
+        """The fixed knobs."""
+        return (self.given,)
 
 
 @dataclass(frozen=True)
 class Modelled:
-    """The choice of the cost model, for ops without tuning results."""
+    """The choice of the cost model among ``variants``, for ops without tuning results."""
 
     problem: Problem
     cluster: Cluster
-    usable: tuple[Knobs, ...]
+    variants: tuple[Knobs, ...]
     kernel: GemmConfig | None = None
     most_tiles: int = 0
 
     def knobs(self, m: int) -> Knobs:
         """Return the knobs of least modelled time."""
-        return cost.choose(replace(self.problem, m=m), self.cluster, self.usable)
-
-    def variants(self) -> list[Knobs]:
-        """Return the knobs that the model chooses from."""
-        return list(self.usable)
+        return cost.choose(replace(self.problem, m=m), self.cluster, self.variants)
 
 
 @dataclass(frozen=True)
@@ -125,8 +123,9 @@ class Tuned:
                 return candidate
         return Knobs(path=knobs.path, direction=knobs.direction, order=knobs.order)
 
-    def variants(self) -> list[Knobs]:
-        """Return the winners' knobs, without the sizes of tiles: see ``most_tiles``."""
+    @property
+    def variants(self) -> Sequence[Knobs]:
+        """The winners' knobs, without the sizes of tiles: see ``most_tiles``."""
         return [replace(w.knobs, tile=None, comm_tile_rows=None) for w in self.entry.winners]
 
     def _warn_once(self, m: int, winner: Winner) -> None:

@@ -123,7 +123,7 @@ def _check(
             raise error
         return None
     exchange = Exchange(resolve_group(ops[0]._unfused.group), "flux.trace")
-    exchange.agree("flux.trace", error, {"op": ops[0].spec.label, **counts})
+    exchange.agree(error, {"op": ops[0].spec.label, **counts})
     return exchange
 
 
@@ -153,7 +153,7 @@ def _reason_untraceable(op: TensorParallelOp) -> str | None:
         return f"{label}: a single rank on a GPU does not communicate; use a profiler"
     if backend is None:
         return None
-    fused = any(knobs.path != "unfused" for knobs in op._choice.variants())
+    fused = any(knobs.path != "unfused" for knobs in op._choice.variants)
     return backend.reason_untraceable(fused)
 
 

@@ -17,19 +17,16 @@ from flux import _C
 from flux.core.env import SPIN_US
 from flux.core.errors import PeerDiedError, PeerFailedError, PeerTimeoutError
 from flux.core.version import __version__
-from flux.machine.host import memory_identity, usable_cores
-from flux.transport.abandonable import Abandonable, Patience
+from flux.machine.host import memory_identity
+from flux.transport.threads import Abandonable, Patience
 
 T = TypeVar("T")
 
 Failure = tuple[str, str, bool]
 """(The rank that failed, as errors name it; the cause; whether the cause was a wait for others)."""
 _Value = tuple[Failure | None, object]
-
-
-def build_identity() -> dict[str, object]:
-    """Return what must be equal in processes that write into each other's memory."""
-    return {"flux": __version__, "layout": _C.LAYOUT_NUMBER}
+BUILD_IDENTITY: dict[str, object] = {"flux": __version__, "layout": _C.LAYOUT_NUMBER}
+"""What must be equal in processes that write into each other's memory."""
 
 
 def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
@@ -55,34 +52,6 @@ def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     return group
 
 
-class OfGroup:
-    """Belongs to a process group of the user, which it does not keep alive.
-
-    So ``destroy_process_group`` ends the threads of gloo, also where ops are still open. Such a
-    thread keeps the tensors of the last collective until it is scheduled again. If it drops them
-    while the interpreter is being finalized, it cannot take the GIL and aborts the process.
-
-    Args:
-        group: a process group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)
-        self.group_name: str = group.group_name
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group.
-
-        Raises:
-            RuntimeError: it has been destroyed.
-        """
-        group = self._group()
-        if group is None:
-            raise RuntimeError(f"the process group {self.group_name!r} has been destroyed")
-        return group
-
-
 LEAST_S = 2.0
 """Least limit of an exchange in seconds, however small ``timeout_s`` is. Ranks arrive at a
 constructor further apart than at a call, above all if they share cores."""
@@ -97,11 +66,16 @@ def leave_unfinished(group: dist.ProcessGroup) -> None:
     _lost.add(group)
 
 
-class Exchange(OfGroup):
+class Exchange:
     """The ranks of one group, numbered within the group.
 
+    It does not keep the group alive. So ``destroy_process_group`` ends the threads of gloo, also
+    where ops are still open. Such a thread keeps the tensors of the last collective until it is
+    scheduled again. If it drops them while the interpreter is being finalized, it cannot take the
+    GIL and aborts the process.
+
     Args:
-        group: a process group.
+        group: a process group of the user.
         label: first words of each error: the purpose of the exchange.
         timeout_s: seconds that an exchange may take, LEAST_S at least; None: the group's own
             timeout.
@@ -113,7 +87,8 @@ class Exchange(OfGroup):
     def __init__(
         self, group: dist.ProcessGroup, label: str = "flux", timeout_s: float | None = None
     ) -> None:
-        super().__init__(group)
+        self._group = weakref.ref(group)
+        self.group_name: str = group.group_name
         self.label = label
         self.timeout_s = timeout_s
         self.rank: int = dist.get_rank(group)
@@ -123,6 +98,18 @@ class Exchange(OfGroup):
         self._name = f"rank {self.rank}"
         self._ended = False  # this rank sent or received a failure, or lost peers
         self._linked = [self]  # exchanges of one op: over all ranks, over a node's ranks
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            RuntimeError: it has been destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise RuntimeError(f"the process group {self.group_name!r} has been destroyed")
+        return group
 
     def inside(self, group: dist.ProcessGroup) -> Exchange:
         """Return an exchange over a subset of the ranks that builds the same op.
@@ -290,7 +277,7 @@ class Exchange(OfGroup):
         if self.group in _peers:
             _peers[self.group].post(f"{self._name} lost a peer, or stopped waiting for it")
 
-    def agree(self, label: str, problem: Exception | None, spec: Mapping[str, object]) -> None:
+    def agree(self, problem: Exception | None, spec: Mapping[str, object]) -> None:
         """Check that all ranks build the same thing. Collective.
 
         The comparison includes the version of flux and the layout number of shared memory. A rank
@@ -304,7 +291,7 @@ class Exchange(OfGroup):
             (
                 type(problem).__name__,
                 str(problem) if problem else "",
-                {**build_identity(), **spec},
+                {**BUILD_IDENTITY, **spec},
             )
         )
         if problem is not None:
@@ -312,7 +299,7 @@ class Exchange(OfGroup):
         for rank, (kind, text, _) in enumerate(entries):
             if text:
                 error = TypeError if kind == "TypeError" else ValueError
-                raise error(f"{label}: rank {rank} refused its arguments: {text}")
+                raise error(f"{self.label}: rank {rank} refused its arguments: {text}")
         texts = [repr(sorted(entry.items())) for _, _, entry in entries]
         common = texts.index(Counter(texts).most_common(1)[0][0])
         for rank, (_, _, entry) in enumerate(entries):
@@ -323,13 +310,13 @@ class Exchange(OfGroup):
                     for key in sorted(set(entry) | set(base))
                     if entry.get(key) != base.get(key)
                 )
-                raise ValueError(f"{label}: ranks disagree; rank {rank} has {differing}")
+                raise ValueError(f"{self.label}: ranks disagree; rank {rank} has {differing}")
 
 
 def spin_seconds(exchange: Exchange, local: Sequence[bool]) -> float:
     """Return how long to spin: briefly when ranks of this host share cores. Collective."""
     cores: set[int] = set()
-    for here, of_rank in zip(local, exchange.all_gather(usable_cores()), strict=True):
+    for here, of_rank in zip(local, exchange.all_gather(os.sched_getaffinity(0)), strict=True):
         cores |= of_rank if here else set()
     micros = SPIN_US.get()
     if micros < 0:

@@ -31,7 +31,7 @@ a peer is late, and its clock does not count time in which this process was stop
 the connections, which ends every pending operation of both sides at once. It also discards data
 that the kernel has yet to deliver. So a clean close first sends a header and waits for the answer,
 which the peer sends when it has received everything before it. No thread may be inside gloo when
-the interpreter exits: see flux/core/at_exit.py.
+the interpreter exits: see flux/transport/threads.py.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ from dataclasses import dataclass, field
 import torch
 
 from flux import _C
-from flux.core.at_exit import end_at_exit
 from flux.core.forked import abandon_in_children
 from flux.core.recorder import Recorder, Work, incoming_lane, outgoing_lane, sender_lane
-from flux.transport.abandonable import Patience
 from flux.transport.channel import FailureNotice, Header, HeaderKind, Message, OpChannel
 from flux.transport.exchange import Exchange
+from flux.transport.threads import Patience, end_at_exit
 
 LARGE_BYTES = 64 << 10
 """Size from which sending a tile takes longer than waking a thread: 0.5 ms at 1 Gbit/s."""

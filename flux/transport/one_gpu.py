@@ -230,7 +230,7 @@ class OneGpuExchange:
         """Return the values of all ranks, which are equal in one process."""
         return [value] * self.world
 
-    def agree(self, label: str, problem: Exception | None, spec: Mapping[str, object]) -> None:
+    def agree(self, problem: Exception | None, spec: Mapping[str, object]) -> None:
         """Check that this rank builds what earlier ranks did.
 
         Raises:
@@ -239,7 +239,7 @@ class OneGpuExchange:
         """
         if problem is not None:
             raise problem
-        self.op = self.of.join_op(self.rank, label, spec)
+        self.op = self.of.join_op(self.rank, self.label, spec)
 
     @property
     def device(self) -> Device:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flux import _C, Knobs, TileSchedule, Topology, make_schedule
-from flux.backends.cpu.layout import SegmentLayout
+from flux.backends.cpu.slabs import SegmentLayout
 from flux.core.dtypes import name_of
 from flux.core.knobs import ClusterTile, Direction, Op, Order, check_legal
 from flux.core.layout import Layout
@@ -213,7 +213,7 @@ def test_memory_on_gpus_holds_the_schedule_of_every_m() -> None:
         if isinstance(choice, Tuned):
             choice = replace(choice, entry=_one_kernel(choice.entry, spec.max_m)[0])
         reduce = rng.choice(("local", "in_flight")) if nodes == 1 else "local"
-        knobs = next((k for k in choice.variants() if k.path != "unfused"), Knobs())
+        knobs = next((k for k in choice.variants if k.path != "unfused"), Knobs())
         knobs = replace(knobs, reduce=reduce)
         tile = (rng.choice((64, 128, 256)), rng.choice((64, 128, 256)))
         relays, guard = nodes > 1 and rng.random() < 0.5, rng.choice((0, _C.core.guard_rows))

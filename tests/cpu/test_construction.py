@@ -178,7 +178,7 @@ import torch.distributed as dist
 late = []
 # Registered ahead of flux, so it runs behind all of flux's handlers.
 atexit.register(lambda: late.append(Abandonable(lambda: store.wait(["never"], limit))))
-from flux.transport.abandonable import Abandonable
+from flux.transport.threads import Abandonable
 
 store, limit = dist.HashStore(), timedelta(seconds=0.2)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from flux.core import at_exit
+from flux.transport import threads
 from harness import STRESS, stress_only
 from scripts import ROOT, programs
 
@@ -154,7 +154,7 @@ def test_exit_interrupts_a_call_in_progress(tmp_path: Path) -> None:
     while not built._inside.taken:
         time.sleep(0.001)
     import atexit, weakref
-    from flux.core import at_exit
+    from flux.transport import threads
     memory = weakref.ref(built._backend._memory)
     part, close, parting = send_recv._Link.part, built._backend.close, threading.Event()
     def close_later(*arguments, **options):
@@ -171,9 +171,9 @@ def test_exit_interrupts_a_call_in_progress(tmp_path: Path) -> None:
     def left():  # handlers run last in, first out: this one after ours
         thread.join(30)
         print("SIGINT:", signal.getsignal(signal.SIGINT), file=sys.stderr)
-    atexit.unregister(at_exit._at_exit)
+    atexit.unregister(threads._at_exit)
     atexit.register(left)
-    atexit.register(at_exit._at_exit)
+    atexit.register(threads._at_exit)
     raise ValueError("as planned")
     """
     ended = _ends(tmp_path, body)
@@ -226,7 +226,7 @@ def test_exit_waits_for_gloo(named: bool) -> None:
     process = Path("/proc/self/comm").read_text().rstrip()
 
     def collective() -> None:
-        name = at_exit.GLOO_THREAD if named else process
+        name = threads.GLOO_THREAD if named else process
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
         begun.set()
         hashlib.pbkdf2_hmac("sha256", b"", b"", 500_000)  # computes without the GIL
@@ -234,7 +234,7 @@ def test_exit_waits_for_gloo(named: bool) -> None:
 
     _thread.start_new_thread(collective, ())  # as a thread that Python has not made
     begun.wait()
-    at_exit._await_gloo()
+    threads._await_gloo()
     assert done.is_set()
 
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import flux
 from flux import _C, AGGemm, GemmAR, GemmRS, Knobs
 from flux.transport import exchange
-from flux.transport.abandonable import Abandonable, Threads
 from flux.transport.placement import Placement
+from flux.transport.threads import Abandonable, Threads
 from flux.transport.watch import Watch
 from harness import (
     STRESS,
@@ -195,7 +195,7 @@ def other_builds(rank: int, world: int) -> None:
     other = {"flux": "0.0.1", "layout": 7}
     with contextlib.ExitStack() as stack:
         if rank == 1:
-            stack.enter_context(mock.patch.object(exchange, "build_identity", lambda: other))
+            stack.enter_context(mock.patch.object(exchange, "BUILD_IDENTITY", other))
         words = r"rank 1 has flux = '0\.0\.1' \(rank 0: '.+'\), layout = 7 \(rank 0: \d+\)"
         with pytest.raises(ValueError, match=f"AGGemm: ranks disagree; {words}"):
             AGGemm(max_m=8, n=8, k=8)

@@ -299,7 +299,7 @@ def test_addresses_are_taken_at_one_place() -> None:
         if re.search(r"\.data_ptr\(", path.read_text(encoding="utf-8"))
     }
     comparing = {
-        "backends/cached_call.py",
+        "core/call.py",
         "layers/planned.py",
         "runtime/centauri/shards.py",
         "runtime/domino/trees.py",

@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 
 import flux
 from flux import AGGemm, GemmRS, Knobs, PeerTimeoutError, Topology
-from flux.backends.cpu.layout import SegmentLayout
+from flux.backends.cpu.slabs import SegmentLayout
 from flux.core.env import HOST
 from flux.core.recorder import Work
 from flux.ops.pool import clear_workspaces

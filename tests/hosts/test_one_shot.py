@@ -130,7 +130,7 @@ def changing_paths(rank: int, world: int, hosts: str) -> set[str]:
 
 
 def _by_rows(self: Modelled, m: int) -> Knobs:
-    return self.usable[(0, 1, -1)[m % 3]]
+    return self.variants[(0, 1, -1)[m % 3]]
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab"])
@@ -175,7 +175,7 @@ def disagreements(rank: int, world: int, hosts: str) -> None:
 
 
 def _by_size(self: Modelled, m: int) -> Knobs:
-    return self.usable[-1 if m < 10 else 0]
+    return self.variants[-1 if m < 10 else 0]
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aabb", "aab"])

@@ -19,8 +19,7 @@ from torch.func import functional_call
 import flux
 from flux import _C
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
-from flux.layers.compiled import column_linear, row_linear
-from flux.layers.config import LinearConfig
+from flux.layers.autograd import LinearConfig, column_linear, row_linear
 from harness import more, run_ranks
 
 F64 = torch.float64

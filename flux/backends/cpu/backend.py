@@ -24,21 +24,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from flux import _C
-from flux.backends.cached_call import CachedCall, CachedCalls
 from flux.backends.cpu.diagnosis import Diagnosis, mismatch_text
-from flux.backends.cpu.layout import SegmentLayout
 from flux.backends.cpu.one_shot import OneShot
-from flux.backends.cpu.slabs import SlabPlan, make_plan
+from flux.backends.cpu.slabs import SegmentLayout, SlabPlan, make_plan
 from flux.backends.epilogue import Multiplier, pack, scale_of_rows, spoil, unpack
-from flux.core.at_exit import end_at_exit
 from flux.core.backend import OverlapHooks
-from flux.core.call import Call, Gemm
+from flux.core.call import CachedCalls, Call, Gemm
 from flux.core.env import POISON, WINDOW_MB
 from flux.core.errors import PeerTimeoutError
 from flux.core.integers import ceil_div
@@ -51,6 +48,7 @@ from flux.core.topology import Topology
 from flux.transport import shm
 from flux.transport.exchange import Exchange, spin_seconds
 from flux.transport.placement import Placement
+from flux.transport.threads import end_at_exit
 
 if TYPE_CHECKING:
     from flux.select.choose import Choice
@@ -93,7 +91,7 @@ class CpuBackend:
         layout = SegmentLayout.serving(spec, topology, choice)
         memory = shm.allocate(exchange, placement, layout.signals, layout.data_bytes, spec.label)
         data = memory.data
-        self._shared_bytes = memory.nbytes
+        self._shared_bytes, self._pids = memory.nbytes, memory.processes.pids
         native = DTYPES[spec.out_dtype].native
         assert native is not None  # results are never float8
         self.engine = _C.Engine(
@@ -119,19 +117,19 @@ class CpuBackend:
         self._plans: dict[int, SlabPlan] = {}  # by M
         columns = spec.local_n(self.world, self.rank)
         self._columns = columns[0] if len(columns) == 1 else None  # None: of several weights
-        row, self._wire = spec.travelling_row
+        row, wire = spec.travelling_row
         # AllGather: the gathered input; pushed GemmAR: where peers leave the result.
-        self.gathered = torch.empty(0, row, dtype=self._wire, device=_CPU)
+        self.gathered = torch.empty(0, row, dtype=wire, device=_CPU)
         self.slots: list[torch.Tensor] = []
         if layout.blocks:
             chunk = ceil_div(spec.max_m, self.world)
             self.slots = [
-                self._view(d, layout.blocks * chunk * row).view(layout.blocks, chunk, row)
+                d[: layout.blocks * layout.slot_bytes].view(wire).view(layout.blocks, chunk, row)
                 for d in data
             ]
         if layout.data_bytes - layout.result_offset >= spec.max_m * layout.row_bytes:
             rest = data[self.rank][layout.result_offset :]
-            self.gathered = self._view(rest, spec.max_m * row).view(-1, row)
+            self.gathered = rest[: spec.max_m * layout.row_bytes].view(wire).view(-1, row)
         self._memory = memory
         if not all(local):
             remote = [rank for rank in range(self.world) if not local[rank]]
@@ -140,20 +138,18 @@ class CpuBackend:
 
             self.network = Network(exchange, remote, self.engine, timeout_s, window, memory)
             self.network.open()
-        if any(knobs.path == "one_shot" for knobs in choice.variants()):
+        if any(knobs.path == "one_shot" for knobs in choice.variants):
             self.one_shot = OneShot(spec, exchange, placement, self.engine, timeout_s, self.spin_s)
-        self._diagnosis = Diagnosis(
-            spec, self.rank, self.engine, memory.processes.pids, self.network
-        )
+
+    @cached_property
+    def _diagnosis(self) -> Diagnosis:
+        return Diagnosis(self.spec, self.rank, self.engine, self._pids, self.network)
 
     @property
     def workspace_bytes(self) -> int:
         """Memory of this rank, in bytes: see ``Backend.workspace_bytes``."""
         one_shot = 0 if self.one_shot is None else self.one_shot.collectives.workspace_bytes
         return self._shared_bytes + one_shot
-
-    def _view(self, data: torch.Tensor, elements: int) -> torch.Tensor:
-        return data[: elements * self._wire.itemsize].view(self._wire)
 
     def empty(self, rows: int, columns: int) -> torch.Tensor:
         """Return a new output, full of NaN when FLUX_POISON is set."""
@@ -192,7 +188,7 @@ class CpuBackend:
         if len(call.columns) == 1 and self.spec.scaling == "none":
             shard_of = self.world if self.spec.op.gathers else 1
             rows = outs[0].shape[0]
-            self._calls.keep(CachedCall.of(schedule, call, shard_of, rows, x_unit=1))
+            self._calls.keep(schedule, call, shard_of, rows, x_unit=1)
         return outs
 
     def again(
@@ -355,8 +351,7 @@ class CpuBackend:
             return plan
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
-        plan = make_plan(schedule, self._columns)
-        plan.use_memory(self.gathered, self.slots)
+        plan = make_plan(schedule, self._columns, self.gathered, self.slots)
         self._plans[schedule.shape[0]] = plan
         return plan
 

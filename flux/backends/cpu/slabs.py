@@ -1,15 +1,23 @@
-"""Slabs of rows: what the CPU backend multiplies at once."""
+"""What a CPU rank needs for calls: slabs of rows that are multiplied at once, and shared memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from flux import _C
-from flux.core.knobs import Op
+from flux.core.integers import ceil_div
+from flux.core.knobs import Direction, Knobs, Op, Order
 from flux.core.schedule import TileSchedule, Visit
+from flux.core.spec import OpSpec
+from flux.core.topology import Topology
+from flux.select.heuristic import across_hosts, most_comm_tiles
+
+if TYPE_CHECKING:
+    from flux.select.choose import Choice
 
 
 def merge_visits(schedule: TileSchedule) -> list[tuple[int, int, Visit]]:
@@ -88,44 +96,28 @@ class SlabPlan:
     first_foreign: int
     last_foreign: int
 
-    def use_memory(self, gathered: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
-        """Set ``Slab.shared`` of each slab.
-
-        Args:
-            gathered: rows that an AllGather receives, [max_m, K].
-            slots: by rank: its blocks for partial results, [blocks, rows of a chunk, N].
-        """
-        m, world, rank = self.schedule.shape[0], self.schedule.world, self.schedule.rank
-        gathers = Op[self.schedule.op].gathers
-        for slab in self.slabs:
-            v = slab.visit
-            if v.owner == rank:
-                continue
-            if gathers:
-                slab.shared = gathered[v.row_begin : v.row_end]
-            elif self.direct:
-                base = _C.core.row_begin(m, world, v.owner)
-                holder, block = self.schedule.homes[v.owner]
-                rows = slots[holder][block, v.row_begin - base : v.row_end - base]
-                slab.shared = rows if slab.columns is None else rows[:, slab.columns]
-
     def forget_memory(self) -> None:
         """Drop the views of symmetric memory."""
         for slab in self.slabs:
             slab.shared = None
 
 
-def make_plan(schedule: TileSchedule, n: int | None) -> SlabPlan:
-    """Return the plan of a schedule, without views of symmetric memory.
+def make_plan(
+    schedule: TileSchedule, n: int | None, gathered: torch.Tensor, slots: Sequence[torch.Tensor]
+) -> SlabPlan:
+    """Return the plan of a schedule.
 
     Args:
         schedule: of one rank.
         n: columns of the result on this rank; None: there are several results, whose columns are
             computed whole.
+        gathered: rows that an AllGather receives, [max_m, K].
+        slots: by rank: its blocks for partial results, [blocks, rows of a chunk, N].
     """
     m, world, rank = schedule.shape[0], schedule.world, schedule.rank
     gathers = Op[schedule.op].gathers
-    scattered = Op[schedule.op].scatters and schedule.knobs.store == "direct"
+    direct = schedule.knobs.store == "direct"
+    scattered = Op[schedule.op].scatters and direct
     begin, own = _C.core.row_begin(m, world, rank), _C.core.row_count(m, world, rank)
     slabs = []
     for first, last, v in merge_visits(schedule):
@@ -135,12 +127,20 @@ def make_plan(schedule: TileSchedule, n: int | None) -> SlabPlan:
         columns = None if n is None else _part(v.col_begin, v.col_end, 0, n)
         target = own_part if scattered and v.owner == rank else rows
         both = target if columns is None else (target or slice(None), columns)
-        slabs.append(Slab(first, last, v, own_part if gathers else rows, both, columns))
+        shared: torch.Tensor | None = None
+        if v.owner != rank and gathers:
+            shared = gathered[v.row_begin : v.row_end]
+        elif v.owner != rank and direct:
+            base = _C.core.row_begin(m, world, v.owner)
+            holder, block = schedule.homes[v.owner]
+            shared = slots[holder][block, v.row_begin - base : v.row_end - base]
+            shared = shared if columns is None else shared[:, columns]
+        slabs.append(Slab(first, last, v, own_part if gathers else rows, both, columns, shared))
     foreign = [number for number, slab in enumerate(slabs) if slab.visit.owner != rank]
     return SlabPlan(
         schedule,
         threaded=schedule.knobs.copy_streams == 1,
-        direct=schedule.knobs.store == "direct",
+        direct=direct,
         own_rows=own,
         slabs=slabs,
         first_foreign=foreign[0] if foreign else -1,
@@ -153,3 +153,70 @@ def _part(begin: int, end: int, base: int, length: int) -> slice | None:
     if begin == base and end == base + length:
         return None
     return slice(begin - base, end - base)
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """Sizes of one rank's symmetric memory, in bytes unless said otherwise."""
+
+    signals: int  # count
+    row_bytes: int
+    blocks: int  # of partials, count
+    slot_bytes: int  # one of them
+    result_offset: int
+    data_bytes: int
+
+    @staticmethod
+    def serving(spec: OpSpec, topology: Topology, choice: Choice) -> SegmentLayout:
+        """Return the least memory that serves every M up to ``spec.max_m`` with its knobs.
+
+        Calls of one op may differ in order, direction and tile sizes as they may in M: nobody
+        writes before all have entered, whatever the call before was
+        (docs/contribute/architecture.md).
+        """
+        layouts = [
+            SegmentLayout.of(spec, topology, knobs, choice.most_tiles) for knobs in choice.variants
+        ]
+        partials = max(layout.result_offset for layout in layouts)
+        results = max(layout.data_bytes - layout.result_offset for layout in layouts)
+        return SegmentLayout(
+            max(layout.signals for layout in layouts),
+            layouts[0].row_bytes,
+            max(layout.blocks for layout in layouts),
+            max(layout.slot_bytes for layout in layouts),
+            partials,
+            partials + results,
+        )
+
+    @staticmethod
+    def of(spec: OpSpec, topology: Topology, knobs: Knobs, most_tiles: int = 0) -> SegmentLayout:
+        """Return the least memory that serves every M with one choice of knobs.
+
+        ``most_tiles`` is what ``Choice.most_tiles`` has.
+        """
+        world = topology.world
+        elements, dtype = spec.travelling_row
+        row = elements * dtype.itemsize
+        if not knobs.is_tiled:
+            return SegmentLayout(0, row, 0, 0, 0, 0)
+        knobs = across_hosts(spec.op, knobs, topology.nodes)
+        chunk = ceil_div(spec.max_m, world)
+        tiles = most_comm_tiles(spec.op, chunk, knobs, topology.nodes, most_tiles)
+        blocks, regions = 0, 1
+        if spec.op.reduces:
+            blocks, regions = _C.room_for(
+                order=Order[knobs.order or "direct"],
+                direction=Direction[knobs.direction or "push"],
+                mesh=topology.mesh,
+                hosts=topology.uneven,
+            )
+        partials = blocks * chunk * row
+        rest = spec.max_m * row if spec.op.gathers else 0
+        if spec.op.all_reduces:
+            # A pulled result needs the own block only, a pushed one the whole [M, N].
+            rest = (spec.max_m if knobs.direction == "push" else chunk) * row
+            regions += 1
+        # There is no schedule with more than max_tiles signals.
+        signals = min(regions * world * tiles, _C.core.max_tiles)
+        slot = chunk * row if spec.op.reduces else 0
+        return SegmentLayout(signals, row, blocks, slot, partials, partials + rest)

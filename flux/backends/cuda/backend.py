@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from flux import _C
-from flux.backends.cached_call import CachedCall, CachedCalls
 from flux.backends.cuda import nvtx
 from flux.backends.cuda.operands import Fit, of_zeros, row_step
 from flux.backends.cuda.setup import choose_kernels, cluster_tile, sums_by_switch
@@ -31,7 +30,7 @@ from flux.backends.cuda.waits import StreamWaits
 from flux.backends.cuda.workspaces import Workspaces
 from flux.backends.epilogue import ACTIVATE, spoil
 from flux.core.backend import OverlapHooks, nothing
-from flux.core.call import Call
+from flux.core.call import CachedCall, CachedCalls, Call
 from flux.core.env import GRAPH_OVERLAP, POISON
 from flux.core.errors import PeerTimeoutError
 from flux.core.forked import abandon_in_children
@@ -110,7 +109,7 @@ class CudaBackend:
         nvtx.switch()
         self.device: Device = transport.device
         self.sm_count = transport.sm_share
-        knobs = next((k for k in choice.variants() if k.path != "unfused"), Knobs())
+        knobs = next((k for k in choice.variants if k.path != "unfused"), Knobs())
         self.sums_by_switch = sums_by_switch(spec, transport, knobs)
         if self.sums_by_switch:
             knobs = replace(knobs, reduce="local")  # as far as kernels and memory are concerned
@@ -339,7 +338,7 @@ class CudaBackend:
         if plain and fits and x_fits and not empty and not self._activate_after:
             rows = self._rows_of(call.m) if self.spec.op.scatters else call.m
             unit = self._fit.unit(call.x) if shard_of == 1 else 1
-            self._calls.keep(CachedCall.of(schedule, call, shard_of, rows, unit))
+            self._calls.keep(schedule, call, shard_of, rows, unit)
 
     def again(
         self, x: torch.Tensor, weight: object, bias: object, m: int | None

@@ -106,7 +106,7 @@ def _has_op(pool: OpPool, A: torch.Tensor, Bs: Sequence[torch.Tensor]) -> bool:
         return False
     if executor.reason_unsupported([A, *Bs]) is not None:
         return False
-    if executor.group_unsupported(pool.group, A.device.type) is not None:
+    if executor.group_unsupported(pool.exchange.group, A.device.type) is not None:
         return False
     return A.device.type != "cuda" or pool.reason_without_gpus is None
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from flux.core.errors import PeerTimeoutError
 from flux.runtime.centauri.memory import add_up
-from flux.transport.abandonable import Abandonable
+from flux.transport.threads import Abandonable
 
 
 class Done(Protocol):

@@ -13,7 +13,7 @@ import torch
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 
-from flux.layers.config import LinearConfig
+from flux.layers.autograd import LinearConfig
 from flux.layers.megatron import flux_spec
 from flux.ops.pool import User
 from flux.runtime.domino.linear import column_linear, row_linear

@@ -1,27 +1,38 @@
-"""Run calls into torch that wait for peers on threads that this process can abandon; limit waits.
+"""Threads that wait for peers, and the end of the program.
 
 torch.distributed waits as long as the timeout of a group, half an hour by default, and a Ctrl-C
-does not end that wait. So such a call runs on a daemon thread, and its caller waits for the thread.
+does not end that wait. So such a call runs on a daemon thread (``Abandonable``), and its caller
+waits for the thread.
 
 A thread left inside torch does not keep the program from ending. But its call may return while the
 interpreter is being finalized, because the connections break when a peer ends. Python before 3.14
 then ends the thread by pthread_exit when it takes the GIL. That happens in a destructor of
 pybind11, which must not throw, so the C++ runtime aborts the process. Therefore threads that still
-wait when the program ends are stopped, by a signal whose handler does not return.
+wait when the program ends are stopped, by a signal whose handler does not return. A thread of gloo
+takes the GIL, too, when it drops the tensors of a collective, some time after the ranks have its
+result. The end of the program waits for it.
+
+Python collects an object late or never if a traceback, a compiled graph or a reference cycle holds
+it. Its peers would then wait for it until their timeouts. So ``end_at_exit`` ends what has threads,
+or peers that wait for it.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import itertools
 import os
 import queue
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
@@ -190,9 +201,90 @@ def _serve(inbox: _Inbox, idle: list[_Inbox]) -> None:
         del call  # with its value
 
 
+# -- the end of the program ------------------------------------------------------------------------
+
+GLOO_THREAD = "pt_gloo_runloop"
+"""Name that torch gives to the threads that run gloo's collectives. In older releases (2.9) they
+have the name of the process."""
+SETTLE_S = 1.0
+
+
+class ThreadOwner(Protocol):
+    """An object with threads, or with peers that wait for it."""
+
+    def end(self) -> None:
+        """End the threads and notify the peers.
+
+        Runs when the program ends. It also runs after an interrupted ``close``, and while a daemon
+        thread is inside a call.
+        """
+        ...
+
+
+_owners: weakref.WeakValueDictionary[int, ThreadOwner] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def end_at_exit(owner: ThreadOwner) -> None:
+    """Call ``owner.end`` when the program ends while ``owner`` lives; not in forked children.
+
+    Owners are ended in the order of registration: an engine before the network that serves it.
+    """
+    _owners[next(_numbers)] = owner
+
+
+def _running(names: set[str]) -> bool:
+    """Return whether a thread with one of these names, not of Python, has or awaits a processor."""
+    of_python = {str(thread.native_id) for thread in threading.enumerate()}
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            name, _, state = (thread / "stat").read_text().partition("(")[2].rpartition(") ")
+        except OSError:  # it has just ended
+            continue
+        if name in names and state.startswith("R") and thread.name not in of_python:
+            return True
+    return False
+
+
+def _await_gloo() -> None:
+    """Wait until the threads of gloo wait for the next collective, SETTLE_S at most.
+
+    A thread that waits for the GIL gets it meanwhile. A thread inside a collective that waits for a
+    peer is not running.
+    """
+    deadline = time.monotonic() + SETTLE_S
+    names = {GLOO_THREAD, Path("/proc/self/comm").read_text().rstrip("\n")}
+    quiet = 0
+    while quiet < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+        quiet = 0 if _running(names) else quiet + 1
+
+
+@atexit.register
+def _at_exit() -> None:
+    try:
+        _end_all()
+    finally:
+        _await_gloo()
+
+
+def _end_all() -> None:
+    owners = list(_owners.values())
+    if not owners:
+        return
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Without this, a Ctrl-C would leave threads behind, and the program would abort instead of
+        # ending by the signal.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with contextlib.ExitStack() as stack:  # an error in one owner does not skip the others
+        for owner in reversed(owners):
+            stack.callback(owner.end)
+
+
 @atexit.register
 def _stop_all() -> None:
-    """Stop the threads that are still inside torch."""
+    """Stop the threads that are still inside torch. Runs before ``_at_exit``."""
     for thread in list(_inside):
         thread.join(0.01)  # a thread that waits only for the GIL takes it and leaves
     global _ended
@@ -215,6 +307,7 @@ def _forget_all() -> None:
     global _membership
     _membership = threading.Lock()
     _inside.clear()
+    _owners.clear()
 
 
 os.register_at_fork(after_in_child=_forget_all)
