@@ -41,9 +41,8 @@ from flux.machine import host
 from flux.machine.cluster import world_shape
 from flux.machine.detection import detect
 from flux.select.cache import Cache
-from flux.select.choose import key_of
 from flux.select.space import load_space
-from flux.select.winners import Winner
+from flux.select.winners import Key, Winner
 from flux.tune.halving import Halving, median_ms
 from flux.tune.journal import Journal
 from flux.tune.machine import survey
@@ -147,7 +146,7 @@ def _look_up(argument: Any, rank: int, progress: Any) -> dict[str, float]:
     problem = Problem(Op.ag_gemm, 64, 256, 256, "float32", WORLD)
     if rank == 0:
         winner = Winner(64, Knobs(comm_tile_rows=8), 1.0)
-        Cache(Path(argument)).store(key_of(problem, shape, parts, "cpu"), winner, parts)
+        Cache(Path(argument)).store(Key.of(problem, shape, parts, "cpu"), winner, parts)
     os.environ["FLUX_TUNE_CACHE"] = argument
     dist.barrier()
     figures = {}
@@ -191,7 +190,7 @@ def ship_part(options: argparse.Namespace) -> dict[str, Any]:
                 Op[document["op"]], *(document[name] for name in ("m", "n", "k", "dtype")), WORLD
             )
             winner = _fastest(problem, document)
-            cache.store(key_of(problem, shape, parts, "cpu"), winner, parts)
+            cache.store(Key.of(problem, shape, parts, "cpu"), winner, parts)
             shipped[f"{problem.op.name} {problem.m}"] = str(winner.knobs)
         for path in cache.directory.glob("*.json"):
             shutil.copy(path, results)

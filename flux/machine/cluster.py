@@ -159,6 +159,15 @@ def digest(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def group_parts(clusters: Sequence[dict[str, object]]) -> dict[str, object]:
+    """Return the inputs of a group's fingerprint: those of its ranks, each kind once."""
+    first = clusters[0]
+    if all(other == first for other in clusters):
+        return first
+    kinds = sorted({repr(sorted(other.items())) for other in clusters})
+    return {**first, "mixed": kinds}
+
+
 def world_shape(hosts: Sequence[Hashable]) -> str:
     """Return the shape of a world, given each rank's host: ``2x4`` (hosts x ranks) or ``3+1``."""
     counts = list(Counter(hosts).values())

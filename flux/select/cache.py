@@ -27,8 +27,7 @@ from flux.core import env
 from flux.core.datafile import data_root, load_json
 from flux.core.knobs import Op
 from flux.core.wholefile import set_aside, write_whole
-from flux.select.keys import Key
-from flux.select.winners import FORMAT, DamagedEntryError, Entry, Winner
+from flux.select.winners import FORMAT, DamagedEntryError, Entry, Key, Winner
 
 LOCK_S = 60.0
 """Seconds that a writer waits for others; each holds the lock for milliseconds."""
@@ -225,11 +224,6 @@ def _set_aside(path: Path, why: str) -> None:
 
 def _warn(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=3)
-
-
-def cache_root() -> Path:
-    """Return the directory in which `flux tune` puts winners: FLUX_TUNE_CACHE."""
-    return env.TUNE_CACHE.path()
 
 
 def default_caches() -> Sequence[Cache]:

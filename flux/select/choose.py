@@ -20,13 +20,12 @@ from flux.core.problem import Problem
 from flux.core.spec import DTYPES, OpSpec
 from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
-from flux.machine.cluster import Cluster, digest, world_shape
+from flux.machine.cluster import Cluster, group_parts, world_shape
 from flux.machine.detection import detect
 from flux.select import cost
 from flux.select.cache import look_up
 from flux.select.heuristic import ONE_SHOTS, untuned
-from flux.select.keys import Key, versions
-from flux.select.winners import Entry, Winner, fit, most_tiles
+from flux.select.winners import Entry, Key, Winner, fit, most_tiles
 from flux.transport.exchange import Exchange
 from flux.transport.link_speed import measured_gbs
 from flux.transport.placement import Placement
@@ -139,30 +138,6 @@ class Tuned:
             warnings.warn(text, UserWarning, stacklevel=2)
 
 
-def key_of(problem: Problem, shape: str, parts: dict[str, object], kind: str) -> Key:
-    """Return the key of an op's winners on machines with these fingerprint inputs."""
-    kernels, toolchain = versions(kind)
-    return Key(
-        op=problem.op.name,
-        dtype=problem.dtype,
-        n=problem.n,
-        k=problem.k,
-        world=shape,
-        fingerprint=digest(parts),
-        kernels=kernels,
-        toolchain=toolchain,
-    )
-
-
-def group_parts(clusters: Sequence[dict[str, object]]) -> dict[str, object]:
-    """Return the inputs of a group's fingerprint: those of its ranks, each kind once."""
-    first = clusters[0]
-    if all(other == first for other in clusters):
-        return first
-    kinds = sorted({repr(sorted(other.items())) for other in clusters})
-    return {**first, "mixed": kinds}
-
-
 def choose(
     spec: OpSpec,
     exchange: Exchange,
@@ -193,7 +168,7 @@ def choose(
     entry: Entry | None = None
     known = [parts for parts in everybody if parts is not None]
     if exchange.rank == 0 and len(known) == exchange.world:
-        key = key_of(problem, shape, group_parts(known), kind)
+        key = Key.of(problem, shape, group_parts(known), kind)
         entry = _look_up(key, topology, kind, apart, exchange.timeout_s)
     entry, cluster = exchange.all_gather((entry, cluster))[0]
     if entry is not None:

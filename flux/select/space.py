@@ -211,9 +211,7 @@ def combinations(space: Space, problem: Problem) -> Iterator[Knobs]:
 
 
 def kernels(space: Space, problem: Problem) -> tuple[list[GemmConfig], list[Pruned]]:
-    """Return the kernels of a space that support the shape, and those that do not."""
-    if space.backend == "cpu":
-        return [], []
+    """Return the kernels of a space for GPUs that support the shape, and those that do not."""
     dtype = DTYPES[problem.dtype]
     if not dtype.in_kernels:
         raise ValueError(f"there are no kernels for {problem.dtype}")
@@ -282,9 +280,14 @@ def candidates(
     Candidates that are always measured come first, then the others by predicted time. Pure: the
     same on all ranks and in every run.
     """
-    configs, pruned = kernels(space, problem)
-    best_kernel, speeds = _kernel_speeds(configs, problem, cluster)
-    default = untuned(problem, cluster) if space.backend == "cuda" else Knobs()
+    configs: list[GemmConfig] = []
+    pruned: list[Pruned] = []
+    best_kernel, default = None, Knobs()
+    speeds: dict[str, float] = {}
+    if space.backend == "cuda":
+        configs, pruned = kernels(space, problem)
+        best_kernel, speeds = _kernel_speeds(configs, problem, cluster)
+        default = untuned(problem, cluster)
     fixed = {
         "unfused": Knobs(path="unfused"),
         "medium": resolved(problem, Knobs(path="medium"), best_kernel),

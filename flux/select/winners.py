@@ -1,20 +1,151 @@
-"""Define winners: knobs, kernel and times of one op at one M; and a file of several winners."""
+"""Define winners (knobs, kernel and times of one op at one M), their key, and a file of them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
+import torch
+
 from flux.core.datafile import MOST_SIZE, one_line, shown
 from flux.core.integers import ceil_div
-from flux.core.knobs import Knobs
+from flux.core.knobs import Knobs, Op
+from flux.core.problem import Problem
+from flux.core.version import __version__
 from flux.kernels.config import GemmConfig
-from flux.select.keys import Key, bucket
+from flux.machine.cluster import digest
+
+# -- keys ------------------------------------------------------------------------------------------
+
+CPU_REVISION = 1
+"""Revision of the CPU backend's speed: incremented when a change makes old winners doubtful."""
+
+_FORMS = {
+    "dtype": re.compile(r"\w{1,40}", re.ASCII),
+    "world": re.compile(r"[1-9]\d{0,3}(x[1-9]\d{0,3}|(\+[1-9]\d{0,3}){1,63})", re.ASCII),
+    "fingerprint": re.compile(r"[0-9a-f]{16}"),
+    "kernels": re.compile(r"[\w.+ ,-]{1,100}", re.ASCII),
+    "toolchain": re.compile(r"[\w.+ ,-]{1,100}", re.ASCII),
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """Everything that separates winners, except M.
+
+    Attributes:
+        op: ``ag_gemm`` | ``gemm_rs`` | ``gemm_ar``.
+        dtype: of the operands, as torch names it.
+        n: global columns, of all weights together.
+        k: global depth.
+        world: shape of the world, ``2x4`` (hosts x ranks) or ``3+1``.
+        fingerprint: of device and links (flux/machine/cluster.py).
+        kernels: version of the code that runs.
+        toolchain: version of the tools that built it, or of the library that multiplies.
+    """
+
+    op: str
+    dtype: str
+    n: int
+    k: int
+    world: str
+    fingerprint: str
+    kernels: str
+    toolchain: str
+
+    def __post_init__(self) -> None:
+        Op.named(self.op)
+        for name in ("n", "k"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= MOST_SIZE:
+                raise ValueError(f"{name} must be an integer in [1, 2^30], got {value!r}")
+        for name, form in _FORMS.items():
+            value = getattr(self, name)
+            if not isinstance(value, str) or not form.fullmatch(value):
+                raise ValueError(f"{name} must look like {form.pattern}, got {value!r}")
+
+    @classmethod
+    def of(cls, problem: Problem, shape: str, parts: Mapping[str, object], kind: str) -> Key:
+        """Return the key of an op's winners.
+
+        Args:
+            problem: the op and its sizes.
+            shape: of the world (``flux.machine.cluster.world_shape``).
+            parts: inputs of the fingerprint of the machines.
+            kind: of device: ``cpu`` | ``cuda``.
+        """
+        kernels, toolchain = versions(kind)
+        return cls(
+            op=problem.op.name,
+            dtype=problem.dtype,
+            n=problem.n,
+            k=problem.k,
+            world=shape,
+            fingerprint=digest(parts),
+            kernels=kernels,
+            toolchain=toolchain,
+        )
+
+    @property
+    def name(self) -> str:
+        """Name of the key's file: readable, and different for different keys."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        return f"{self.op}_{self.dtype}_n{self.n}_k{self.k}_{self.world}_{digest}"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Key:
+        """Return the key of these fields; raise ValueError if they are not those of a key."""
+        known = {field.name for field in fields(cls)}
+        if not isinstance(values, Mapping) or set(values) != known:
+            raise ValueError(f"expected the fields of a key, got {values!r}")
+        return cls(**values)
+
+
+def bucket(m: int) -> int:
+    """Return the M-bucket: the power of two at or above m.
+
+    Its winners serve all M of the bucket.
+    """
+    return 1 << (m - 1).bit_length()
+
+
+@lru_cache(maxsize=4)
+def versions(kind: str) -> tuple[str, str]:
+    """Return (kernels, toolchain): versions of the installed code for this kind of device."""
+    if kind == "cpu":
+        release = ".".join(torch.__version__.split("+")[0].split(".")[:2])
+        return f"cpu {__version__} r{CPU_REVISION}", f"torch {release}"
+    from flux.kernels import sources
+    from flux.kernels.registry import Registry
+
+    root = sources.csrc()
+    if root is None:
+        kernels = f"cuda {__version__}"
+    else:
+        headers = sorted(
+            path for part in ("core", "cuda") for path in (root / part).rglob("*") if path.is_file()
+        )
+        contents = [
+            (path.relative_to(root).as_posix(), path.read_text(encoding="utf-8"))
+            for path in headers
+            if path.suffix in (".h", ".cuh")
+        ]
+        kernels = f"cuda abi{sources.abi_version(root)} {sources.digest(contents)[:12]}"
+    built = Registry.load().libraries
+    nvcc = sorted({".".join(library.nvcc.split(".")[:2]) for library in built})
+    cutlass = sorted({library.cutlass for library in built})
+    return kernels, f"cutlass {'+'.join(cutlass) or 'none'}, nvcc {'+'.join(nvcc) or 'none'}"
+
+
+# -- winners ---------------------------------------------------------------------------------------
 
 FORMAT = 1
 """Format of the file; incremented when a field changes its meaning. Also part of its directory."""
@@ -150,7 +281,7 @@ class Entry:
         """Return the entry for JSON, with a checksum."""
         content = {
             "format": FORMAT,
-            "key": self.key.as_dict(),
+            "key": asdict(self.key),
             "machine": dict(self.machine),
             "winners": [winner.as_dict() for winner in self.winners],
         }

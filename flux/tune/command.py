@@ -297,8 +297,9 @@ def _tune(
 ) -> None:
     from filelock import Timeout
 
+    from flux.core.env import TUNE_CACHE
     from flux.launch.supervisors import Joined, Spawned
-    from flux.select.cache import Cache, cache_root
+    from flux.select.cache import Cache
     from flux.select.space import load_space, space_for
     from flux.tune.machine import survey
     from flux.tune.progress import observer
@@ -317,7 +318,7 @@ def _tune(
             ]
         except (ValueError, TypeError) as error:
             refuse(str(error))
-        cache = Cache(cache_root())
+        cache = Cache(TUNE_CACHE.path())
         # Shapes of one file may become equal once dtype and world are set.
         searches = list({search.label: search for search in searches}.values())
         with _journal(cache, searches, here, launcher, options, fresh=fresh) as journal:

@@ -54,9 +54,10 @@ def export(
     target: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; - is stdout.")],
 ) -> None:
     """Write all winners of this cache into one file, for `flux tune import` elsewhere."""
-    from flux.select.cache import Cache, cache_root
+    from flux.core.env import TUNE_CACHE
+    from flux.select.cache import Cache
 
-    entries = [entry.as_dict() for entry in Cache(cache_root()).entries()]
+    entries = [entry.as_dict() for entry in Cache(TUNE_CACHE.path()).entries()]
     text = json.dumps({"flux_winners": 1, "entries": entries}, indent=1) + "\n"
     if str(target) == "-":
         print(text, end="")
@@ -74,7 +75,8 @@ def import_winners(
     """Add winners of a file to this cache. Of two for the same shape, the newer one stays."""
     from filelock import Timeout
 
-    from flux.select.cache import Cache, cache_root, read_export
+    from flux.core.env import TUNE_CACHE
+    from flux.select.cache import Cache, read_export
 
     try:
         entries = read_export(source)  # everything is checked before anything is stored
@@ -82,7 +84,7 @@ def import_winners(
         refuse(f"cannot read {source}: {error.strerror}")
     except ValueError as error:
         refuse(f"{source}: {error}")
-    cache = Cache(cache_root())
+    cache = Cache(TUNE_CACHE.path())
     try:
         for entry in entries:
             cache.merge(entry, keep_newer=True)
@@ -101,9 +103,10 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", help="Delete without confirmation.")] = False,
 ) -> None:
     """Delete winners, and interrupted runs. Winners shipped with flux stay."""
-    from flux.select.cache import Cache, cache_root
+    from flux.core.env import TUNE_CACHE
+    from flux.select.cache import Cache
 
-    cache = Cache(cache_root())
+    cache = Cache(TUNE_CACHE.path())
     chosen = [
         entry.key
         for entry in cache.entries()

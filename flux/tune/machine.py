@@ -16,9 +16,8 @@ from flux.bench.config import ONE_GPU
 from flux.bench.places import gpu
 from flux.launch.spawn import end_with_parent, forkserver
 from flux.launch.supervisors import Launcher
-from flux.machine.cluster import Cluster, world_shape
+from flux.machine.cluster import Cluster, group_parts, world_shape
 from flux.machine.detection import detect
-from flux.select.choose import group_parts
 from flux.transport.placement import TRANSPORTS, Placement, RankPlace, place_here
 
 LOOKING_S = 180.0

@@ -20,11 +20,11 @@ def observer(console: Console, *, silent: bool) -> Iterator[TuningObserver]:
     if silent:
         yield TuningObserver()
     elif not console.is_terminal:
-        yield _lines()
+        yield TuningLines()
     else:
         columns = ("{task.description}", BarColumn(), "{task.fields[best]}", TimeElapsedColumn())
         with bar_on_request(console, *columns) as bar:
-            yield _bar(bar, console)
+            yield TuningBar(bar)
 
 
 def best_so_far(search: Search) -> str:
@@ -37,57 +37,63 @@ def best_so_far(search: Search) -> str:
     return f"best {ms:.3g} ms{ratio}: {name}"
 
 
-def _lines() -> TuningObserver:
-    class TuningLines(TuningObserver):
-        def compiling(self, search: Search, count: int) -> None:
-            if count:
-                say(f"{search.label}: building {count} kernels")
+class TuningLines(TuningObserver):
+    """A line for each shape."""
 
-        def event(self, search: Search, event: dict[str, Any]) -> None:
-            if event["event"] == "excluded":
-                say(f"{search.label}: excluded {event['name']}: {event['reason']}")
+    def compiling(self, search: Search, count: int) -> None:
+        """Say so."""
+        if count:
+            say(f"{search.label}: building {count} kernels")
 
-        def ended(self, search: Search) -> None:
-            how = "" if search.settled else " (not settled: the budget was used up)"
-            say(f"{search.label}: {best_so_far(search)}{how}")
+    def event(self, search: Search, event: dict[str, Any]) -> None:
+        """Say which candidate is excluded."""
+        if event["event"] == "excluded":
+            say(f"{search.label}: excluded {event['name']}: {event['reason']}")
 
-    return TuningLines()
+    def ended(self, search: Search) -> None:
+        """Say what is best."""
+        how = "" if search.settled else " (not settled: the budget was used up)"
+        say(f"{search.label}: {best_so_far(search)}{how}")
 
 
-def _bar(bar: Progress, console: Console) -> TuningObserver:
-    class TuningBar(TuningObserver):
-        def __init__(self) -> None:
-            self._task = bar.add_task("starting", total=None, best="")
-            self._place = ""
+class TuningBar(TuningObserver):
+    """A bar with the best so far."""
 
-        def started(self, search: Search, number: int, total: int) -> None:
-            self._place = f"[{number + 1}/{total}] {search.label}"
-            self._draw(search)
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._task = bar.add_task("starting", total=None, best="")
+        self._place = ""
 
-        def compiling(self, search: Search, count: int) -> None:
-            if count:
-                what = f"{self._place}: building {count} kernels"
-                bar.update(self._task, description=what, total=None)
-                bar.refresh()
+    def started(self, search: Search, number: int, total: int) -> None:
+        """Begin a bar."""
+        self._place = f"[{number + 1}/{total}] {search.label}"
+        self._draw(search)
 
-        def event(self, search: Search, event: dict[str, Any]) -> None:
-            if event["event"] == "excluded":
-                text = f"[yellow]excluded[/] {escape(event['name'])}: {escape(event['reason'])}"
-                bar.console.print(text, **PLAIN)
-            self._draw(search)
+    def compiling(self, search: Search, count: int) -> None:
+        """Say so beside the bar."""
+        if count:
+            what = f"{self._place}: building {count} kernels"
+            self._bar.update(self._task, description=what, total=None)
+            self._bar.refresh()
 
-        def ended(self, search: Search) -> None:
-            bar.console.print(f"{search.label}: {escape(best_so_far(search))}", **PLAIN)
+    def event(self, search: Search, event: dict[str, Any]) -> None:
+        """Draw the bar again, and say which candidate is excluded."""
+        if event["event"] == "excluded":
+            text = f"[yellow]excluded[/] {escape(event['name'])}: {escape(event['reason'])}"
+            self._bar.console.print(text, **PLAIN)
+        self._draw(search)
 
-        def _draw(self, search: Search) -> None:
-            planned = search.halving.planned_rounds()
-            bar.update(
-                self._task,
-                description=self._place,
-                completed=min(search.rounds_done, planned),
-                total=planned,
-                best=escape(best_so_far(search)[: max(20, console.width // 2)]),
-            )
-            bar.refresh()
+    def ended(self, search: Search) -> None:
+        """Say what is best."""
+        self._bar.console.print(f"{search.label}: {escape(best_so_far(search))}", **PLAIN)
 
-    return TuningBar()
+    def _draw(self, search: Search) -> None:
+        planned = search.halving.planned_rounds()
+        self._bar.update(
+            self._task,
+            description=self._place,
+            completed=min(search.rounds_done, planned),
+            total=planned,
+            best=escape(best_so_far(search)[: max(20, self._bar.console.width // 2)]),
+        )
+        self._bar.refresh()

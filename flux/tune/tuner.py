@@ -14,7 +14,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,9 @@ from flux.kernels.registry import cache_root
 from flux.launch.supervisors import Launcher
 from flux.machine.cluster import Cluster
 from flux.select.cache import Cache
-from flux.select.choose import key_of
 from flux.select.cost import gemm_ms
-from flux.select.keys import Key, versions
 from flux.select.space import ALWAYS, Candidate, Pruned, Space, candidates
-from flux.select.winners import MOST_MS, Winner
+from flux.select.winners import MOST_MS, Key, Winner, versions
 from flux.transport.placement import Placement
 from flux.tune import kernels
 from flux.tune.halving import SHORT_MS, Halving, median_ms, rounds_for
@@ -230,7 +228,7 @@ class Tuner:
         self._options = options
         self._observer = observer or TuningObserver()
         self._deadline = None if options.budget_s is None else time.monotonic() + options.budget_s
-        if journal is not None:
+        if journal is not None and journal.resumed:
             self._resume(journal)
 
     def _resume(self, journal: Journal) -> None:
@@ -271,7 +269,8 @@ class Tuner:
         leads, in_vain = self._launcher.leads, 0
         until = time.monotonic() + seconds
         at_once = _MOST_AT_ONCE
-        self._compile(search)
+        if self._machine.backend == "cuda":
+            self._compile(search)
         while True:
             job: TuningJob | None = None
             if leads and not search.done and time.monotonic() < until and not search.problem_text:
@@ -426,14 +425,14 @@ class Tuner:
 
 
 def _key(search: Search, machine: TuningMachine) -> Key:
-    return key_of(search.problem, machine.shape, machine.parts, machine.backend)
+    return Key.of(search.problem, machine.shape, machine.parts, machine.backend)
 
 
 def describe(
     searches: Sequence[Search], machine: TuningMachine, options: Options
 ) -> dict[str, Any]:
     """Return the description of a run; runs with equal descriptions share a journal."""
-    key = _key(searches[0], machine).as_dict()
+    key = asdict(_key(searches[0], machine))
     if machine.backend == "cuda":  # the versions list built kernels, and a run adds to those
         key["toolchain"] = kernels.compiler()
     return {

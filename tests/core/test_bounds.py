@@ -24,8 +24,7 @@ from flux.core.spec import FP8, OpSpec
 from flux.machine.cluster import load_cluster
 from flux.select.choose import Choice, Fixed, Tuned, _one_kernel, modelled
 from flux.select.heuristic import most_comm_tiles, resolve
-from flux.select.keys import Key
-from flux.select.winners import Entry, Winner, tile_count
+from flux.select.winners import Entry, Key, Winner, tile_count
 from harness import STRESS
 
 MAX_M = 1 << 24

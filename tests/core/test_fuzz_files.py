@@ -6,6 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,8 @@ from flux.kernels.config import GemmConfig
 from flux.machine.cluster import load_cluster
 from flux.machine.detection import System
 from flux.select.cache import Cache
-from flux.select.keys import Key
 from flux.select.space import load_space
-from flux.select.winners import DamagedEntryError, Entry, checksum
+from flux.select.winners import DamagedEntryError, Entry, Key, checksum
 from flux.tune.journal import Journal
 from fuzz_files import KEY, Kind, fuzz, kinds, outcome, place
 from harness import STRESS
@@ -514,4 +514,4 @@ def test_knobs_and_kernels_are_of_their_types() -> None:
     with pytest.raises(ValueError, match="tile must be"):
         GemmConfig("gemm", "80", "bf16", (2**31, 64, 64), "multistage")
     with pytest.raises(ValueError, match="k must be"):
-        Key(**{**KEY.as_dict(), "k": 2**31})
+        Key(**{**asdict(KEY), "k": 2**31})

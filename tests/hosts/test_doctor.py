@@ -20,8 +20,7 @@ from flux.doctor import examine as doctor
 from flux.doctor.ranks import between, places_of_all
 from flux.machine import host, toolchain
 from flux.select.cache import Cache
-from flux.select.keys import Key
-from flux.select.winners import Winner
+from flux.select.winners import Key, Winner
 from flux.transport.placement import RankPlace
 from harness import nothing_left_in_shared_memory, run_ranks
 

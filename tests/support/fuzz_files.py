@@ -55,10 +55,9 @@ from flux.runtime.profile import read_profile
 from flux.select.cache import Cache, read, read_export
 from flux.select.cost import predict
 from flux.select.heuristic import resolved
-from flux.select.keys import Key
 from flux.select.schedule import make_schedule
 from flux.select.space import ALWAYS, Space, combinations, load_space
-from flux.select.winners import DamagedEntryError, Entry, Winner, checksum, fit
+from flux.select.winners import DamagedEntryError, Entry, Key, Winner, checksum, fit
 from flux.trace import read_chrome, write_chrome
 from flux.trace.chrome import flows
 from flux.tune.halving import Halving

@@ -16,18 +16,18 @@ import torch
 
 import flux
 import reference
+from flux.core.env import TUNE_CACHE
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
 from flux.core.spec import OpSpec
 from flux.core.topology import Topology
-from flux.machine.cluster import load_cluster, world_shape
+from flux.machine.cluster import group_parts, load_cluster, world_shape
 from flux.machine.detection import detect
 from flux.select import choose as choice
 from flux.select import cost
-from flux.select.cache import Cache, cache_root
-from flux.select.choose import key_of
+from flux.select.cache import Cache
 from flux.select.cost import gemm_ms
-from flux.select.winners import Entry, Winner
+from flux.select.winners import Entry, Key, Winner
 from flux.transport.placement import Placement
 from harness import more, run_ranks
 from op_cases import way_of
@@ -53,18 +53,18 @@ def problem_of(op: str, n: int = N, world: int = 2) -> Problem:
 
 def key_here(op: str, world: int, n: int = N) -> Any:
     shape = world_shape(["here"] * world)
-    return key_of(problem_of(op, n), shape, detect("cpu").parts(shape), "cpu")
+    return Key.of(problem_of(op, n), shape, detect("cpu").parts(shape), "cpu")
 
 
 def remember(op: str, world: int, winners: dict[int, Knobs], n: int = N) -> None:
     """Store winners in the cache of the ranks, on rank 0 only, as a tuner does."""
-    cache = Cache(cache_root())
+    cache = Cache(TUNE_CACHE.path())
     for m, knobs in winners.items():
         cache.store(key_here(op, world, n), Winner(m, knobs, 1.0), {})
 
 
 def forget(op: str, world: int, n: int = N) -> None:
-    Cache(cache_root()).remove(key_here(op, world, n))
+    Cache(TUNE_CACHE.path()).remove(key_here(op, world, n))
 
 
 def make(op: str, n: int = N, **options: Any) -> Any:
@@ -122,11 +122,12 @@ def test_calls_of_one_op_change_path_order_and_direction_with_m(name: str, world
 
 def _over_network(rank: int, world: int) -> str:
     shape = world_shape(range(world))
-    key = key_of(problem_of("ag_gemm"), shape, detect("cpu").parts(shape), "cpu")
+    key = Key.of(problem_of("ag_gemm"), shape, detect("cpu").parts(shape), "cpu")
+    cache = Cache(TUNE_CACHE.path())
     if rank == 0:
         for m, knobs in WINNERS.items():
-            Cache(cache_root()).store(key, Winner(m, replace(knobs, direction="push"), 1.0), {})
-        Cache(cache_root()).store(key, Winner(199, STAGED, 1.0), {})  # pulls, which cannot be
+            cache.store(key, Winner(m, replace(knobs, direction="push"), 1.0), {})
+        cache.store(key, Winner(199, STAGED, 1.0), {})  # pulls, which cannot be
     torch.distributed.barrier()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -135,7 +136,7 @@ def _over_network(rank: int, world: int) -> str:
             assert op.schedule(33).knobs.order == "ring1d"
     torch.distributed.barrier()
     if rank == 0:
-        Cache(cache_root()).remove(key)
+        cache.remove(key)
     return "\n".join(str(warning.message) for warning in said)
 
 
@@ -222,7 +223,7 @@ def test_different_tuning_options_on_ranks_raise() -> None:
 def _damaged(rank: int, world: int) -> list[str]:
     if rank == 0:
         remember("ag_gemm", world, {64: STAGED})
-        path = Cache(cache_root()).directory / f"{key_here('ag_gemm', world).name}.json"
+        path = Cache(TUNE_CACHE.path()).directory / f"{key_here('ag_gemm', world).name}.json"
         path.write_text(path.read_text()[:-30])
     torch.distributed.barrier()
     with warnings.catch_warnings(record=True) as said:
@@ -280,15 +281,15 @@ def test_a_group_of_unlike_machines_is_another_machine() -> None:
     here = detect("cpu")
     other = replace(here, device=replace(here.device, arch="another"))
     one, two = here.parts("2x2"), other.parts("2x2")
-    assert choice.group_parts([one] * 4) == one
-    mixed = choice.group_parts([one, one, two, two])
-    assert mixed not in (one, two) and mixed == choice.group_parts([one, two, one, two])
+    assert group_parts([one] * 4) == one
+    mixed = group_parts([one, one, two, two])
+    assert mixed not in (one, two) and mixed == group_parts([one, two, one, two])
 
 
 def test_float8_has_winners_of_its_own() -> None:
     wide, narrow = (replace(problem_of("gemm_rs"), dtype=d) for d in ("bfloat16", "float8_e4m3fn"))
     assert wide.row_bytes == narrow.row_bytes  # of results, which are bfloat16 for both
-    assert key_of(wide, "1x2", {}, "cpu") != key_of(narrow, "1x2", {}, "cpu")
+    assert Key.of(wide, "1x2", {}, "cpu") != Key.of(narrow, "1x2", {}, "cpu")
 
 
 def test_a_winner_found_elsewhere_is_checked_before_it_is_used() -> None:
@@ -391,7 +392,7 @@ def test_one_rank_communicates_nothing() -> None:
 
 
 def test_the_cache_directory_of_tests_is_not_the_users(tmp_path: Path) -> None:
-    assert "flux-test-tune" in str(cache_root())
+    assert "flux-test-tune" in str(TUNE_CACHE.path())
 
 
 def test_cost_model_chooses_the_winners_measured_on_a_cpu() -> None:
@@ -433,7 +434,7 @@ def test_winners_that_cannot_be_read_are_ignored(
     """No error of one rank between two exchanges; the op runs with what the model chooses."""
     monkeypatch.setenv("FLUX_TUNE_CACHE", str(tmp_path))
     key = key_here("ag_gemm", 2)
-    Cache(cache_root()).store(key, Winner(8, Knobs(), 1.0), {})
+    Cache(TUNE_CACHE.path()).store(key, Winner(8, Knobs(), 1.0), {})
     (path,) = tmp_path.glob("v*/*.json")
     text = path.read_text()
     if what == "home":

@@ -19,9 +19,8 @@ from flux.core.topology import Topology
 from flux.kernels import build
 from flux.machine.cluster import load_cluster
 from flux.select.cache import Cache
-from flux.select.keys import Key
 from flux.select.space import candidates, load_space
-from flux.select.winners import Entry, Winner
+from flux.select.winners import Entry, Key, Winner
 from flux.tune import halving, kernels
 from kernel_sandbox import Sandbox
 
