@@ -239,6 +239,8 @@ def look_up(
 ) -> Entry | None:
     """Return the winners of a key, from the most preferred cache that has any.
 
+    If they cannot be read, warn and return None: ops run without winners then.
+
     Args:
         key: the op and the machine.
         caches: where to look; None: where ops do.
@@ -246,8 +248,14 @@ def look_up(
             while its peers wait for this rank.
     """
     limit_s = LOCK_S if timeout_s is None else min(LOOK_UP_S, timeout_s / 4)
-    for cache in default_caches() if caches is None else caches:
-        entry = cache.load(key, limit_s)
-        if entry is not None and entry.winners:
-            return entry
+    try:
+        for cache in default_caches() if caches is None else caches:
+            entry = cache.load(key, limit_s)
+            if entry is not None and entry.winners:
+                return entry
+    # For example a missing home directory, or numbers and nesting beyond Python's limits.
+    except (OSError, RuntimeError, ValueError, ArithmeticError) as error:
+        _warn(
+            f"tuned winners cannot be read, so none are used: {type(error).__name__}: {error}",
+        )
     return None

@@ -169,7 +169,8 @@ def choose(
     known = [parts for parts in everybody if parts is not None]
     if exchange.rank == 0 and len(known) == exchange.world:
         key = Key.of(problem, shape, group_parts(known), kind)
-        entry = _look_up(key, topology, kind, apart, exchange.timeout_s)
+        entry = look_up(key, timeout_s=exchange.timeout_s)
+        entry = None if entry is None else usable(entry, topology, kind, apart)
     entry, cluster = exchange.all_gather((entry, cluster))[0]
     if entry is not None:
         kernel = None
@@ -195,28 +196,6 @@ def with_measured_network(cluster: Cluster, exchange: Exchange, placement: Place
     nics = max(cluster.network.nics, 1)
     gbits = measured_gbs(exchange, placement) * 8 / nics
     return replace(cluster, network=replace(cluster.network, nics=nics, gbits=gbits))
-
-
-def _look_up(
-    key: Key,
-    topology: Topology,
-    kind: str,
-    apart: bool = False,
-    timeout_s: float | None = None,
-) -> Entry | None:
-    """Return the winners that this group can run; None, with a warning, if they cannot be read."""
-    try:
-        entry = look_up(key, timeout_s=timeout_s)
-    # For example a missing home directory, or numbers and nesting beyond Python's limits. Ops run
-    # without winners then.
-    except (OSError, RuntimeError, ValueError, ArithmeticError) as error:
-        warnings.warn(
-            f"tuned winners cannot be read, so none are used: {type(error).__name__}: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
-    return None if entry is None else usable(entry, topology, kind, apart)
 
 
 def _detected(kind: str) -> Cluster | None:
