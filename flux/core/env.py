@@ -74,7 +74,7 @@ class Variable(Generic[T]):
             VariableError: there is no such home directory.
         """
         try:
-            return user_path(str(self.get()))
+            return user_path(str(self.get()))  # a default may begin with ~
         except VariableError:
             raise
         except ValueError as error:
@@ -130,11 +130,6 @@ def _name(text: str) -> str:
     return text
 
 
-def _directory(text: str) -> str:
-    user_path(text)  # raises for a user that there is not
-    return text
-
-
 POISON = Variable(
     "FLUX_POISON",
     _flag,
@@ -183,8 +178,8 @@ LAYER_TIMEOUT_S = Variable(
 )
 KERNEL_CACHE = Variable(
     "FLUX_KERNEL_CACHE",
-    _directory,
-    "~/.cache/flux/kernels",
+    user_path,
+    Path("~/.cache/flux/kernels"),
     "directory of the CUDA kernels that `flux compile` builds",
 )
 KERNEL_CHOICE = Variable(
@@ -202,8 +197,8 @@ CCACHE = Variable(
 )
 TUNE_CACHE = Variable(
     "FLUX_TUNE_CACHE",
-    _directory,
-    "~/.cache/flux/tune",
+    user_path,
+    Path("~/.cache/flux/tune"),
     "directory of the winners that `flux tune` finds and ops use",
 )
 NVTX = Variable[bool | None](
@@ -248,7 +243,13 @@ BENCH_BYTE_FLUX_PYTHON = Variable(
 )
 
 VARIABLES: tuple[
-    Variable[bool] | Variable[bool | None] | Variable[float] | Variable[int] | Variable[str], ...
+    Variable[bool]
+    | Variable[bool | None]
+    | Variable[float]
+    | Variable[int]
+    | Variable[str]
+    | Variable[Path],
+    ...,
 ] = (
     POISON,
     CHECK,

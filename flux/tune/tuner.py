@@ -22,7 +22,6 @@ from typing import Any
 from flux.bench.config import BenchConfig
 from flux.core.datafile import one_line, shown
 from flux.core.problem import Problem
-from flux.kernels.registry import cache_root
 from flux.launch.supervisors import Launcher
 from flux.machine.cluster import Cluster
 from flux.select.cache import Cache
@@ -30,7 +29,6 @@ from flux.select.cost import gemm_ms
 from flux.select.space import ALWAYS, Candidate, Pruned, Space, candidates
 from flux.select.winners import MOST_MS, Key, Winner, versions
 from flux.transport.placement import Placement
-from flux.tune import kernels
 from flux.tune.halving import SHORT_MS, Halving, median_ms, rounds_for
 from flux.tune.journal import Journal
 from flux.tune.machine import TuningMachine
@@ -312,6 +310,9 @@ class Tuner:
 
     def _compile(self, search: Search) -> None:
         """Build the kernels of all candidates, in parallel, on one rank of each host."""
+        from flux.kernels.registry import cache_root
+        from flux.tune import kernels  # which CPUs do not need
+
         alive = [
             candidate for candidate in search.candidates if candidate.name not in search.excluded
         ]
@@ -434,6 +435,8 @@ def describe(
     """Return the description of a run; runs with equal descriptions share a journal."""
     key = asdict(_key(searches[0], machine))
     if machine.backend == "cuda":  # the versions list built kernels, and a run adds to those
+        from flux.tune import kernels
+
         key["toolchain"] = kernels.compiler()
     return {
         "machine": machine.parts,
