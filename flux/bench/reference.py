@@ -107,9 +107,7 @@ def zeros_for(rows: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return sums[0], sums[1], sums[2]
 
 
-def make_reference(
-    problem: Problem, rank: int, inputs: Inputs, group: dist.ProcessGroup | None = None
-) -> Reference:
+def make_reference(problem: Problem, rank: int, inputs: Inputs) -> Reference:
     """Return the reference of this rank from all ranks' inputs. Collective.
 
     Inputs are sent one owner at a time, so that no rank holds more than one peer's share. For
@@ -123,7 +121,7 @@ def make_reference(
     def from_owner(mine: torch.Tensor, shape: tuple[int, int], owner: int) -> torch.Tensor:
         tensor = mine.contiguous() if rank == owner else mine.new_empty(shape)
         if tensor.numel() and problem.world > 1:
-            dist.broadcast(tensor, group=group, group_src=owner)
+            dist.broadcast(tensor, owner)
         return tensor
 
     for owner in range(problem.world):

@@ -35,16 +35,9 @@ _LATE_NS = 50_000
 
 
 class StartLine:
-    """Synchronises the start of the ranks of a group. Collective: all ranks make the same calls."""
+    """Synchronises the start of the ranks. Collective: all ranks make the same calls."""
 
-    def __init__(
-        self,
-        world: int,
-        threads: int,
-        group: dist.ProcessGroup | None = None,
-        common_clock: bool = True,
-    ) -> None:
-        self._group = group
+    def __init__(self, world: int, threads: int, common_clock: bool = True) -> None:
         self._common_clock = common_clock
         self._instant = torch.zeros(1, dtype=torch.int64)
         # With more ranks than cores, a spinning rank keeps another one from reaching the line.
@@ -57,10 +50,10 @@ class StartLine:
     def wait(self) -> None:
         """Return at the instant that all ranks agreed on."""
         if not self._common_clock:
-            dist.barrier(group=self._group)
+            dist.barrier()
             return
         self._instant[0] = time.monotonic_ns() + self._lead_ns
-        dist.all_reduce(self._instant, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(self._instant, op=dist.ReduceOp.MAX)
         instant = int(self._instant.item())
         ahead = instant - time.monotonic_ns()
         if ahead > self._spin_ns:

@@ -339,9 +339,9 @@ class Table:
             self.fail(key, f"expected {what} <= {_plain(most)}, got {shown(value)}")
         return value  # type: ignore[no-any-return]
 
-    def flag(self, key: str, default: bool | None = None) -> bool:
+    def flag(self, key: str) -> bool:
         """Return a boolean."""
-        value = self._take(key, default)
+        value = self._take(key, None)
         if not isinstance(value, bool):
             self.fail(key, f"expected true or false, got {shown(value)}")
         return value

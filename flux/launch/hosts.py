@@ -34,6 +34,7 @@ MTU = 9000
 SUBNET = "10.77.0"
 INTERFACE = "eth0"
 MAX_HOSTS = 64
+LINK_UP_S = 5.0
 _PREFIX = "flux-"
 _NAME = re.compile(rf"{_PREFIX}(\d+)-(\d+)-(sw|h\d+)$")
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(k|m|g)?bit", re.IGNORECASE)
@@ -258,15 +259,15 @@ def link_bytes() -> int:
     return 0
 
 
-def wait_for_link(timeout_s: float = 5.0) -> None:
+def wait_for_link() -> None:
     """Wait until the own interface is up; a new bridge port may take a moment.
 
     Raises:
         HostsUnavailableError: it did not come up in time.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + LINK_UP_S
     while time.monotonic() < deadline:
         if "state UP" in _run("ip", "link", "show", INTERFACE):
             return
         time.sleep(0.01)
-    raise HostsUnavailableError(f"link {INTERFACE} did not come up within {timeout_s:g} s")
+    raise HostsUnavailableError(f"link {INTERFACE} did not come up within {LINK_UP_S:g} s")
