@@ -117,7 +117,7 @@ class Shape:
         args.scale_a, args.scale_b = self.scale_x.data_ptr(), self.scale_w.data_ptr()
         if config.op != "gemm":
             sizes = (self.m, self.n, self.k, WORLD, 2)
-            cluster = ClusterTile.of([config])
+            cluster = ClusterTile(*config.cluster_tile)
             knobs = resolve(Op[config.op], *sizes, Knobs(raster=raster), cluster=cluster)
             args.order.world, args.order.rank = WORLD, 0
             args.order.nodes = args.order.domains = 1

@@ -55,7 +55,15 @@ class Stamps(Protocol):
 
 
 class UnfusedBackend:
-    """Executor of the unfused path of one op on one rank."""
+    """Executor of the unfused path of one op on one rank.
+
+    Attributes:
+        watched: asked, while a collective is waited for, whether a peer is gone or has left a call.
+            gloo reports only the end of a process, and that only to ranks that exchange data with
+            it.
+    """
+
+    watched: CpuBackend | None = None
 
     def __init__(
         self,
@@ -73,11 +81,6 @@ class UnfusedBackend:
         self._stamps: Stamps | None = None
         self._threads = Threads()
         self._unfinished = False  # a collective of the call has begun, and not ended
-        self.watched: CpuBackend | None = None
-        """Tells, while a collective is waited for, whether a peer is gone or has left a call.
-
-        gloo reports only the end of a process, and that only to ranks that exchange data with it.
-        """
         self.culprit = -1
         """The rank that a call has timed out on; -1: none, or unknown."""
 

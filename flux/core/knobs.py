@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flux.core.topology import Topology
@@ -207,15 +207,6 @@ def check_legal(knobs: Knobs, topology: Topology) -> None:
         raise ValueError(f"swizzle xor needs a power-of-two world, got {world}")
 
 
-class HasClusterTile(Protocol):
-    """The part of flux.kernels.config.GemmConfig that schedules depend on."""
-
-    @property
-    def cluster_tile(self) -> tuple[int, int]:
-        """(rows, columns) of the result that a cluster of thread blocks computes at once."""
-        ...
-
-
 @dataclass(frozen=True)
 class ClusterTile:
     """The properties of an op's GPU kernels that schedules depend on.
@@ -229,7 +220,6 @@ class ClusterTile:
     columns: int
 
     @classmethod
-    def of(cls, configs: Iterable[HasClusterTile]) -> ClusterTile:
-        """Return the smallest extents that hold a cluster tile of each of these kernels."""
-        tiles = [config.cluster_tile for config in configs]
+    def of(cls, tiles: Sequence[tuple[int, int]]) -> ClusterTile:
+        """Return the smallest extents that hold each of these ``GemmConfig.cluster_tile``."""
         return cls(max(rows for rows, _ in tiles), max(columns for _, columns in tiles))

@@ -286,7 +286,7 @@ def _schedule(
         topology,
         knobs,
         itemsize=problem.itemsize,
-        cluster=ClusterTile.of([kernel]),
+        cluster=ClusterTile(*kernel.cluster_tile),
     )
 
 

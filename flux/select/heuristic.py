@@ -109,7 +109,7 @@ def untuned(problem: Problem, cluster: Cluster) -> Knobs:
 def resolved(problem: Problem, knobs: Knobs, kernel: GemmConfig | None = None) -> Knobs:
     """Return the knobs with every field set, as the op would set them; ``kernel``: on a GPU."""
     p = problem
-    cluster = None if kernel is None else ClusterTile.of([kernel])
+    cluster = None if kernel is None else ClusterTile(*kernel.cluster_tile)
     return resolve(p.op, p.m, *p.local, p.world, p.itemsize, knobs, p.nodes, cluster)
 
 

@@ -269,11 +269,12 @@ def test_a_death_while_ranks_connect_is_noticed(hosts: int) -> None:
 def _fails_late(rank: int, world: int) -> None:
     sizes: dict[str, Any] = {**SIZES, "tuning": "off"}
     with mock.patch.dict("os.environ", FLUX_CHECK="1"):
-        with mock.patch("flux.ops.base.UnfusedBackend.watch") as watch:
-            if rank == 1:
-                watch.side_effect = OSError("no room")
-            with pytest.raises((OSError, PeerFailedError), match="no room"):
-                OPS["ag_gemm"](**sizes)
+        watched = mock.PropertyMock(side_effect=OSError("no room") if rank == 1 else None)
+        with (
+            mock.patch("flux.ops.base.UnfusedBackend.watched", watched),
+            pytest.raises((OSError, PeerFailedError), match="no room"),
+        ):
+            OPS["ag_gemm"](**sizes)
         with OPS["ag_gemm"](**sizes) as op:
             op(torch.zeros(2, 8), torch.zeros(8 // world, 8))
 

@@ -173,7 +173,8 @@ def test_the_extents_hold_the_tiles_of_all_weights() -> None:
         GemmConfig("ag_gemm", "90a", "bf16", tile, "cooperative", cluster=cluster)
         for tile, cluster in (((128, 256, 64), (2, 1)), ((128, 128, 64), (1, 4)))
     ]
-    assert ClusterTile.of(configs) == ClusterTile(256, 512)
+    tiles = [config.cluster_tile for config in configs]
+    assert ClusterTile.of(tiles) == ClusterTile(256, 512)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -597,6 +597,10 @@ def test_call_with_all_rows_received_survives_a_peer_failure(op: str) -> None:
     run_ranks(2, _peer_fails_in_the_next_call, op, timeout=60.0, fresh=True)
 
 
+def _fail(*arguments: object) -> None:
+    raise OSError("no")
+
+
 def _interrupted_end(rank: int, world: int, where: str) -> None:
     """Ctrl-C arrives while an op is closed, or given up, whose threads and memory are left then."""
     with on_host("ab"[rank]):
@@ -620,7 +624,7 @@ def _interrupted_end(rank: int, world: int, where: str) -> None:
                 assert op.closed
             else:
                 with (
-                    mock.patch("flux.ops.base.UnfusedBackend.watch", side_effect=OSError("no")),
+                    mock.patch("flux.ops.base.UnfusedBackend.watched", property(None, _fail)),
                     pytest.raises((OSError, KeyboardInterrupt)),
                 ):
                     AGGemm(max_m=8, n=8, k=8)

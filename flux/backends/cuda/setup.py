@@ -73,7 +73,7 @@ def cluster_tile(
     """Return what schedules know of the kernels: of rank 0's columns, so all ranks agree."""
     world = transport.world
     columns = spec.local_n(world, 0)
-    if columns == spec.local_n(world, transport.rank):
-        return ClusterTile.of(configs)
-    args = (transport.device, knobs, sm_count, preferred, TRACE.get())
-    return ClusterTile.of(op_kernel(spec, world, n, *args).built.config for n in columns)
+    if columns != spec.local_n(world, transport.rank):
+        args = (transport.device, knobs, sm_count, preferred, TRACE.get())
+        configs = [op_kernel(spec, world, n, *args).built.config for n in columns]
+    return ClusterTile.of([config.cluster_tile for config in configs])
