@@ -22,7 +22,7 @@ from flux.launch.supervisors import Launcher, Spawned
 from flux.machine.cluster import load_cluster
 from flux.machine.detection import detect
 from flux.select import choose as choice
-from flux.select import keys
+from flux.select import winners
 from flux.select.cache import Cache
 from flux.select.space import Candidate, load_space
 from flux.select.winners import Winner
@@ -224,7 +224,7 @@ def test_winners_are_of_the_kernels_that_the_run_has_built(
     built: list[Any] = []
     registry = SimpleNamespace(load=lambda: SimpleNamespace(libraries=tuple(built)))
     monkeypatch.setattr("flux.kernels.registry.Registry", registry)
-    keys.versions.cache_clear()
+    winners.versions.cache_clear()
 
     def build(configs: Any, root: Path) -> dict[str, str]:
         built.append(SimpleNamespace(nvcc="13.0.88", cutlass="4.2.0.0"))
@@ -236,13 +236,13 @@ def test_winners_are_of_the_kernels_that_the_run_has_built(
         monkeypatch.setattr(first, "_run", lambda search, job: _measured(search))
         first.run()
         (entry,) = cache.entries()
-        assert entry.key.toolchain == "cutlass 4.2.0.0, nvcc 13.0" == keys.versions("cuda")[1]
+        assert entry.key.toolchain == "cutlass 4.2.0.0, nvcc 13.0" == winners.versions("cuda")[1]
         _, _, again = start(tmp_path, None)
         assert again._journal is not None and first._journal is not None
         assert again._journal.path == first._journal.path
         again._journal.close()
     finally:
-        keys.versions.cache_clear()
+        winners.versions.cache_clear()
 
 
 def _measured(search: Search) -> str:
