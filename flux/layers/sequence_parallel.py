@@ -432,9 +432,9 @@ def modelled_choice(
     placement, cluster = Placement(tuple(memory for memory, _ in ranks)), ranks[0][1]
     if cluster is None:
         return None
-    if kind == "cpu" and placement.count > 1:
+    if kind == "cpu" and placement.topology.nodes > 1:
         cluster = with_measured_network(cluster, exchange, placement)
-    return SequenceChoice(blocks, dtype, exchange.world, placement.count, cluster)
+    return SequenceChoice(blocks, dtype, exchange.world, placement.topology.nodes, cluster)
 
 
 def check_world(model: nn.Module, plan: SequencePlan, world: int) -> None:

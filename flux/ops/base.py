@@ -159,7 +159,7 @@ class TensorParallelOp:
             if isinstance(exchange, OneGpuExchange):
                 gpus = exchange
             elif backend == "cuda":
-                gpus = open_gpus(exchange, placement.count, timeout_s, transport)
+                gpus = open_gpus(exchange, placement.topology.nodes, timeout_s, transport)
             device = gpus.device.torch_device if gpus else torch.device("cpu")
             self._choice: Choice = Fixed(knobs, kernel)
             if tuned and isinstance(exchange, Exchange):

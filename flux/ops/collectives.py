@@ -95,7 +95,7 @@ class Collectives:
             self.timeout_s = timeout_s
             places = exchange.all_gather(place_here(None))
             placement = Placement(tuple(place.memory for place in places))
-            self.hosts = placement.count
+            self.hosts = placement.topology.nodes
             self._host = HostCollectives(exchange, placement, timeout_s)
         self._closed = False
         end_at_exit(self)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,11 +73,10 @@ def define(
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any, **options: Any) -> None:
         FORMULAS[name].setup(ctx, inputs, output)
 
-    def run(ctx: Any, *grads: Any) -> Any:
-        return run_once(FORMULAS[name].backward, ctx, ctx.needs_input_grad, grads)
-
     # torch.library calls ``save`` with keyword-only arguments of the op by a name of their own.
-    torch.library.register_autograd(f"flux::{name}", run, setup_context=save, lib=LIBRARY)
+    torch.library.register_autograd(
+        f"flux::{name}", partial(run_once, name), setup_context=save, lib=LIBRARY
+    )
 
 
 def differentiate(

@@ -22,7 +22,11 @@ from flux.ops.torch_internals import NO_FORWARD_MODE, check_no_forward_mode
 
 
 class Formula(NamedTuple):
-    """The derivative of an op: ``setup`` saves what ``backward`` needs: see ``run_once``."""
+    """The derivative of an op.
+
+    ``setup`` saves what ``backward`` needs, which takes the node, the saved tensors, which inputs
+    need a gradient, and the gradients of the outputs.
+    """
 
     setup: Callable[..., None]
     backward: Callable[..., tuple[Any, ...]]
@@ -81,7 +85,7 @@ class _Transformed(torch.autograd.Function):
         of_outputs = tree_unflatten(grads, ctx.outputs)
         if not isinstance(of_outputs, tuple):
             of_outputs = (of_outputs,)
-        results = run_once(FORMULAS[ctx.name].backward, ctx, needs, of_outputs)
+        results = run_once(ctx.name, ctx, *of_outputs, needs=needs)
         return None, None, None, None, *tree_leaves(results)
 
     @staticmethod
@@ -96,22 +100,21 @@ class _Transformed(torch.autograd.Function):
         )
 
 
-def run_once(
-    backward: Callable[..., Any], ctx: Any, needs: Sequence[Any], grads: Sequence[Any]
-) -> Any:
-    """Return the results of a backward, which raise when they are differentiated.
+def run_once(name: str, ctx: Any, *grads: Any, needs: Sequence[Any] | None = None) -> Any:
+    """Return the gradients of an op, which raise when they are differentiated.
 
     Without that autograd would treat sums over ranks as constants, or as local.
 
     Args:
-        backward: a formula: (ctx, saved tensors, needs, gradients of the outputs).
+        name: of the op, in ``FORMULAS``.
         ctx: the node of autograd.
-        needs: which inputs need a gradient.
         grads: of the outputs.
+        needs: which inputs need a gradient; None: as ``ctx`` says.
     """
     saved = ctx.saved_tensors  # looked up once: hooks may give them out only once
+    needed = ctx.needs_input_grad if needs is None else needs
     with torch.no_grad():
-        results = backward(ctx, saved, needs, *grads)
+        results = FORMULAS[name].backward(ctx, saved, needed, *grads)
     leaves = tree_leaves([list(grads), saved])
     sources = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not torch.is_grad_enabled() or not sources:

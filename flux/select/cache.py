@@ -56,15 +56,21 @@ class Cache:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def load(self, key: Key, timeout_s: float = LOCK_S) -> Entry | None:
+    def load(self, key: Key | str, timeout_s: float = LOCK_S) -> Entry | None:
         """Return the winners of a key; None if there are none. A damaged file is set aside.
 
         Args:
-            key: the op and the machine.
+            key: the op and the machine, or its ``name``.
             timeout_s: how long to wait, before a damaged file is set aside, for a writer that may
                 replace it; it stays in place then.
         """
-        return self._load(self.directory / f"{key.name}.json", timeout_s)
+        path = self.directory / f"{key if isinstance(key, str) else key.name}.json"
+        try:
+            return read(path)
+        except FileNotFoundError:
+            return None
+        except (DamagedEntryError, OSError) as error:
+            return self._set_aside_unless_mended(path, str(error), timeout_s)
 
     def entries(self) -> Iterator[Entry]:
         """Yield all readable entries, by file name; other programs' files are ignored."""
@@ -77,21 +83,13 @@ class Cache:
             return
         for name in names:
             if _OURS.fullmatch(name):
-                entry = self._load(self.directory / name)
+                entry = self.load(name.removesuffix(".json"))
                 if entry is not None:
                     yield entry
 
     def damaged(self) -> list[Path]:
         """Return the files that were set aside."""
         return sorted(self.directory.glob("*.damaged-*"))
-
-    def _load(self, path: Path, timeout_s: float = LOCK_S) -> Entry | None:
-        try:
-            return read(path)
-        except FileNotFoundError:
-            return None
-        except (DamagedEntryError, OSError) as error:
-            return self._set_aside_unless_mended(path, str(error), timeout_s)
 
     def _set_aside_unless_mended(self, path: Path, why: str, timeout_s: float) -> Entry | None:
         problem = "in a directory that flux does not write to"

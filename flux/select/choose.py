@@ -162,7 +162,7 @@ def choose(
     n, dtype = sum(spec.n), DTYPES[spec.dtype].name
     problem = Problem(spec.op, spec.max_m, n, spec.k, dtype, topology.world, topology.nodes)
     # A topology says how rows travel. Whether memory can be pulled from follows from the placement.
-    apart = placement.count > 1 if kind == "cpu" else topology.nodes > 1
+    apart = placement.topology.nodes > 1 if kind == "cpu" else topology.nodes > 1
     cluster = _detected(kind)
     everybody = exchange.all_gather(None if cluster is None else cluster.parts(shape))
     entry: Entry | None = None

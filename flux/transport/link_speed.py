@@ -56,13 +56,14 @@ def measured_gbs(exchange: Exchange, placement: Placement) -> float:
 def _measure(exchange: Exchange, placement: Placement) -> float:
     world = exchange.world
     timeout_s = LEAST_S if exchange.timeout_s is None else max(exchange.timeout_s, LEAST_S)
-    lanes = -(-world // placement.count)
+    nodes = placement.topology.nodes
+    lanes = -(-world // nodes)
     ranks = HostCollectives(exchange, placement, timeout_s, most_bytes=max(SIZES))
     failed, number, step, spent = True, 0, 0, 0.0
     speeds: list[float] = []
     try:
         while spent < MOST_S:
-            part = SIZES[step] // ((placement.count - 1) * lanes)
+            part = SIZES[step] // ((nodes - 1) * lanes)
             source = torch.zeros(part, dtype=torch.uint8, device="cpu")
             out = source.new_empty(part * world)
             addresses = address_of(source), address_of(out)

@@ -93,7 +93,7 @@ class Placement:
             if topology.nodes > 1 and not topology.uneven:
                 pairs = zip(hosts, topology.hosts, strict=True)
                 return cls(tuple(f"{host}/{node}" for host, node in pairs))
-        elif backend == "cuda" and (transport == "nvshmem" or together.count > 1):
+        elif backend == "cuda" and (transport == "nvshmem" or together.topology.nodes > 1):
             return together
         return cls(tuple(str(rank) for rank in range(len(hosts))))
 
@@ -101,11 +101,6 @@ class Placement:
     def together(cls, world: int) -> Placement:
         """Return the placement of ranks that all share memory."""
         return cls(("",) * world)
-
-    @property
-    def count(self) -> int:
-        """The number of nodes."""
-        return len(set(self.nodes))
 
     @property
     def topology(self) -> Topology:
