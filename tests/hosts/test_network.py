@@ -266,9 +266,10 @@ def refusals(rank: int, world: int, hosts: str) -> None:
         with pytest.raises((ValueError, TypeError), match="float64"):
             op(x.double() if rank == 0 else x, w)
         assert torch.equal(op(x, w), good)
-        with pytest.raises(ValueError, match=r"ranks disagree: rank \d has M = "):
-            op(x, w, m=2 * world - (rank == 1) if rank < 2 else 2 * world)
-        assert torch.equal(op(x, w), good)
+        for smaller in (1, 0) * 5:  # rows that come too early or in vain may arrive at any time
+            with pytest.raises(ValueError, match=r"ranks disagree: rank \d has M = "):
+                op(x, w, m=2 * world - (rank == smaller))
+            assert torch.equal(op(x, w), good)
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abab"])
