@@ -190,6 +190,17 @@ cudaError_t cudaFree(void* memory) {
   return keep(result(machine()->release(memory)));
 }
 
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* memory) {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
+  *found = {};
+  found->hostPointer = const_cast<void*>(memory);
+  if (machine()->is_known(memory) != 0) {
+    found->type = cudaMemoryTypeDevice;
+    found->devicePointer = const_cast<void*>(memory);
+  }
+  return cudaSuccess;
+}
+
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, 0); }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);

@@ -63,6 +63,7 @@ struct PtxMachineCuda {
   // cudaMemcpyAsync; each side is memory of the device or of the host.
   int (*copy)(void* to, bool to_device, const void* from, bool from_device, std::size_t bytes,
               void* stream);
+  int (*is_known)(const void* memory);  // whether kernels may access it
   int (*synchronize_all)();
   // Writes the host's time to `nanoseconds` when all before it on the stream is done.
   int (*record)(std::uint64_t* nanoseconds, void* stream);

@@ -283,6 +283,7 @@ constexpr PtxMachineCuda kTable = {load,
                                    allocate,
                                    release,
                                    copy,
+                                   is_known,
                                    synchronize_all,
                                    record,
                                    error_text};

@@ -28,6 +28,7 @@ int copy(void* to, bool to_device, const void* from, bool from_device, std::size
          void* stream);
 int allocate(void** memory, std::size_t bytes);
 int release(void* memory);
+int is_known(const void* memory);
 int record(std::uint64_t* nanoseconds, void* stream);
 int create_stream(void** stream);
 int destroy_stream(void* stream);

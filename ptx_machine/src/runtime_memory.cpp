@@ -132,6 +132,11 @@ int release(void* memory) {
   return done ? kSuccess : kLaunchFailure;
 }
 
+int is_known(const void* memory) {
+  const auto known = CudaDevice::instance().machine.memory();
+  return outside_global(*known, reinterpret_cast<std::uint64_t>(memory), 1).empty() ? 1 : 0;
+}
+
 int record(std::uint64_t* nanoseconds, void* stream) {
   return CudaDevice::instance().record(stream, nanoseconds) ? kSuccess : kLaunchFailure;
 }

@@ -298,6 +298,9 @@ extern "C" __attribute__((visibility("default"))) int program(int* numbers, int 
   if (wrong != 1) CHECK(cudaMemcpy(memory[0], numbers, bytes + (wrong == 3), to_device));
   CHECK(cudaMemset(memory[1], 0xff, bytes));
   if (wrong == 2) CHECK(cudaFree(memory[0]));
+  cudaPointerAttributes of[2];
+  for (int i = 0; i < 2; ++i) CHECK(cudaPointerGetAttributes(&of[i], i ? memory[1] : numbers));
+  if (of[0].type != cudaMemoryTypeUnregistered || of[1].type != cudaMemoryTypeDevice) return -3;
   CHECK(cudaEventRecord(events[0]));
   doubled<<<1, 32>>>(memory[0], memory[1]);
   CHECK(cudaEventRecord(events[1]));
