@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from ptx_machine import Counters, Device, Module
 from ptx_machine.cli.programs import find_nvcc
 
 LANES = 32
+BUILT = Path(__file__).parents[2] / "build" / "ptx-tests"
 
 
 def kernel(body: str, params: int, outside: str = "", maps: int = 0, attributes: str = "") -> str:
@@ -109,10 +112,16 @@ def nvcc() -> str:
     return path
 
 
-def compiled(text: str, folder: Path, *options: str) -> Module:
-    """Compile CUDA source to PTX, with source lines."""
-    source, target = folder / "kernels.cu", folder / "kernels.ptx"
-    source.write_text(text)
+def compiled(text: str, *options: str) -> Module:
+    """Compile CUDA source to PTX, with source lines: once in a checkout, for all processes."""
     command = [nvcc(), "-std=c++17", "-O3", "-lineinfo", "-ptx", *options]
-    subprocess.run([*command, source, "-o", target], check=True, env=dict(os.environ))
+    key = repr((text, command, Path(command[0]).resolve().stat().st_mtime_ns))
+    target = BUILT / f"{hashlib.sha256(key.encode()).hexdigest()}.ptx"
+    if not target.exists():
+        BUILT.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=BUILT) as folder:
+            source, whole = Path(folder, "kernels.cu"), Path(folder, "kernels.ptx")
+            source.write_text(text)
+            subprocess.run([*command, source, "-o", whole], check=True, env=dict(os.environ))
+            whole.replace(target)
     return Module(target.read_text())

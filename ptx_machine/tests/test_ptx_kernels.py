@@ -63,8 +63,8 @@ extern "C" __global__ void of_struct(Pair p, double* out) {
 
 
 @pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> Module:
-    return compiled(SAMPLES, tmp_path_factory.mktemp("samples"), "-arch=compute_90a")
+def samples() -> Module:
+    return compiled(SAMPLES, "-arch=compute_90a")
 
 
 @pytest.mark.parametrize("seed", [0, 7])

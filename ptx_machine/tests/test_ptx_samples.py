@@ -248,25 +248,19 @@ extern "C" __global__ void __cluster_dims__(4, 1, 1) shared_bins(const int* valu
 SEEDS = [0, 1, 2]
 
 
-def module(text: str, request: pytest.FixtureRequest, folder: pytest.TempPathFactory) -> Module:
-    return compiled(text, folder.mktemp("samples"), f"-arch=compute_{request.param}")
-
-
 @pytest.fixture(scope="module", params=["80", "90a"])
-def groups(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Module:
-    return module(GROUPS, request, tmp_path_factory)
+def groups(request: pytest.FixtureRequest) -> Module:
+    return compiled(GROUPS, f"-arch=compute_{request.param}")
 
 
 @pytest.fixture(scope="module", params=["80"])
-def blocks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Module:
-    return module(BLOCKS, request, tmp_path_factory)
+def blocks(request: pytest.FixtureRequest) -> Module:
+    return compiled(BLOCKS, f"-arch=compute_{request.param}")
 
 
 @pytest.fixture(scope="module", params=["80", "90a"])
-def asynchronous(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Module:
-    return module(ASYNC, request, tmp_path_factory)
+def asynchronous(request: pytest.FixtureRequest) -> Module:
+    return compiled(ASYNC, f"-arch=compute_{request.param}")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -386,8 +380,8 @@ def test_atomics(asynchronous: Module, seed: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Module:
-    return compiled(CLUSTER, tmp_path_factory.mktemp("cluster"), "-arch=compute_90a")
+def cluster() -> Module:
+    return compiled(CLUSTER, "-arch=compute_90a")
 
 
 @pytest.mark.parametrize("seed", SEEDS)

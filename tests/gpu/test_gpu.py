@@ -78,7 +78,9 @@ def test_random_cases(gpu: Device, op: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("gpu", "world"), gpu_and_world([2, 4], [2, *more(4)], ARCHS), indirect=["gpu"]
+)
 def test_cases_of_the_cpu_backend_match_float64(device: Device, op: str, world: int) -> None:
     """The cases of the CPU backend, as far as kernels for them are built."""
     cases = random_cases(20, op, world, cases_on(device))
