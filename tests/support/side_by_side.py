@@ -117,7 +117,8 @@ def _scheduler(config: pytest.Config, log: Any) -> Any:
     class FilesFirst(LoadScheduling):
         """``pending`` holds the tests that no worker has yet, by their index in ``collection``.
 
-        A worker knows of two tests: it begins one when it knows the next, or that there is none.
+        A worker begins a test when it knows the next, or that there is none. It knows of three, so
+        that it need not wait for an answer between two.
         """
 
         def schedule(self) -> None:
@@ -136,7 +137,7 @@ def _scheduler(config: pytest.Config, log: Any) -> Any:
             if node.shutting_down:
                 return
             beside = [index for index in self.pending if index not in self.alone]
-            while beside and len(self.node2pending[node]) < 2:
+            while beside and len(self.node2pending[node]) < 3:
                 index = self._choose(node, beside)
                 beside.remove(index)
                 self._send(node, [index])
