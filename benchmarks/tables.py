@@ -23,6 +23,7 @@ import cuda_host_time
 import dhelix_paper
 import domino_hosts
 import drawing
+import few_rows
 import gpu_kernels
 import gpu_loopback
 import gpu_streams
@@ -115,6 +116,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "op_simulator": of(op_simulator.table, op_simulator.RESULT),
     "op_simulator_paper": of(op_simulator.ranges_table, op_simulator.RESULT),
     "op_simulator_sweeps": of(op_simulator.sweeps_table, op_simulator.RESULT),
+    "few_rows": of(few_rows.table, few_rows.RESULT),
     "plan_hosts": of(plan_hosts.table, plan_hosts.RESULT),
     "plan_hosts_says": of(plan_hosts.conclusion, plan_hosts.RESULT),
     "dhelix_paper": of(dhelix_paper.table, dhelix_paper.RESULT),

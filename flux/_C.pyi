@@ -178,6 +178,7 @@ def build_schedule(
     hosts: Sequence[int] = ...,
     spread: bool = ...,
     split: bool = ...,
+    in_kernel: bool = ...,
 ) -> Schedule: ...
 def room_for(
     *, order: int, direction: int, mesh: Mesh, hosts: Sequence[int] = ...
@@ -616,6 +617,7 @@ class CudaOp:
         graph_overlap: bool = False,
         lane: int = 0,
         margin: int = 0,
+        pushed_bytes: int = 0,
     ) -> None: ...
     def touch_peers(self) -> None: ...
     @staticmethod

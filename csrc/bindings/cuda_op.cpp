@@ -66,7 +66,8 @@ void bind_op(py::module_& m) {
                        int signals, int offers, Address report, std::uint64_t timeout_ns,
                        int sm_count, int device, bool poison, int nodes,
                        std::shared_ptr<Remote> remote, int beside, int strips, int boxes, int dtype,
-                       bool shared, bool graph_overlap, int lane, int margin) {
+                       bool shared, bool graph_overlap, int lane, int margin,
+                       std::int64_t pushed_bytes) {
              const int world = static_cast<int>(pads.size());
              return std::make_unique<CudaOp>(std::move(driver), std::move(kernels),
                                              CudaOpSetup{rank,
@@ -100,7 +101,8 @@ void bind_op(py::module_& m) {
                                                          shared,
                                                          graph_overlap,
                                                          lane,
-                                                         margin});
+                                                         margin,
+                                                         pushed_bytes});
            }),
            py::kw_only(), py::arg("driver"), py::arg("kernels"), py::arg("rank"), py::arg("pads"),
            py::arg("data"), py::arg("multicast"), py::arg("sums_by_switch"), py::arg("row_bytes"),
@@ -111,7 +113,7 @@ void bind_op(py::module_& m) {
            py::arg("nodes") = 1, py::arg("remote") = nullptr, py::arg("beside") = 0,
            py::arg("strips") = 0, py::arg("boxes") = 0, py::arg("dtype") = 0,
            py::arg("shared") = false, py::arg("graph_overlap") = false, py::arg("lane") = 0,
-           py::arg("margin") = 0)
+           py::arg("margin") = 0, py::arg("pushed_bytes") = 0)
       .def_static("pad_words", &CudaOp::pad_words, py::arg("world"), py::arg("signals"),
                   py::arg("offers"))
       .def("require_room", &CudaOp::require_room, py::arg("schedule"))

@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 /* Raised whenever a struct here changes; libraries of another version are refused. */
-#define FLUX_ABI_VERSION 6
+#define FLUX_ABI_VERSION 7
 /* Ranks whose memory one kernel can address: tensor maps are kernel parameters. */
 #define FLUX_MAX_WORLD 32
 
@@ -97,6 +97,28 @@ enum {
   FLUX_WAIT_MEET = 5     /* a peer has not come to where all ranks of a call meet */
 };
 
+/* AllGather inside the kernel (Knobs.path = in_kernel, cuda/gather.cuh): its blocks push the own rows
+ * to all ranks. The number of the call is in device memory, so a replay of a graph is a call as well.
+ * Rows lie in one of two buffers: by the parity of the number. */
+typedef struct FluxGather {
+  const void* rows;                 /* own rows of x, without gaps */
+  uint64_t bytes;                   /* of them */
+  void* to[FLUX_MAX_WORLD];         /* by rank: where these rows lie there, at even numbers */
+  int64_t odd;                      /* bytes from there to where they lie at odd ones */
+  uint32_t* raised[FLUX_MAX_WORLD]; /* by rank: this rank's word there, set to the number */
+  uint32_t*
+      counts; /* FLUX_GATHER_WORDS words of this rank, zeroed once; null: rows come otherwise */
+  uint32_t first, last; /* 1: this launch is the call's first one, which pushes; its last one */
+} FluxGather;
+enum {
+  FLUX_GATHER_CALLS = 0,   /* calls that have ended, or are about to */
+  FLUX_GATHER_NUMBER = 1,  /* of the current call */
+  FLUX_GATHER_CLAIMED = 2, /* pieces of the own rows that warps have taken */
+  FLUX_GATHER_PUSHED = 3,  /* pieces that all ranks have */
+  FLUX_GATHER_WARPS = 4,   /* that have nothing more to push */
+  FLUX_GATHER_WORDS = 5
+};
+
 typedef struct FluxGemmArgs {
   /* d[m, n] = act(alpha * scale_a[m] * scale_b[n] * (a[m, k] b[n, k]^T) + bias[n]), rows of a and
    * d contiguous. b is [n, k], or [k, n] in kernels for transposed weights. Global problem:
@@ -114,6 +136,9 @@ typedef struct FluxGemmArgs {
   FluxSync sync;
   /* AllGather: signals of this rank's pad, flux::signal_count of them. Null: nothing to wait for. */
   const uint32_t* signals;
+  /* With counts: `signals` has a word for each rank, which holds the number of the call, and `a` are
+   * the rows of calls with an even one. */
+  FluxGather gather;
   /* ReduceScatter: by owner, where this rank's partial of the owner's rows goes ([rows, n], rows ld
    * apart), the flags this rank raises there, and the entries of this rank's pad, by owner. With
    * reduce in flight, `slots` is the owner's zeroed result. Null flags: none is raised.
@@ -182,6 +207,15 @@ typedef struct FluxMeetArgs {
   FluxSync sync;                      /* its count is not looked at */
 } FluxMeetArgs;
 
+/* Copies the rows that the last call of path in_kernel has gathered. */
+typedef struct FluxCollectArgs {
+  const void* rows; /* of even calls */
+  int64_t odd;      /* bytes to those of odd ones */
+  const uint32_t* counts;
+  void* out; /* like rows, 16-byte aligned */
+  uint64_t bytes;
+} FluxCollectArgs;
+
 enum {
   FLUX_OK = 0,
   FLUX_REFUSED = -1,  /* the kernel cannot do these arguments; flux.kernels.is_legal agrees */
@@ -200,6 +234,7 @@ typedef struct FluxKernel {
   int (*launch)(const FluxGemmArgs* args, void* stream); /* asynchronous */
   int (*meet)(const FluxMeetArgs* args, void* stream);
   int (*reduce)(const FluxReduceArgs* args, void* stream); /* gemm_rs, else null */
+  int (*collect)(const FluxCollectArgs* args, void* stream);
   /* Trace builds, else null: reads %globaltimer `count` times, one right after the other. */
   int (*stamp)(uint64_t* times, int32_t count, void* stream);
 } FluxKernel;

@@ -61,7 +61,7 @@ CudaOp::CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kerne
 
 std::int64_t CudaOp::pad_words(int world, int signals, int offers) {
   const std::int64_t raised = std::int64_t{2} * world + signals + offers;
-  return raised + kStatusBytes / kWord + 1 + raised;
+  return raised + kStatusBytes / kWord + 1 + raised + world + FLUX_GATHER_WORDS;
 }
 
 CudaOp::~CudaOp() { close(); }
@@ -119,6 +119,9 @@ void CudaOp::require_room(const Schedule& schedule) const {
     require("offers", pulls(schedule) ? signals : 0, setup_.offers);
     require("boxes for other nodes", setup_.remote ? signals * parts : 0, setup_.boxes);
     require("gathered rows", p.m, setup_.rest_offset / setup_.row_bytes);
+    if (schedule.spec.in_kernel) {
+      require("rows that kernels push", p.m, setup_.pushed_bytes / setup_.row_bytes);
+    }
     return;
   }
   const ScatterTiling s{p.m, p.n, p.world, kernels_.at(0)->tile_m(), kernels_.at(0)->tile_n()};
@@ -181,10 +184,7 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
   if (capture_ != 0) return begin_captured(schedule, stream);
   const bool behind = read_by_peers(schedule);
   ++epoch_;
-  // Calls run one after the other on whatever streams they are: an entry covers all earlier calls.
-  if (last_call_->stream.value_or(stream) != stream)
-    driver_->await_event(stream, last_call_->ended);
-  last_call_->stream = stream;
+  follow_calls(stream);
   if (traced()) whole_call_ = streams_->begin(stream);
   if (epoch_ % kRenewEvery == 0) renew_signals(stream);
   if (!behind) fill_with_nan(stream);
@@ -195,6 +195,13 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
     driver_->memory_ops(stream, await_node(words_->entries));
     fill_with_nan(stream);
   }
+}
+
+// Calls run one after the other on whatever streams they are: an entry covers all earlier calls.
+void CudaOp::follow_calls(Stream stream) {
+  if (last_call_->stream.value_or(stream) != stream)
+    driver_->await_event(stream, last_call_->ended);
+  last_call_->stream = stream;
 }
 
 bool CudaOp::read_by_peers(const Schedule& schedule) const {
@@ -325,6 +332,9 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
                      const std::vector<Address>& sources) {
   const Span call("AGGemm", schedule.spec.problem.m);
   require_room(schedule);
+  if (schedule.spec.in_kernel) {
+    return gather_in_kernel(schedule, stream, x, operands, gathered);
+  }
   begin(schedule, stream);
   std::vector<GatherPart> parts{
       {x.x, setup_.row_bytes, &setup_.data, sources.empty() ? &setup_.data : &sources}};

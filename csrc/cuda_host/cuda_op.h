@@ -47,12 +47,14 @@ namespace flux::host {
 //   W words "my result is everywhere" (GemmAR);
 //   the status (FLUX_STATUS_WORDS of 64 bits): peers write to it only to report that they gave up;
 //   signals or flags, then offers (pulls);
-//   the words of captured calls: their count, W entries, W of the result, signals or flags, offers.
+//   the words of captured calls: their count, W entries, W of the result, signals or flags, offers;
+//   those of path in_kernel: W words "my rows are here", then FLUX_GATHER_WORDS counts.
 // The data has, in this order:
 //   AllGather: gathered rows, then their scales if they have some;
 //   ReduceScatter: slots of partials, one per source, or (reduced in flight) one that all add to,
 //   each behind its guard (core/scatter.h); then (GemmAR) the result;
-//   where the device itself puts sums (Relay): the sum for a rank of each other node.
+//   where the device itself puts sums (Relay): the sum for a rank of each other node;
+//   two buffers of rows that kernels push (path in_kernel, cuda_op_in_kernel.cpp).
 // If the NVLink switch adds up, there is a slot per owner. It holds this rank's partials of the
 // owner's rows, and the owner reads it. (The owner of a slot is the same at any M, so that only the
 // owner of a tile has to be awaited before the tile is written.) Between nodes there are W slots:
@@ -95,6 +97,7 @@ struct CudaOpSetup {
   bool graph_overlap = false;
   int lane = 0;    // this rank's number among the ranks of its process on this device
   int margin = 0;  // multiprocessors that are left to kernels of other streams
+  std::int64_t pushed_bytes = 0;  // of one of the two buffers of rows that kernels push
 };
 
 template <class T>
@@ -197,6 +200,7 @@ class CudaOp {
  private:
   void begin(const Schedule& schedule, Stream stream);
   void begin_captured(const Schedule& schedule, Stream stream);
+  void follow_calls(Stream stream);
   void follow_capture(Stream stream);
   FluxMeetArgs meeting(const std::vector<Address>& words) const;
   FluxMeetArgs rows_wait() const;
@@ -243,6 +247,13 @@ class CudaOp {
   void join(Stream later, Stream earlier);
   void exchange(const std::vector<Move>& moves);
   void put_traced(Stream stream, Work work, const std::vector<MemOp>& ops);
+
+  // cuda_op_in_kernel.cpp
+  void gather_in_kernel(const Schedule& schedule, Stream stream, const Rows& x,
+                        const std::vector<Operand>& operands, Address gathered);
+  FluxGather pushed_rows(const Schedule& schedule, Address x) const;
+  Address pushed_words(int rank) const;
+  Address pushed_data(int rank) const { return setup_.data[rank] + setup_.sums_offset; }
 
   // cuda_op_nodes.cpp
   void gather_rows(const Schedule& schedule);

@@ -69,6 +69,10 @@ void Kernel::reduce(const FluxReduceArgs& args, std::uintptr_t stream) const {
   check(table_->reduce(&args, reinterpret_cast<void*>(stream)), "reduction");
 }
 
+void Kernel::collect(const FluxCollectArgs& args, std::uintptr_t stream) const {
+  check(table_->collect(&args, reinterpret_cast<void*>(stream)), "collecting");
+}
+
 void Kernel::stamp(std::uint64_t* times, int count, std::uintptr_t stream) const {
   if (!traces()) throw std::invalid_argument(name() + " is of no trace build");
   check(table_->stamp(times, count, reinterpret_cast<void*>(stream)), "stamping");

@@ -34,6 +34,7 @@ class Kernel {
   void launch(const FluxGemmArgs& args, std::uintptr_t stream) const;
   void meet(const FluxMeetArgs& args, std::uintptr_t stream) const;
   void reduce(const FluxReduceArgs& args, std::uintptr_t stream) const;
+  void collect(const FluxCollectArgs& args, std::uintptr_t stream) const;
   // Writes readings of the device's clock to `times`, which the device must be able to write.
   void stamp(std::uint64_t* times, int count, std::uintptr_t stream) const;
 

@@ -24,6 +24,8 @@ struct ScheduleSpec {
   bool spread = false;
   // Path medium of an AllGather on GPUs: a GEMM of its own for the rows of each rank.
   bool split = false;
+  // Path in_kernel of an AllGather on GPUs: the kernel moves the rows, and there are no transfers of streams.
+  bool in_kernel = false;
 };
 
 // One move of a communication tile. AllGather: rows of x. ReduceScatter: rows of a partial result.

@@ -55,7 +55,8 @@ Threads = Annotated[int, typer.Option(help="GEMM threads of each rank.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for a peer before failing.")]
 PathKnob = Annotated[
-    str | None, typer.Option("--path", help="Knob path: fused | medium | unfused | one_shot.")
+    str | None,
+    typer.Option("--path", help="Knob path: fused | medium | in_kernel | unfused | one_shot."),
 ]
 Order = Annotated[
     str | None, typer.Option(help="Knob order, of communication: direct | ring1d | ring2d | ...")

@@ -96,7 +96,7 @@ class Store(IntEnum):
     staged = 1
 
 
-PATHS = ("fused", "medium", "unfused", "one_shot")
+PATHS = ("fused", "medium", "unfused", "one_shot", "in_kernel")
 REDUCES = ("local", "in_flight")
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -120,9 +120,10 @@ class Knobs:
     Attributes:
         path: ``fused`` (tiles), ``medium`` (one chunk per rank around a ring and one GEMM per
             chunk, as in TransformerEngine; on GPUs GemmRS and GemmAR keep one GEMM, whose tiles
-            leave by themselves, as on path fused), ``unfused`` (library collective and one GEMM) or
+            leave by themselves, as on path fused), ``unfused`` (library collective and one GEMM),
             ``one_shot`` (CPU, between hosts: parts go straight to their ranks, in rounds of
-            ``comm_tile_rows``, and the GEMM is cut along the rounds).
+            ``comm_tile_rows``, and the GEMM is cut along the rounds) or ``in_kernel`` (AGGemm on
+            GPUs of one node, M up to 512: the GEMM's own blocks send the rows, in one launch).
         tile: (rows, columns) of a GEMM tile of the local output. one_shot: M rows or more leave the
             GEMM whole; smaller tiles have no meaning of their own.
         raster: rows of tiles per sweep; a sweep goes column by column.
@@ -183,8 +184,8 @@ class Knobs:
 
     @property
     def is_tiled(self) -> bool:
-        """Whether rows travel in the tiles of a schedule."""
-        return self.path in ("fused", "medium")
+        """Whether tiles of a schedule wait for rows, or send them."""
+        return self.path in ("fused", "medium", "in_kernel")
 
     def __str__(self) -> str:
         parts = []
@@ -200,9 +201,14 @@ def check_legal(knobs: Knobs, topology: Topology) -> None:
     """Raise if the knobs are illegal on this topology for every shape.
 
     Raises:
-        ValueError: ``xor`` without a power-of-two world.
+        ValueError: ``xor`` without a power-of-two world; rows that kernels send another way.
     """
     world = topology.world
+    way = (knobs.direction or "push", knobs.order or "direct")
+    if knobs.path == "in_kernel" and way != ("push", "direct"):
+        raise ValueError(
+            f"path in_kernel pushes rows to all ranks, direction push and order direct, got {way}"
+        )
     if knobs.swizzle == "xor" and world & (world - 1):
         raise ValueError(f"swizzle xor needs a power-of-two world, got {world}")
 

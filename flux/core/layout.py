@@ -35,6 +35,7 @@ class Layout:
     guard_bytes: int = 0  # in front of each slot (core/scatter.h)
     boxes: int = 0  # words for arrivals from other nodes
     strips: int = 0  # of the boxes, for the sum of one node, where the device puts it
+    pushed_bytes: int = 0  # of one of the two buffers of rows that kernels push; they are the last
 
     @staticmethod
     def of(
@@ -46,6 +47,7 @@ class Layout:
         nodes: int = 1,
         relays: bool = False,
         guard_rows: int = 0,
+        pushed_rows: int = 0,
     ) -> Layout:
         """Return the smallest layout that serves every M up to ``spec.max_m``.
 
@@ -58,6 +60,7 @@ class Layout:
             nodes: number of sets of ranks that share memory.
             relays: whether the device puts sums to other nodes.
             guard_rows: rows that the kernel needs in front of each slot.
+            pushed_rows: rows of calls in which kernels push them, at most.
         """
         chunk = ceil_div(spec.max_m, world)
         row = spec.row_elements * spec.itemsize
@@ -70,7 +73,11 @@ class Layout:
             size = rows + scales
             signals = world * tiles
             offers = signals if knobs.direction == "pull" else 0
-            return Layout(signals, 0, 0, rows, size, size, row, offers, boxes=boxes)
+            pushed = _up(min(pushed_rows, spec.max_m) * row)
+            end = size + 2 * pushed
+            return Layout(
+                signals, 0, 0, rows, size, end, row, offers, boxes=boxes, pushed_bytes=pushed
+            )
         tiling = _C.core.ScatterTiling(spec.max_m, spec.n[0], world, *tile)
         count = 1 if knobs.reduce == "in_flight" else world + nodes - 1
         guard = _up(guard_rows * row)

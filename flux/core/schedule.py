@@ -130,6 +130,7 @@ class TileSchedule:
             hosts=self.topology.uneven,
             spread=self.spread,
             split=self.splits,
+            in_kernel=self.knobs.path == "in_kernel",
         )
 
     @cached_property

@@ -15,6 +15,8 @@ from flux.core.spec import DTYPES, FP8, OpSpec
 from flux.core.topology import Topology
 from flux.kernels.legality import MAX_WORLD
 from flux.ops import torch_internals
+from flux.select.heuristic import IN_KERNEL_ROWS
+from flux.select.in_kernel import reason_not_in_kernel
 from flux.transport.base import DeviceTransport
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
@@ -165,6 +167,13 @@ def check_executor(
         )
     if backend == "cuda" and knobs.path == "one_shot":
         raise ValueError(f"{label}: path = one_shot needs backend cpu, got {where}")
+    if knobs.path == "in_kernel":
+        reason = "it needs backend cuda" if backend == "cpu" else None
+        reason = reason or reason_not_in_kernel(spec, exchange.world, 1)
+        if spec.max_m > IN_KERNEL_ROWS:
+            reason = reason or f"max_m may be {IN_KERNEL_ROWS} at most, got {spec.max_m}"
+        if reason is not None:
+            raise ValueError(f"{label}: path = in_kernel is not possible: {reason}")
     if backend == "cpu" and knobs.reduce == "in_flight":
         raise ValueError(f"{label}: reduce = in_flight needs backend cuda, got {where}")
     reason = one_gpu.reason_unsupported(spec, knobs) if one_gpu is not None else None
@@ -213,6 +222,8 @@ def _check_nodes(label: str, placement: Placement, topology: Topology, knobs: Kn
             f"{label}: ranks share memory in {apart.nodes} nodes of {apart.lanes}, and the "
             f"topology has {topology}"
         )
+    if knobs.path == "in_kernel":
+        raise ValueError(f"{label}: path = in_kernel is for ranks of one node, got {apart.nodes}")
     if knobs.reduce == "in_flight":
         raise ValueError(
             f"{label}: reduce = in_flight needs memory that all ranks can address, and they are on "

@@ -58,7 +58,7 @@ def simulate_op(
     json_target: options.JsonTarget = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no table.")] = False,
 ) -> None:
-    """Simulate unfused, medium and flux, the last with every legal order and direction.
+    """Simulate unfused, medium, in_kernel and flux, the last with every order and direction.
 
     Runs the real tile schedule of every rank on the links of a cluster file. Needs no GPU, and
     starts no ranks. docs/use/simulator.md says what is modelled.
@@ -75,8 +75,9 @@ def simulate_op(
         problem = Problem(Op.named(op), m, n, k, _dtype(dtype), nproc, max(nodes, 1))
         if hosts is not None and hosts < 1:
             raise ValueError(f"hosts must be at least 1, got {hosts}")
-        if path == "unfused":
-            raise ValueError("--path unfused: that path is always shown; pass fused or medium")
+        if path in ("unfused", "in_kernel"):
+            where = "always shown" if path == "unfused" else "shown where it exists"
+            raise ValueError(f"--path {path}: that path is {where}; pass fused or medium")
         fixed = Knobs(
             path=path or "fused",
             order=order,
@@ -117,6 +118,7 @@ def compared(
     from flux.core.knobs import Knobs
     from flux.opsim import simulator as op_simulator
     from flux.opsim.report import OrderComparison
+    from flux.select.heuristic import kernels_can_push
 
     assert isinstance(fixed, Knobs)
     runs = [
@@ -129,6 +131,11 @@ def compared(
         medium=op_simulator.simulate(problem, cluster, Knobs(path="medium"), gemm_ms=gemm_ms),
         flux=sorted(runs, key=lambda run: run[0].total_ms),
         gemm_given=gemm_ms is not None,
+        in_kernel=(
+            op_simulator.simulate(problem, cluster, Knobs(path="in_kernel"), gemm_ms=gemm_ms)
+            if kernels_can_push(problem)
+            else None
+        ),
     )
 
 
@@ -138,7 +145,7 @@ def _write_trace(comparison: OrderComparison, target: str) -> None:
     from flux.trace.chrome import write_chrome
 
     events = []
-    for call in (comparison.unfused, comparison.medium, comparison.best):
+    for call in comparison.calls:
         for event in call.events():
             details = {**event.details, "method": call.method}
             events.append(replace(event, lane=f"{call.method}: {event.lane}", details=details))

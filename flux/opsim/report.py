@@ -39,6 +39,7 @@ class OrderComparison:
         cluster: devices and links.
         unfused: the library path.
         medium: one chunk per rank round a ring.
+        in_kernel: the GEMM's blocks push the rows; None where that path does not exist.
         flux: pairs of a call and the names of the orders that make its schedule; fastest first.
         gemm_given: whether the GEMM's time was given; else it is the roofline's.
     """
@@ -48,6 +49,13 @@ class OrderComparison:
     medium: Simulated
     flux: Sequence[tuple[Simulated, tuple[str, ...]]]
     gemm_given: bool = False
+    in_kernel: Simulated | None = None
+
+    @property
+    def calls(self) -> list[Simulated]:
+        """One call of each method."""
+        in_kernel = [] if self.in_kernel is None else [self.in_kernel]
+        return [self.unfused, self.medium, *in_kernel, self.best]
 
     @property
     def best(self) -> Simulated:
@@ -77,7 +85,7 @@ def document(comparison: OrderComparison, command: list[str] | None = None) -> d
     """
     unfused, problem = comparison.unfused, comparison.unfused.problem
     methods = {}
-    for call in (unfused, comparison.medium, comparison.best):
+    for call in comparison.calls:
         methods[call.method] = {
             **_figures(comparison, call),
             "overlap_efficiency_interval": None,
@@ -127,7 +135,7 @@ def document(comparison: OrderComparison, command: list[str] | None = None) -> d
 
 
 def table(comparison: OrderComparison) -> Table:
-    """Return a row for unfused, medium, and each order and direction, the fastest first."""
+    """Return a row for each method; for flux for each order and direction, the fastest first."""
     view = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     view.add_column("method", style="bold", no_wrap=True)
     view.add_column("orders")
@@ -135,7 +143,9 @@ def table(comparison: OrderComparison) -> Table:
     for name in ("overall\nms", "ECT\nms", "overlap\neff", "bounded\neff", "vs\nunfused"):
         view.add_column(name, justify="right", no_wrap=True)
     medium, unfused = comparison.medium, comparison.unfused
+    in_kernel = comparison.in_kernel
     rows = [
+        *([] if in_kernel is None else [(in_kernel, ("direct",))]),
         *comparison.flux,
         (medium, (str(medium.knobs.order),)),
         (unfused, (unfused.problem.op.collective,)),
@@ -223,13 +233,12 @@ def show(comparison: OrderComparison, console: Console) -> None:
         )
     )
     console.print(table(comparison))
-    runs = (comparison.unfused, comparison.medium, comparison.best)
-    end = 1e3 * max(call.total_ms for call in runs)
+    end = 1e3 * max(call.total_ms for call in comparison.calls)
     console.print(Text(f"rank 0, 0 to {end:.0f} us", "dim"))
-    for call in runs:
+    for call in comparison.calls:
         for row, (name, line) in enumerate(timeline(call, end).items()):
             label = call.method if row == 0 else ""
-            console.print(Text(f"{label:<8} {name}  |{line}|"), soft_wrap=True)
+            console.print(Text(f"{label:<9} {name}  |{line}|"), soft_wrap=True)
     best, unfused = comparison.best, comparison.unfused
     source = "given" if comparison.gemm_given else "from the roofline of the cost model"
     kernel = "" if best.kernel is None else f"; kernel {best.kernel.name}"

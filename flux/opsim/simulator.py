@@ -1,9 +1,9 @@
 """Simulate one call of a fused op on hardware that is not here, in virtual time.
 
 The call is executed from its real tile schedule (flux/core/schedule.py) by processes on the virtual
-hardware of machine.py: gather.py has those of AGGemm, scatter.py those of GemmRS and
-GemmAR. Each rank is simulated. The only inputs are the cluster file and the time of the whole GEMM,
-measured or modelled; no time of an overlapped call enters.
+hardware of machine.py: gather.py has those of AGGemm, pushed.py those of its path in_kernel, and
+scatter.py those of GemmRS and GemmAR. Each rank is simulated. The only inputs are the cluster file
+and the time of the whole GEMM, measured or modelled; no time of an overlapped call enters.
 
     stream   enter | own rows | kernel: blocks take tiles, wait, multiply, store | reduction
     copies   rows of a peer, signal | rows of a peer, signal | ...
@@ -43,6 +43,7 @@ from flux.machine.cluster import Cluster
 from flux.opsim.gather import gather_processes
 from flux.opsim.machine import SimulatedFabric, SimulatedMachine
 from flux.opsim.parts import LAUNCH_US, Log, Move, SimulatedCall
+from flux.opsim.pushed import pushed_processes
 from flux.opsim.scatter import scatter_processes
 from flux.select.chunks import chunk_gemm_ms
 from flux.select.cost import gemm_beside_transfers_ms, library_ms
@@ -61,7 +62,7 @@ class Simulated:
     """The outcome of one simulated call. All times begin when all ranks enter the call.
 
     Attributes:
-        method: ``flux`` | ``medium`` | ``unfused``.
+        method: ``flux`` | ``medium`` | ``in_kernel`` | ``unfused``.
         problem: op, sizes and world.
         knobs: all fields set.
         kernel: the kernel of the GEMM; None for unfused.
@@ -238,11 +239,13 @@ def simulate(
         machine=SimulatedMachine(fabric.capacity),
     )
     run = gather_processes if problem.op.gathers else scatter_processes
+    if knobs.path == "in_kernel":
+        run = pushed_processes
     with paused_collector():
         ends = run(call)
         call.machine.run()
     return Simulated(
-        method="medium" if medium else "flux",
+        method="flux" if knobs.path == "fused" else knobs.path,
         problem=problem,
         knobs=full,
         kernel=kernel,

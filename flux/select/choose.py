@@ -24,7 +24,8 @@ from flux.machine.cluster import Cluster, group_parts, world_shape
 from flux.machine.detection import detect
 from flux.select import cost
 from flux.select.cache import look_up
-from flux.select.heuristic import ONE_SHOTS, untuned
+from flux.select.heuristic import IN_KERNEL_ROWS, ONE_SHOTS, untuned
+from flux.select.in_kernel import FewRows, reason_not_in_kernel
 from flux.select.winners import Entry, Key, Winner, fit, most_tiles
 from flux.transport.exchange import Exchange
 from flux.transport.link_speed import measured_gbs
@@ -115,6 +116,8 @@ class Tuned:
         if not close and self.speaks:
             self._warn_once(m, winner)
         knobs = fit(winner.knobs, winner.m, m, self.topology.world)
+        if knobs.path == "in_kernel" and m > IN_KERNEL_ROWS:
+            knobs = Knobs()  # which pushes rows directly, too
         # Rounding may have made tiles straddle owners. Then the heuristic chooses those fields.
         alternatives = (knobs, replace(knobs, store=None), replace(knobs, store=None, tile=None))
         for candidate in alternatives:
@@ -180,10 +183,23 @@ def choose(
     if cluster is None:
         return Fixed(Knobs())
     if kind == "cuda":
-        return Fixed(untuned(problem, cluster))  # flux/select/kernel.py models its kernels
+        return untuned_on_gpus(spec, problem, cluster)
     if apart:
         cluster = with_measured_network(cluster, exchange, placement)
     return modelled(problem, cluster, apart)
+
+
+def untuned_on_gpus(spec: OpSpec, problem: Problem, cluster: Cluster) -> Choice:
+    """Return the choice of an op on GPUs without winners; flux/select/kernel.py models kernels."""
+    from flux.select.kernel import default_kernel  # ops on CPUs load no model of kernels
+
+    fixed = Fixed(untuned(problem, cluster))
+    if reason_not_in_kernel(spec, problem.world, problem.nodes) is not None:
+        return fixed
+    try:
+        return FewRows(problem, cluster, default_kernel(problem, cluster))
+    except ValueError:  # no kernel of the default set has these sizes: there is no prediction
+        return fixed
 
 
 def with_measured_network(cluster: Cluster, exchange: Exchange, placement: Placement) -> Cluster:
@@ -272,5 +288,9 @@ def _one_kernel(entry: Entry, max_m: int) -> tuple[Entry, GemmConfig | None]:
         k = winner.knobs
         return (k.direction, k.order, k.reduce, winner.kernel)
 
-    same = tuple(w for w in entry.winners if w.knobs.path == "unfused" or way(w) == way(base))
+    def fits(winner: Winner) -> bool:
+        pushed = winner.knobs.path == "in_kernel" and winner.kernel == base.kernel
+        return pushed or winner.knobs.path == "unfused" or way(winner) == way(base)
+
+    same = tuple(w for w in entry.winners if fits(w))
     return replace(entry, winners=same), base.kernel

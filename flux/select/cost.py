@@ -11,6 +11,7 @@
                                                              kernel in waves of its own
     fused     copies  ~~~~~~~~~~~~~~~                        the longer of the two, and the first
               GEMM  ==========================               (or last) tile, which is not hidden
+    in_kernel rows | GEMM                                    the sum, without launches between
 
 A CPU has no copy engine: inside a host copies take their time from the GEMM, and are added.
 
@@ -35,6 +36,7 @@ from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
 from flux.machine.cluster import Cluster, DeviceSpec
+from flux.select.gathers import copied_ms, pushed_ms, waves
 from flux.select.hardware import (
     ATTENTION_SHARE,
     BACKWARD_ATTENTION,
@@ -51,6 +53,7 @@ from flux.select.hardware import (
     SLAB_COST_ROWS,
     UNHIDDEN,
     blocks_per_wave,
+    bytes_per_ms,
 )
 from flux.select.heuristic import ONE_SHOTS, resolved
 
@@ -156,15 +159,19 @@ def traffic_ms(problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: i
     return memory_ms(cluster.device, moved)
 
 
-def raster_ms(problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: int) -> float:
-    """Return the extra time of a band of this height over the best height, as libraries use."""
+def raster_ms(
+    problem: Problem, cluster: Cluster, kernel: GemmConfig | None, raster: int | None
+) -> float:
+    """Return the time of a band of this height beyond the best one, which libraries use."""
+    if kernel is None or raster is None:
+        return 0.0
     whole = gemm_ms(problem, cluster)
 
     def cost(height: int) -> float:
         moved = traffic_ms(problem, cluster, kernel, height)
         return max(0.0, moved - whole) + UNHIDDEN * min(moved, whole)
 
-    return cost(raster) - min(cost(1 << power) for power in range(6))
+    return max(0.0, cost(raster) - min(cost(1 << power) for power in range(6)))
 
 
 def gemm_beside_transfers_ms(
@@ -187,18 +194,11 @@ def gemm_beside_transfers_ms(
         return alone_ms
     chunks = (problem.world - 1) * (2 if problem.op.gathers else 1)
     transfers = memory_ms(cluster.device, chunks * problem.chunk * problem.row_bytes)
-    busy = alone_ms
-    if raster is not None:
-        busy += max(0.0, raster_ms(problem, cluster, kernel, raster))
+    busy = alone_ms + raster_ms(problem, cluster, kernel, raster)
     return busy + UNHIDDEN * min(busy, transfers)
 
 
 # -- collectives and messages ----------------------------------------------------------------------
-
-
-def bytes_per_ms(gbs: float) -> float:
-    """Return the speed of a link of this many GB/s; of 1 Gbit/s if its speed is unknown (0)."""
-    return (gbs or 0.125) * 1e6
 
 
 def library_ms(problem: Problem, cluster: Cluster) -> float:
@@ -399,6 +399,9 @@ def predict(
     if knobs.path == "one_shot":
         comm = one_shot_ms(problem, cluster)
         return Prediction(whole, comm, _one_shot_exposed_ms(problem, cluster, knobs, whole, comm))
+    if knobs.path == "in_kernel":
+        comm = pushed_ms(problem, cluster)
+        return Prediction(whole, comm, comm + raster_ms(problem, cluster, kernel, knobs.raster))
     assert knobs.comm_tile_rows is not None and knobs.tile is not None
     tiles = ceil_div(problem.chunk, knobs.comm_tile_rows)
     transfers = (world - 1) * tiles
@@ -426,10 +429,15 @@ def predict(
         overhead += world * latency * 1e-3  # the small GEMMs of a ring do not fill the device
         exposed = max(0.0, comm - whole * (world - 1) / world) + comm / world
     else:
+        if kernel is not None and problem.op.gathers and problem.nodes == 1:
+            comm = copied_ms(comm, transfers, cluster.link)
         exposed = _fused_exposed_ms(problem, knobs, whole, comm, transfers)
-        if kernel is not None and knobs.raster is not None:
+        if kernel is not None:
+            wave = whole / waves(problem, cluster, kernel)
+            if problem.op.gathers:
+                exposed = max(exposed, comm + wave - whole)
             exposed += _band_exposed_ms(problem, knobs, whole, comm)
-            overhead += max(0.0, raster_ms(problem, cluster, kernel, knobs.raster))
+            overhead += raster_ms(problem, cluster, kernel, knobs.raster)
     return Prediction(whole, comm, exposed + latency * 1e-3 + overhead)
 
 

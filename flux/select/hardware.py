@@ -60,6 +60,10 @@ a CPU, ranks of a host copy with the cores that multiply."""
 LAUNCH_US = {"cuda": 3.0, "cpu": 10.0}
 """From the end of one piece of work on a stream to the start of the next, such as a kernel behind a
 copy, or a stream that awaits another's event; our assumption."""
+PUSH_US = 4.0
+"""What blocks that push rows (cuda/gather.cuh) take besides bytes: the call's number, a piece, its
+rows, a fence and its count are five trips to L2 or to a peer, one behind the other, of some 0.7 us;
+our assumption."""
 SLAB_COST_ROWS = 50.0
 """A GEMM cut into slabs packs its weight again for each slab. The cost equals that of this many
 more rows (5% of 1024 rows, 10% of 512, 20% of 256: flux/select/heuristic.py)."""
@@ -88,6 +92,11 @@ L2_TO_MEMORY = 3.0
 """Speed of L2 over that of memory: 40 bytes per cycle and multiprocessor on an H100
 (flux/select/cycles.py) are 2.9 times its 3350 GB/s."""
 GPC_SMS = 18  # multiprocessors among which a cluster must fit (CUTLASS, tile_scheduler_params.h)
+
+
+def bytes_per_ms(gbs: float) -> float:
+    """Return the speed of a link of this many GB/s; of 1 Gbit/s if its speed is unknown (0)."""
+    return (gbs or 0.125) * 1e6
 
 
 def blocks_per_wave(config: GemmConfig, sm_count: int) -> int:

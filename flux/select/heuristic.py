@@ -95,6 +95,9 @@ MAX_RASTER = 8
 BAND_ROWS = 1024
 """Rows of a ReduceScatter's band, at least; below them a band covers several chunks. Between nodes
 half of them."""
+IN_KERNEL_ROWS = 512
+"""Rows up to which kernels can push them: symmetric memory has two buffers of so many. With more, a
+GEMM has several waves of tiles, behind which copies hide."""
 FEW_GATHERED_ROWS = 256
 """Rows up to which an AllGather's GEMM is one band."""
 
@@ -104,6 +107,13 @@ def untuned(problem: Problem, cluster: Cluster) -> Knobs:
     if cluster.link.kind == "pcie" and problem.nodes == 1 and problem.op.gathers:
         return Knobs(order="ring1d")
     return Knobs()
+
+
+def kernels_can_push(problem: Problem) -> bool:
+    """Return whether path in_kernel exists: few rows, one node, and columns on every rank."""
+    columns = problem.weight_shape(problem.world - 1)[0]
+    near = problem.op.gathers and problem.nodes == 1 and problem.world > 1
+    return near and problem.m <= IN_KERNEL_ROWS and columns > 0
 
 
 def resolved(problem: Problem, knobs: Knobs, kernel: GemmConfig | None = None) -> Knobs:
@@ -306,7 +316,7 @@ def _gpu_defaults(
     chunk = ceil_div(m, world)
     comm_rows = knobs.comm_tile_rows
     if comm_rows is None:
-        whole = knobs.path == "medium"
+        whole = knobs.path in ("medium", "in_kernel")
         near = op.gathers and nodes == 1
         least = GPU_GATHERED_TILE_BYTES if near else GPU_COMM_TILE_BYTES
         comm_rows = chunk if whole else gpu_comm_tile_rows(chunk, row_bytes, cluster.rows, least)

@@ -9,7 +9,7 @@ from flux.core.datafile import MOST_SIZE
 from flux.core.knobs import ClusterTile, Knobs, Op, check_legal
 from flux.core.schedule import TileSchedule
 from flux.core.topology import Topology
-from flux.select.heuristic import resolve
+from flux.select.heuristic import IN_KERNEL_ROWS, resolve
 
 
 def make_schedule(
@@ -67,6 +67,10 @@ def _make(
 ) -> TileSchedule:
     kind = Op[op]
     m, n, k = shape
+    if knobs.path == "in_kernel" and not (kind.gathers and m <= IN_KERNEL_ROWS):
+        raise ValueError(
+            f"path in_kernel is for ag_gemm with M up to {IN_KERNEL_ROWS}, got {op} with M = {m}"
+        )
     check_legal(knobs, topology)
     # Rank 0 has the largest share. Knobs must be the same on all ranks, so they come from its
     # sizes.

@@ -29,7 +29,7 @@ from flux.kernels.legality import GemmProblem, reason_unsupported
 from flux.machine.cluster import Cluster
 from flux.select.cost import predict
 from flux.select.cycles import cost
-from flux.select.heuristic import ONE_SHOTS, resolved, untuned
+from flux.select.heuristic import ONE_SHOTS, kernels_can_push, resolved, untuned
 from flux.select.kernel import best_of
 from flux.select.schedule import make_schedule
 
@@ -293,6 +293,8 @@ def candidates(
         "medium": resolved(problem, Knobs(path="medium"), best_kernel),
         "default": resolved(problem, default, best_kernel),
     }
+    if space.backend == "cuda" and kernels_can_push(problem):
+        fixed["in_kernel"] = resolved(problem, Knobs(path="in_kernel"), best_kernel)
     if space.backend == "cpu" and problem.nodes > 1:
         fixed["one_shot"] = Knobs(path="one_shot")
         ways = [resolved(problem, knobs) for knobs in ONE_SHOTS]

@@ -118,6 +118,8 @@ class LoopbackWorld(OneGpuWorld):
         """
         if knobs.reduce == "in_flight":
             return "reduce = in_flight is not possible: simulated peers do not add"
+        if knobs.path == "in_kernel":
+            return "path = in_kernel is not possible: simulated peers run no kernels"
         if spec.scales_travel:
             return "scaling = row is not possible: simulated peers have no scales"
         return super().reason_unsupported(spec, knobs)

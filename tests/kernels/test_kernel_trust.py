@@ -37,7 +37,7 @@ _PLANTED = """
 static void __attribute__((constructor)) planted() { ::setenv("FLUX_TEST_PLANTED", NAME, 1); }
 extern "C" __attribute__((visibility("default"))) const FluxKernel flux_planted = {
     FLUX_ABI_VERSION, sizeof(FluxGemmArgs), NAME, 64, 64, nullptr, nullptr, nullptr, nullptr,
-    nullptr, nullptr};
+    nullptr, nullptr, nullptr};
 """
 
 

@@ -23,6 +23,7 @@ from flux.opsim.parts import COPY_SHARE, LAUNCH_US, NETWORK_SHARE, RAISE_US, STO
 from flux.opsim.simulator import MOST_TILES, Simulated, legal_knobs, simulate, unfused
 from flux.select.chunks import chunk_gemm_ms
 from flux.select.cost import gemm_ms, library_ms
+from flux.select.hardware import PUSH_US
 from flux.select.kernel import default_configs, default_kernel
 from flux.trace.chrome import read_chrome
 
@@ -292,6 +293,25 @@ def test_a_chunk_costs_full_waves_and_the_weight() -> None:
     assert ring.total_ms > 1.33 * simulate(few, A100).total_ms and ring.ect_ms > library.ect_ms
 
 
+@ON
+def test_blocks_push_rows_before_they_multiply(on: str) -> None:
+    """The last of 8 ranks has no rows and pushes none; its tiles wait for the rows of others."""
+    shape, latency_us = problem("ag_gemm", m=49), CLUSTERS[on].link.latency_us
+    call = simulate(shape, CLUSTERS[on], Knobs(path="in_kernel"))
+    assert call.method == "in_kernel" and call.knobs.tile is not None
+    assert len(call.moves) == 49 and {move.src for move in call.moves} == set(range(7))
+    assert all(move.start_us >= PUSH_US for move in call.moves)
+    for event in call.events():
+        if event.kind == Kind.gemm:
+            begin = int(event.name.removeprefix("tile ").split(",")[0])
+            end = begin + call.knobs.tile[0]
+            for move in call.moves:
+                if move.dst == event.rank and move.row_begin < end and move.row_end > begin:
+                    assert event.start_us >= move.end_us + latency_us
+    others = (unfused(shape, CLUSTERS[on]), simulate(shape, CLUSTERS[on]))
+    assert call.total_ms < min(other.total_ms for other in others)
+
+
 def test_an_allgather_on_pcie_goes_round_a_ring_by_default() -> None:
     shape = Problem(Op.ag_gemm, 4096, 16384, 4096, "bfloat16", 8)
     call = simulate(shape, PCIE)
@@ -388,6 +408,7 @@ def test_equal_arguments_give_equal_results() -> None:
         (["--nproc", "16", "--direction", "pull"], "direction = pull needs memory"),
         (["--op", "gemm_rs", "--direction", "pull"], "stores partials itself"),
         (["--path", "unfused"], "always shown"),
+        (["--path", "in_kernel"], "shown where it exists"),
         (["--m", "1048576"], f"at most {MOST_TILES}"),
     ],
 )
@@ -431,6 +452,13 @@ def test_json_is_that_of_bench_op(tmp_path: Path) -> None:
     assert orders == {"direct", "ring1d", "ring2d", "hierarchical", "numa"}
     read = read_chrome(trace)
     assert {event.details["method"] for event in read.events} == {"unfused", "medium", "flux"}
+
+
+def test_paths_of_few_rows_are_shown() -> None:
+    few = ["simulate", "op", "--m", "64", "--n", "8192", "--k", "4096", "--json", "-"]
+    document = json.loads(CliRunner().invoke(app, few).stdout)
+    assert set(document["methods"]) == {"unfused", "medium", "in_kernel", "flux"}
+    assert "in_kernel" in CliRunner().invoke(app, few[:-2]).stdout
 
 
 def test_table_and_timeline(tmp_path: Path) -> None:

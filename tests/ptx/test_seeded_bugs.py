@@ -34,22 +34,29 @@ def problem_of(op: str) -> Problem:
     return Problem(op, 256, (512,), 512, torch.bfloat16)
 
 
-def built(ranks: VirtualWorld, device: PtxDevice, op: str, reduce: str = "local") -> list[Any]:
+def built(
+    ranks: VirtualWorld, device: PtxDevice, op: str, reduce: str = "local", path: str = "fused"
+) -> list[Any]:
     """Return the op of each rank, which is a GPU of its own."""
     device.set_copy_delay(10_000)
-    knobs = Knobs() if op == "ag_gemm" else Knobs(reduce=reduce)
+    knobs = Knobs(path=path) if op == "ag_gemm" else Knobs(reduce=reduce)
     return [problem_of(op).build(ranks.rank(r), tuning=knobs) for r in range(ranks.world)]
 
 
 def call(
-    device: PtxDevice, ranks: VirtualWorld, op: str, rows: Sequence[int], reduce: str = "local"
+    device: PtxDevice,
+    ranks: VirtualWorld,
+    op: str,
+    rows: Sequence[int],
+    reduce: str = "local",
+    in_path: str = "fused",
 ) -> None:
     """Call an op on all ranks, once for each number of rows, one behind the other."""
     everything = [Inputs(problem_of(op), m, ranks.world, seed=m) for m in rows]
     # What kernels add up in flight may err by more.
     path = "unfused" if reduce != "local" else "two_levels" if ranks.nodes > 1 else "fused"
     with ranks:
-        ops = built(ranks, device, op, reduce)
+        ops = built(ranks, device, op, reduce, in_path)
         for _ in range(2):  # the first one reads the PTX: copies may be done before kernels start
             outs = call_on_and_on(ranks, ops, everything)
             device.finish()
@@ -105,7 +112,7 @@ def make_calls(device: PtxDevice, kernels: Path, bug: Bug) -> None:
         if bug.captured:
             replay(device, bug.op, bug.rows)
         else:
-            call(device, ranks_for(bug, device, kernels), bug.op, bug.rows, bug.reduce)
+            call(device, ranks_for(bug, device, kernels), bug.op, bug.rows, bug.reduce, bug.path)
 
 
 def make_calls_without_bug(device: PtxDevice, kernels: Path) -> None:

@@ -23,6 +23,7 @@ from flux.core.spec import OpSpec
 from flux.core.topology import Topology
 from flux.machine.cluster import group_parts, load_cluster, world_shape
 from flux.machine.detection import detect
+from flux.opsim.simulator import simulate, unfused
 from flux.select import choose as choice
 from flux.select import cost
 from flux.select.cache import Cache, look_up
@@ -322,9 +323,53 @@ def test_an_untuned_gather_of_gpus_on_pcie_goes_round_a_ring(on: str, order: str
             mock.patch.object(choice, "look_up", lambda *_, **__: None),
         ):
             chosen = choice.choose(spec, *options)  # type: ignore[arg-type]
-        assert list(chosen.variants) == [chosen.knobs(256)]
-        orders[op.name] = chosen.knobs(256).order
+        orders[op.name] = chosen.knobs(1024).order
+        assert chosen.variants[0] == chosen.knobs(1024)
     assert orders == {"ag_gemm": order, "gemm_rs": None, "gemm_ar": None}
+
+
+@pytest.mark.parametrize(
+    ("on", "paths"),
+    [
+        ("dhelix-h100", {1: "in_kernel", 64: "in_kernel", 512: "in_kernel", 513: "fused"}),
+        ("flux-a100-pcie", {1: "in_kernel", 64: "in_kernel", 512: "unfused", 513: "fused"}),
+    ],
+)
+def test_few_rows_are_pushed_where_that_is_clearly_faster(on: str, paths: dict[int, str]) -> None:
+    cluster, problem = load_cluster(on), shape("ag_gemm", 8192, 49152, 12288)
+    spec = OpSpec(Op.ag_gemm, 8192, (49152,), 12288, torch.bfloat16, False, "sum")
+    chosen = choice.untuned_on_gpus(spec, problem, cluster)
+    assert {m: chosen.knobs(m).path for m in paths} == paths
+    for m, path in paths.items():
+        library = unfused(replace(problem, m=m), cluster)
+        if path == "in_kernel":
+            pushed = simulate(replace(problem, m=m), cluster, Knobs(path="in_kernel"))
+            assert pushed.total_ms <= 0.9 * library.total_ms
+
+
+def test_what_no_kernel_can_push_is_not_chosen() -> None:
+    cluster, problem = load_cluster("dhelix-h100"), shape("ag_gemm", 64, 8192, 4096)
+    for change in ({"n": (7,)}, {"scaling": "row", "dtype": torch.float8_e4m3fn}):
+        options = {"n": (8192,), "dtype": torch.bfloat16, "scaling": "none", **change}
+        spec = OpSpec(
+            Op.ag_gemm,
+            64,
+            options["n"],
+            4096,
+            options["dtype"],
+            False,
+            "sum",
+            scaling=options["scaling"],
+        )
+        assert choice.untuned_on_gpus(spec, problem, cluster).variants == (Knobs(),)
+
+
+def test_a_pushed_winner_is_not_scaled_beyond_its_buffers() -> None:
+    pushed = Winner(64, Knobs(path="in_kernel", order="direct", direction="push"), 1.0)
+    spec = OpSpec(Op.ag_gemm, 4096, (512,), 512, torch.bfloat16, False, "sum")
+    entry = choice.Entry(key_here("ag_gemm", 2), {}, (pushed,))
+    tuned = choice.Tuned(entry, spec, Topology.flat(2), False, lambda m, knobs: True)
+    assert [tuned.knobs(m).path for m in (64, 512, 513)] == ["in_kernel", "in_kernel", "fused"]
 
 
 # -- the model -------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/arguments.h"
+#include "cuda/gather.cuh"
 #include "cuda/gemm/meet.cuh"
 
 namespace flux {
@@ -39,6 +40,7 @@ template <class Kernel>
 int prepare(int device) {
   int status = Kernel::prepare(device);
   if (status == 0) status = prepare_meet();
+  if (status == 0) status = prepare_collect();
   return status != 0 ? status : prepare_stamp();
 }
 
@@ -57,4 +59,5 @@ int prepare(int device) {
                              &__VA_ARGS__::launch,          \
                              &flux::meet,                   \
                              __VA_ARGS__::kReduce,          \
+                             &flux::collect,                \
                              flux::stamp_clock};

@@ -44,7 +44,7 @@ from flux.core.tensors import address_of
 from flux.core.topology import Topology
 from flux.kernels import loading
 from flux.kernels.registry import BuiltKernel
-from flux.select.heuristic import most_comm_tiles
+from flux.select.heuristic import IN_KERNEL_ROWS, most_comm_tiles
 from flux.transport.base import WORD, DeviceTransport, Peers, beside, margin
 from flux.transport.device import Device
 from flux.transport.watch import Watch
@@ -109,7 +109,9 @@ class CudaBackend:
         nvtx.switch()
         self.device: Device = transport.device
         self.sm_count = transport.sm_share
-        knobs = next((k for k in choice.variants if k.path != "unfused"), Knobs())
+        # Of calls whose rows copies bring; those that kernels push have memory of their own.
+        ways = [k for k in choice.variants if k.path != "unfused"]
+        knobs = next((k for k in ways if k.path != "in_kernel"), ways[0] if ways else Knobs())
         self.sums_by_switch = sums_by_switch(spec, transport, knobs)
         if self.sums_by_switch:
             knobs = replace(knobs, reduce="local")  # as far as kernels and memory are concerned
@@ -135,8 +137,10 @@ class CudaBackend:
         most_tiles = most_comm_tiles(
             spec.op, ceil_div(spec.max_m, self.world), knobs, 1, choice.most_tiles
         )
+        in_kernel = any(k.path == "in_kernel" for k in choice.variants)
+        pushed = IN_KERNEL_ROWS if in_kernel else 0
         self.layout = Layout.of(
-            spec, self.world, knobs, tile, most_tiles, self.nodes, transport.relays, guard
+            spec, self.world, knobs, tile, most_tiles, self.nodes, transport.relays, guard, pushed
         )
         self.pad_words = _C.CudaOp.pad_words(self.world, self.layout.signals, self.layout.offers)
         memory = transport.memory(self.pad_words, self.layout.data_bytes)
@@ -199,6 +203,7 @@ class CudaBackend:
             graph_overlap=GRAPH_OVERLAP.get(),
             lane=self.transport.lane,
             margin=self.margin,
+            pushed_bytes=self.layout.pushed_bytes,
         )
 
     def _margin(self, knobs: Knobs) -> int:
@@ -409,6 +414,11 @@ class CudaBackend:
         if self.recorder is not None and self.capturing():
             raise ValueError(
                 f"{self.spec.label}: calls that are traced cannot be captured into a CUDA graph"
+            )
+        if self.recorder is not None and schedule.knobs.path == "in_kernel":
+            raise ValueError(
+                f"{self.spec.label}: calls of path in_kernel cannot be traced: no stream moves "
+                "their rows; use path = fused"
             )
         if self.nodes > 1 and self.capturing():
             raise ValueError(

@@ -102,24 +102,57 @@ void lay_out_gemm(const FluxGemmArgs& args, int tiles, bool reports, Work* work)
   emulated::set_sync(args.sync, reports, work);
 }
 
+// The launch of a kernel that pushes its rows: its number, once it has begun.
+struct Pushing {
+  std::uint32_t number = 0;
+  bool begun = false;
+};
+
+// Pushes the rows, where the first block begins.
+void push_rows(const FluxGemmArgs& args, Pushing* pushing) {
+  const FluxGather& g = args.gather;
+  if (pushing->begun) return;
+  *pushing = {g.counts[FLUX_GATHER_CALLS] + 1, true};
+  if (g.last != 0) g.counts[FLUX_GATHER_CALLS] = pushing->number;
+  if (g.first == 0 || __atomic_load_n(args.sync.status, __ATOMIC_ACQUIRE) != 0) return;
+  const auto ahead = static_cast<std::uintptr_t>(pushing->number % 2 != 0 ? g.odd : 0);
+  for (int rank = 0; rank < args.order.world && g.bytes > 0; ++rank) {
+    emulated::write(reinterpret_cast<std::uintptr_t>(g.to[rank]) + ahead, g.rows, g.bytes);
+  }
+  emulated::dawdle();
+  for (int rank = 0; rank < args.order.world; ++rank) {
+    emulated::store(g.raised[rank], pushing->number);
+  }
+}
+
 template <class C>
 int make_ag_gemm(const FluxGemmArgs& args, Work* work) {
   const TileMap map = tile_map(tile_order(args, OpKind::kAGGemm, kTileM, kTileN));
   const CommTiling tiling = comm_tiling(args);
+  const bool pushes = args.gather.counts != nullptr;
+  const auto pushing = std::make_shared<Pushing>(Pushing{args.sync.epoch});
   lay_out_gemm(args, map.rows * map.columns, true, work);
   work->open = [=](int unit, std::vector<Wait>* waits) {
     const TileCoord tile = tile_at(map, unit);
     const int begin = tile.m * kTileM;
-    const Range range = signals_of_rows(tiling, begin, min_of(begin + kTileM, args.m));
+    Range range = signals_of_rows(tiling, begin, min_of(begin + kTileM, args.m));
+    if (pushes) {
+      push_rows(args, pushing.get());
+      if (unit == 0) range = {0, tiling.world};
+    }
     for (int i = range.begin; args.signals != nullptr && i < range.end; ++i) {
-      waits->push_back({args.signals, i, args.sync.epoch, "signal", FLUX_WAIT_GATHER, tile.m});
+      waits->push_back({args.signals, i, pushing->number, "signal", FLUX_WAIT_GATHER, tile.m});
     }
   };
   work->close = [=](int unit, const std::vector<bool>&, Place at) {
     const TileCoord tile = tile_at(map, unit);
     const std::uint64_t began = emulated::now();
     emulated::dawdle();
-    store_tile<C>(args, tile);
+    FluxGemmArgs of_call = args;
+    if (pushes && pushing->number % 2 != 0) {
+      of_call.a = static_cast<const char*>(args.a) + args.gather.odd;
+    }
+    store_tile<C>(of_call, tile);
     emulated::tell(args.sync, began, FLUX_TRACE_TILE, tile.m, tile.n, 0, at);
   };
   return FLUX_OK;
@@ -342,6 +375,17 @@ template <Code* kCode>
 constexpr int (*reduction)(const FluxReduceArgs*, void*) = &reduce<kCode>;
 template <Code* kCode>
 constexpr int (*no_reduction)(const FluxReduceArgs*, void*) = nullptr;
+int collect(const FluxCollectArgs* args, void* stream) {
+  emulated::Item item;
+  item.what = "collect";
+  item.run = [given = *args] {
+    const bool odd = given.counts[FLUX_GATHER_CALLS] % 2 != 0;
+    const char* from = static_cast<const char*>(given.rows) + (odd ? given.odd : 0);
+    emulated::write(reinterpret_cast<std::uintptr_t>(given.out), from, given.bytes);
+  };
+  emulated::stream_of(stream)->put(std::move(item));
+  return FLUX_OK;
+}
 std::uint64_t no_workspace(const FluxGemmArgs*) { return 0; }
 template <Code* kCode>
 int prepare(int) {
@@ -384,6 +428,7 @@ void emulator_store_box(void* stream, std::uint16_t* base, int rows, int columns
                                     &launch_untraced<&symbol##_code, __VA_ARGS__>,        \
                                     &meet<&symbol##_code>,                                \
                                     reduces<&symbol##_code>,                              \
+                                    &collect,                                             \
                                     nullptr};                                             \
   static Code symbol##_traced_code{#symbol "_traced"};                                    \
   extern const FluxKernel symbol##_traced = {version,                                     \
@@ -396,6 +441,7 @@ void emulator_store_box(void* stream, std::uint16_t* base, int rows, int columns
                                              &launch<&symbol##_traced_code, __VA_ARGS__>, \
                                              &meet<&symbol##_traced_code>,                \
                                              reduces<&symbol##_traced_code>,              \
+                                             &collect,                                    \
                                              &stamp};
 #define EMULATED_AG(suffix, ...)                                          \
   EMULATED(flux_emulated_ag_gemm##suffix, FLUX_ABI_VERSION, no_reduction, \

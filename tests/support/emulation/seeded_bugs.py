@@ -35,6 +35,7 @@ class Bug:
         reduce: the knob of the op.
         switch: whether ranks are behind an NVLink switch.
         puts: whether each rank is a node, which libflux_nvshmem connects.
+        path: the knob of the op.
         idle: whether kernels wait for what never comes: their own timeouts are not waited for.
     """
 
@@ -52,6 +53,7 @@ class Bug:
     switch: bool = False
     puts: bool = False
     idle: bool = False
+    path: str = "fused"
 
     def edit(self, text: str) -> str:
         """Return the text with the bug, where it has the kernel."""
@@ -75,6 +77,7 @@ class Bug:
 ACQUIRED = "missing is an acquire of the signal that announces it"
 RELEASED = r"missing is a release and an acquire \(or fences\) of scope .sys"
 OF_GPU = r"missing is a release and an acquire \(or fences\) of scope .gpu"
+PUSHED = r"missing is a release and an acquire \(or fences\) of scope .(gpu|sys)"
 SCOPE = "missing is the scope .sys at both"
 FENCED = "missing is a fence.proxy.async between them"
 BARRIER = "missing is a barrier of both warps"
@@ -145,6 +148,10 @@ def _rs90(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
 
 def _meet(arch: str, pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
     return Bug(arch, "gemm_rs", MEET, pattern, change, error, at, captured=True, **more)
+
+
+def _pushed(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
+    return _ag80(pattern, change, error, at, path="in_kernel", **more)
 
 
 def _node(kernel: str, pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
@@ -383,6 +390,30 @@ BUGS = {
         TMA_STORE,
         rows=(131, 256, 131),
         reduce="in_flight",
+    ),
+    # -- kernels that push the rows of an AllGather
+    "pushed pieces counted relaxed": _pushed(
+        r"atom\.acq_rel\.gpu", "atom.relaxed.gpu", PUSHED, CP_ASYNC
+    ),
+    "words raised ahead of the last pushed rows": _pushed(
+        r"(?s)(atom\.acq_rel\.gpu\.global\.add\.u32 (\S+), .*?add\.s32 \S+, \2, )1;",
+        r"\g<1>2;",
+        PUSHED,
+        CP_ASYNC,
+        number=0,
+    ),
+    "all calls push rows to one buffer": _pushed(
+        r"(ld\.volatile\.global\.u32 (\S+), [^;]*;\s*(?:\.loc[^\n]*\s*)*add\.s32 \S+, \2, )1;",
+        r"\g<1>2;",
+        COPIED,
+        r"st\.global",
+        rows=(131, 256, 131),
+    ),
+    "words of pushed rows raised relaxed": _pushed(
+        r"st\.release\.sys", "st.relaxed.sys", PUSHED, CP_ASYNC
+    ),
+    "words of pushed rows read relaxed": _pushed(
+        r"ld\.acquire\.sys", "ld.relaxed.sys", PUSHED, CP_ASYNC
     ),
     # -- libflux_nvshmem: the sums of nodes
     "a relay without a fence before its put": _node(

@@ -59,6 +59,8 @@ def plan_of(seed: int, arch: str) -> tuple[GemmConfig, Plan]:
     topology = topology_of(rng, world)
     if rng.random() < 0.25:  # whose chunks are those of ranks, around a ring
         knobs = replace(knobs, path="medium", comm_tile_rows=None, order=None, swizzle=None)
+    elif op == "ag_gemm" and rng.random() < 0.4:
+        knobs = replace(knobs, path="in_kernel", direction=None, order=None, comm_tile_rows=None)
     return config, Plan(problem, world, knobs, topology, (rows,), seed)
 
 

@@ -23,11 +23,15 @@ from model.edits import (
     no_stream_wait,
     no_tile_wait,
     no_tile_wait_on,
+    no_wait_for_ranks_without_rows,
     offer_before_copy,
+    one_buffer,
     poison_in_sums,
     raised_before_copy,
     reset_behind_entry,
     sums_in_place,
+    tiles_wait_for_no_word,
+    word_before_rows,
 )
 from model.recording import Scenario
 
@@ -300,6 +304,25 @@ BUGS = [
         ("deadlock",),
     ),
     *_CAPTURED,
+    *(
+        Bug(f"pushed-{name}", rule, _ag(path="in_kernel", rows=rows), edit)
+        for name, rule, rows, edit in (
+            ("word", "the word of a rank comes behind its rows", (4, 4), word_before_rows),
+            (
+                "tiles-wait",
+                "tiles wait for the words of their rows",
+                (4, 4),
+                tiles_wait_for_no_word,
+            ),
+            ("buffers", "calls push to two buffers in turn", (4, 4, 4), one_buffer),
+            (
+                "all-words",
+                "a call ends behind the words of all ranks, those without rows as well",
+                (1, 1, 1),
+                no_wait_for_ranks_without_rows,
+            ),
+        )
+    ),
     *(
         Bug(f"nodes-{name}", rule, scenario, edit, large=True)
         for name, rule, scenario, edit in (

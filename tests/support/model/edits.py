@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from model.program import POISON, Item, Program, Step
-from model.recording import Kind, What
+from model.recording import PUSHED, Kind, What
 
 Matches = Callable[[Step], bool]
 Edit = Callable[[Program], None]
@@ -146,6 +146,41 @@ def offer_before_copy(program: Program) -> None:
         return isinstance(item, Step) and item.kind is Kind.copy
 
     move_up(program, of_word(program, Kind.raise_, "offer"), is_copy)
+
+
+def _pushes(step: Step) -> bool:
+    """Whether a step is of the part of a kernel that pushes rows and awaits all words."""
+    return step.tile == 0
+
+
+def word_before_rows(program: Program) -> None:
+    raises = of_word(program, Kind.raise_, "push word")
+    swap(program, lambda s: s.is_access and bool(s.puts) and _pushes(s), raises)
+
+
+def tiles_wait_for_no_word(program: Program) -> None:
+    waits = of_word(program, Kind.await_, "push word")
+    drop(program, lambda s: waits(s) and not _pushes(s))
+
+
+def no_wait_for_ranks_without_rows(program: Program) -> None:
+    waits = of_word(program, Kind.await_, "push word")
+    drop(program, lambda s: waits(s) and _pushes(s))
+
+
+def one_buffer(program: Program) -> None:
+    """Let all calls push their rows to the buffer of the even ones."""
+    even, odd = PUSHED
+    number = {name: cell for cell, name in enumerate(program.cells)}
+    moved = {
+        cell: number[name.replace(odd, even)]
+        for name, cell in number.items()
+        if name.startswith(odd) and name.replace(odd, even) in number
+    }
+    assert moved, "there are no such buffers"
+    for step in program.steps():
+        step.expects = {moved.get(cell, cell): symbol for cell, symbol in step.expects.items()}
+        step.puts = {moved.get(cell, cell): symbol for cell, symbol in step.puts.items()}
 
 
 def flag_before_store(program: Program) -> None:

@@ -27,6 +27,7 @@ OPS = {"ag_gemm": AGGemm, "gemm_rs": GemmRS, "gemm_ar": GemmAR}
 WORD = 4  # bytes of a signal
 ELEMENT = 2  # bytes of a bfloat16
 MASK = 0xFFFFFFFF
+PUSHED = ("row pushed by even calls", "row pushed by odd calls")
 
 
 class Kind(IntEnum):
@@ -135,7 +136,7 @@ class Scenario:
         puts: nodes reach each other by NVSHMEM, whose kernels send the sums.
         apart: each rank has a GPU of its own, so that reductions begin beside their GEMM, and
             kernels wait for rows that are forwarded.
-        path: ``fused`` | ``medium``.
+        path: ``fused`` | ``medium`` | ``in_kernel``.
     """
 
     ops: tuple[str, ...]
@@ -376,7 +377,10 @@ class _Session:
                 words = Region(begin, count * unit, rank, op, name, unit, True)
                 self.out.regions.append(words)
         if not layout.slot_bytes:
-            region(data, layout.data_bytes, "gathered row", layout.row_bytes)
+            region(data, layout.sums_offset, "gathered row", layout.row_bytes)
+            for number, name in enumerate(PUSHED):
+                at = data + layout.sums_offset + number * layout.pushed_bytes
+                region(at, layout.pushed_bytes, name, layout.row_bytes)
             return
         for slot in range(layout.slots):
             at = data + layout.slot_offset(slot)
@@ -405,6 +409,8 @@ class _Session:
             ("graph 'done' of rank", world),
             (f"graph {others}", layout.signals),
             ("graph offer", layout.offers),
+            ("push word of rank", world),
+            ("gather count", 5),
         ):
             is_pad = not name.startswith("status")
             unit = WORD if is_pad else status

@@ -101,12 +101,38 @@ Element* element(Element* base, std::int64_t at) {
   return static_cast<Element*>(static_cast<Byte*>(base) + at * kElement);
 }
 
+// As csrc/cuda/gather.cuh: one tile pushes, and awaits the words of all ranks. It counts for real. Returns
+// the number of the call.
+std::uint32_t record_pushes(const FluxGemmArgs& args, const CommTiling& tiling, void* stream) {
+  const FluxGather& g = args.gather;
+  const std::uint32_t number = g.counts[FLUX_GATHER_CALLS] + 1;
+  const Tile tile{stream, number, 0};
+  const int rank = args.order.rank;
+  const int elements = static_cast<int>(g.bytes / kElement);
+  for (int peer = 0; g.first != 0 && peer < tiling.world; ++peer) {
+    if (elements == 0) break;
+    tile.touch(kRead, g.rows, elements, kX, rank, 0);
+    char* to = static_cast<char*>(g.to[peer]) + (number % 2 != 0 ? g.odd : 0);
+    tile.touch(kWrite, to, elements, kX, rank, 0);
+  }
+  for (int peer = 0; g.first != 0 && peer < tiling.world; ++peer) {
+    tile.word(kRaise, g.raised[peer], 0);
+  }
+  for (int peer = 0; peer < tiling.world; ++peer) tile.word(kAwait, args.signals, peer);
+  if (g.last != 0) g.counts[FLUX_GATHER_CALLS] = number;
+  return number;
+}
+
 int record_ag_gemm(const FluxGemmArgs* args, void* stream) {
   add(kLaunch, stream);
   const TileMap map = tile_map(tile_order(*args, OpKind::kAGGemm, kTileM, kTileN));
   const CommTiling tiling = comm_tiling(*args);
+  const bool pushes = args->gather.counts != nullptr;
+  const std::uint32_t number = pushes ? record_pushes(*args, tiling, stream) : args->sync.epoch;
+  const void* a =
+      pushes && number % 2 != 0 ? static_cast<const char*>(args->a) + args->gather.odd : args->a;
   for (int slot = 0; slot < map.rows * map.columns; ++slot) {
-    const Tile tile{stream, args->sync.epoch, slot};
+    const Tile tile{stream, number, slot + (pushes ? 1 : 0)};
     const TileCoord at = tile_at(map, slot);
     const int begin = at.m * kTileM;
     const int end = min_of(begin + kTileM, args->m);
@@ -120,7 +146,7 @@ int record_ag_gemm(const FluxGemmArgs* args, void* stream) {
       const int owner =
           split ? static_cast<int>(args->sync.launch) : owner_of(args->m, tiling.world, row);
       tile.touch(
-          kRead, element(args->a, row * args->lda), args->k, kX, owner,
+          kRead, element(a, row * args->lda), args->k, kX, owner,
           static_cast<std::int64_t>(row - (split ? 0 : row_begin(args->m, tiling.world, owner))) *
               args->k);
     }
@@ -371,6 +397,14 @@ int record_put(void* to, const void* from, std::uint64_t bytes, std::uint64_t* w
   return record_signal(word, value, pe, stream);
 }
 
+int record_collect(const FluxCollectArgs* args, void* stream) {
+  const bool odd = args->counts[FLUX_GATHER_CALLS] % 2 != 0;
+  Record& copy = add(kCopy, stream, args->out);
+  copy.from = reinterpret_cast<std::uint64_t>(args->rows) + (odd ? args->odd : 0);
+  copy.bytes = args->bytes;
+  return FLUX_OK;
+}
+
 // The block's resets, a barrier, and then a thread for each rank. It counts for real.
 int record_meet(const FluxMeetArgs* args, void* stream) {
   const std::uint32_t number =
@@ -404,6 +438,7 @@ extern const FluxKernel flux_emulated_ag_gemm_nk = {FLUX_ABI_VERSION,
                                                     &record_ag_gemm,
                                                     &record_meet,
                                                     nullptr,
+                                                    &record_collect,
                                                     nullptr};
 extern const FluxKernel flux_emulated_gemm_rs_nk = {FLUX_ABI_VERSION,
                                                     sizeof(FluxGemmArgs),
@@ -415,6 +450,7 @@ extern const FluxKernel flux_emulated_gemm_rs_nk = {FLUX_ABI_VERSION,
                                                     &record_gemm_rs,
                                                     &record_meet,
                                                     &record_reduce,
+                                                    &record_collect,
                                                     nullptr};
 
 int recorder_put_signal(void* to, const void* from, std::uint64_t bytes, std::uint64_t* word,

@@ -32,6 +32,10 @@ def standard() -> Iterator[Scenario]:
     for direction in ("push", "pull"):
         yield Scenario(("ag_gemm",), 2, (4, 1, 3), direction, path="medium")
         yield Scenario(("ag_gemm",), 3, (6, 4), direction, order="ring1d", path="medium")
+    for rows in ((4, 4, 4), (4, 1, 3), (1, 1, 1, 1)):
+        yield Scenario(("ag_gemm",), 2, rows, path="in_kernel", captured=(1,))
+    yield Scenario(("ag_gemm",), 3, (3, 5, 1), path="in_kernel", gather=True)
+    yield Scenario(("ag_gemm",), 2, (4, 4), streams=2, fresh_x=True, path="in_kernel")
     yield Scenario(("ag_gemm", "gemm_rs"), 2, (4, 3, 4))
     yield Scenario(("ag_gemm", "gemm_rs"), 3, (6, 4))
     yield Scenario(("gemm_ar", "ag_gemm"), 3, (6, 4), direction="pull")

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "cuda/gather.cuh"
 #include "cuda/gemm/kernel.cuh"
 #include "cuda/sync.cuh"
 #include "cutlass/cutlass.h"
@@ -22,6 +23,7 @@ struct BlockParams {
   const std::uint32_t* signals = nullptr;
   CommTiling tiling{};
   int tile_m = 0;
+  int buffer = 0;  // of the gathered rows, where there are two: a batch of CUTLASS
   FluxSync sync{};
   ScatterTargets targets{};
 #ifdef FLUX_TRACE
@@ -77,7 +79,7 @@ CUTLASS_DEVICE cutlass::gemm::GemmCoord tile_of_slot(int slot) {
       await(p.signals, i, told_by_one(p.sync), FLUX_WAIT_GATHER, at.m);
   }
   enter_tile(at);
-  return {at.m, at.n, 0};
+  return {at.m, at.n, p.buffer};
 }
 
 // Multistage: our loop over slots says which one.
@@ -178,15 +180,29 @@ template <class Base>
 struct Params {
   typename Base::Params base;
   BlockParams block;
+  FluxGather gather;
+  int rank;
 };
 
 // C is there for the name alone: profiles and the compiler's report show it.
-template <class C, class Base, bool kStreamK>
+template <class C, class Base, bool kStreamK, bool kGathers>
 __global__ void __launch_bounds__(Base::kThreadCount)
     kernel(const __grid_constant__ Params<Base> params) {
   extern __shared__ __align__(128) char memory[];
   auto& storage = *reinterpret_cast<typename Base::SharedStorage*>(memory);
   share_block_params(params.block);
+  if constexpr (kGathers) {
+    if (params.gather.counts != nullptr) {
+      const CommTiling& tiling = params.block.tiling;
+      const std::uint32_t number = begin_gather<typename C::Element>(
+          params.gather, params.block.signals, params.block.sync, tiling.world, params.rank);
+      if (threadIdx.x == 0) {
+        block_params().sync.epoch = number;
+        block_params().buffer = static_cast<int>(number % 2);
+      }
+      __syncthreads();
+    }
+  }
   if constexpr (kStreamK) {
     Base::invoke(params.base, storage);
   } else {
@@ -212,7 +228,7 @@ struct Launcher {
   static constexpr bool kStreamK = Types<C>::kStreamK;
   using Params = sm80::Params<Base>;
   static constexpr int kSharedBytes = static_cast<int>(sizeof(typename Base::SharedStorage));
-  static constexpr auto kKernel = &kernel<C, Base, kStreamK>;
+  static constexpr auto kKernel = &kernel<C, Base, kStreamK, kOp == OpKind::kAGGemm>;
 
   static int prepare(int device) {
     int before = 0;
@@ -253,7 +269,10 @@ struct Launcher {
         Visited::arguments(args), args.a, args.b, nullptr, nullptr, 0, 0, 0, 0,
         typename Types<C>::LayoutA::Stride::LongIndex(args.lda),
         typename Types<C>::LayoutB::Stride::LongIndex(args.ldb), std::int64_t(0), std::int64_t(0));
-    Params out{typename Base::Params(arguments, with.sm_count, with.blocks_per_sm), {}};
+    Params out{typename Base::Params(arguments, with.sm_count, with.blocks_per_sm),
+               {},
+               args.gather,
+               args.order.rank};
     BlockParams& at = out.block;
     at.map = tile_map(tile_order(args, kOp, C::kTileM, C::kTileN));
     at.signals = kOp == OpKind::kAGGemm ? args.signals : nullptr;
@@ -261,12 +280,23 @@ struct Launcher {
     at.tile_m = C::kTileM;
     at.sync = args.sync;
     at.targets = scatter_targets(args, C::kTileM, C::kTileN);
+    if (kOp == OpKind::kAGGemm && args.gather.counts != nullptr) read_two_buffers(args, &out.base);
     // Partial sums of a tile are added up by the block that finishes it: one epilogue per tile.
     if constexpr (kStreamK) {
       out.base.block_mapping.reduction_blocks = 0;
       if (shares_device(with.sm_count, with.device_sms)) keep_to_share(out.base.block_mapping);
     }
     return out;
+  }
+
+  // The rows of odd calls are a second batch of A for CUTLASS; B and the result have one for both. That is
+  // set where CUTLASS has already laid out its blocks, which stream-K does for one batch alone.
+  static void read_two_buffers(FluxGemmArgs const& args, typename Base::Params* params) {
+    params->mode = cutlass::gemm::GemmUniversalMode::kBatched;
+    params->batch_stride_A =
+        args.gather.odd / static_cast<std::int64_t>(sizeof(typename C::Element));
+    params->batch_stride_B = 0;
+    cute::get<2>(params->problem_shape) = 2;
   }
 
   // Stream-K launches a block for each whole tile, which on a shared device would wait for rows on

@@ -8,18 +8,31 @@
 
 namespace flux::sm90 {
 
+// The kernel, which pushes the own rows first where no copies bring them.
+template <class C, class Base>
+struct GatheringKernel : Base {
+  CUTLASS_DEVICE void operator()(typename Base::Params const& params, char* memory) {
+    auto const& waits = params.mainloop.waits;
+    if (waits.gather.counts != nullptr) {
+      begin_gather<typename C::Element>(waits.gather, waits.signals, waits.sync, waits.tiling.world,
+                                        waits.rank);
+    }
+    Base::operator()(params, memory);
+  }
+};
+
 template <class C>
 struct AGGemmParts {
   using Visitor = visit::Activated<C>;
   using Epilogue = sm90::Epilogue<C, typename Visitor::Node>;
   using Mainloop = WaitingMainloop<sm90::Mainloop<C, Epilogue>, C::kTileM>;
-  using Kernel =
-      sm90::Kernel<C, Mainloop, Epilogue,
-                   std::conditional_t<Types<C>::kStreamK, OrderedStreamK, OrderedPersistent>>;
+  using Kernel = GatheringKernel<
+      C, sm90::Kernel<C, Mainloop, Epilogue,
+                      std::conditional_t<Types<C>::kStreamK, OrderedStreamK, OrderedPersistent>>>;
 
   static bool accepts(FluxGemmArgs const& args) { return args.order.world <= kMaxRuns; }
   static void complete(typename Kernel::Arguments& out, FluxGemmArgs const& args) {
-    out.mainloop.waits = {args.signals, comm_tiling(args), args.sync};
+    out.mainloop.waits = {args.signals, comm_tiling(args), args.sync, args.gather, args.order.rank};
     out.epilogue.thread = Visitor::arguments(args);
     out.epilogue.ptr_D = static_cast<typename C::Output*>(args.d);
     cute::get<0>(out.epilogue.dD) = args.ldd;

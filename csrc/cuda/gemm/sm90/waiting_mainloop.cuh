@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/signal.h"
-#include "cuda/sync.cuh"
+#include "cuda/gather.cuh"
 #include "cute/tensor.hpp"
 
 namespace flux::sm90 {
@@ -19,12 +19,15 @@ struct WaitingMainloop : Base {
     const std::uint32_t* signals = nullptr;
     CommTiling tiling{};
     FluxSync sync{};
+    FluxGather gather{};
+    int rank = 0;
   };
   struct Arguments : Base::Arguments {
     Waits waits;
   };
   struct Params : Base::Params {
     Waits waits;
+    typename Base::Params odd;  // for the second buffer of gathered rows, if there is one
   };
 
   template <class Problem>
@@ -34,6 +37,12 @@ struct WaitingMainloop : Base {
     static_cast<typename Base::Params&>(params) =
         Base::to_underlying_arguments(problem, args, workspace);
     params.waits = args.waits;
+    params.odd = params;
+    if (args.waits.gather.counts != nullptr) {
+      Arguments second = args;
+      second.ptr_A += args.waits.gather.odd / static_cast<std::int64_t>(sizeof(*args.ptr_A));
+      params.odd = Base::to_underlying_arguments(problem, second, workspace);
+    }
     return params;
   }
 
@@ -46,9 +55,15 @@ struct WaitingMainloop : Base {
     // One elected lane went through the base's loop of the tile before. Without this, the others could
     // poll for the next tile's rows meanwhile, and take issue slots from it.
     __syncwarp();
-    waits_ = &params.waits;
+    if (waits_ == nullptr) {
+      waits_ = &params.waits;
+      number_ = waits_->sync.epoch;
+      if (waits_->gather.counts != nullptr) number_ = gather_number(waits_->gather);
+    }
     wait(params.waits, cute::get<0>(block));
-    Base::load(params, pipeline, state, inputs, block, k_tile, k_tile_count, thread, block_rank,
+    const bool odd = waits_->gather.counts != nullptr && number_ % 2 != 0;
+    const typename Base::Params& of_buffer = odd ? params.odd : params;
+    Base::load(of_buffer, pipeline, state, inputs, block, k_tile, k_tile_count, thread, block_rank,
                storage);
   }
 
@@ -69,9 +84,11 @@ struct WaitingMainloop : Base {
     const Range range = signals_of_rows(w.tiling, begin, min_of(begin + kTileM, w.tiling.m));
     const std::uint64_t bits = mask(range);
     if (bits != 0 && (seen_ & bits) == bits) return;
+    FluxSync sync = w.sync;
+    sync.epoch = number_;
     for (int index = range.begin + static_cast<int>(threadIdx.x % 32); index < range.end;
          index += 32) {
-      await(w.signals, index, w.sync, FLUX_WAIT_GATHER, tile);
+      await(w.signals, index, sync, FLUX_WAIT_GATHER, tile);
     }
     __syncwarp();
     // TMA reads through the async proxy what other agents wrote: see cuda/sync.cuh.
@@ -86,6 +103,7 @@ struct WaitingMainloop : Base {
   }
 
   std::uint64_t seen_ = 0;
+  std::uint32_t number_ = 0;      // of the call
   Waits const* waits_ = nullptr;  // null: the block had no tile
 };
 

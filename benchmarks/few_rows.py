@@ -1,0 +1,87 @@
+"""Simulate calls of few rows on GPUs, with the path that an untuned op takes. Needs no GPU.
+
+python benchmarks/few_rows.py benchmarks/results/simulator/few_rows.json
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import ROOT, keep, markdown
+
+from flux.core.knobs import Knobs, Op
+from flux.core.problem import Problem
+from flux.core.spec import OpSpec
+from flux.machine.cluster import Cluster, load_cluster
+from flux.opsim.simulator import simulate, unfused
+from flux.select.choose import untuned_on_gpus
+from flux.select.heuristic import kernels_can_push, untuned
+
+RESULT = ROOT / "benchmarks" / "results" / "simulator" / "few_rows.json"
+CLUSTERS = ("dhelix-h100", "flux-a100-pcie")
+SIZES = {"ag_gemm": (49152, 12288), "gemm_ar": (12288, 49152)}
+ROWS = (1, 16, 64, 256, 512, 1024, 2048)
+WORLD = 8
+
+
+def call(cluster: Cluster, op: str, m: int) -> dict[str, Any]:
+    """Return the times of all paths in ms, and the path that an untuned op takes."""
+    problem = Problem(Op[op], m, *SIZES[op], "bfloat16", WORLD)
+    largest = Problem(Op[op], ROWS[-1], *SIZES[op], "bfloat16", WORLD)
+    n, k = SIZES[op]
+    spec = OpSpec(Op[op], ROWS[-1], (n,), k, torch.bfloat16, False, "sum")
+    library = unfused(problem, cluster)
+    times = {
+        "unfused": library.total_ms,
+        "fused": simulate(problem, cluster, untuned(problem, cluster)).total_ms,
+    }
+    if kernels_can_push(problem):
+        times["in_kernel"] = simulate(problem, cluster, Knobs(path="in_kernel")).total_ms
+    return {
+        "op": op,
+        "m": m,
+        "gemm_ms": round(library.gemm_ms, 4),
+        **{f"{path}_ms": round(time, 4) for path, time in times.items()},
+        "takes": untuned_on_gpus(spec, largest, cluster).knobs(m).path,
+    }
+
+
+def document() -> dict[str, Any]:
+    """Return everything, as it is written."""
+    return {
+        "command": "python benchmarks/few_rows.py",
+        "clusters": {
+            name: [call(load_cluster(name), op, m) for op in SIZES for m in ROWS]
+            for name in CLUSTERS
+        },
+    }
+
+
+def table(content: dict[str, Any]) -> str:
+    """Return the times in us; before, every call was fused."""
+    header = ["cluster", "op", "M", "GEMM us", "unfused", "fused", "in_kernel", "an op takes"]
+    header += ["its time over unfused", "before"]
+    rows = []
+    for cluster, calls in content["clusters"].items():
+        for one in calls:
+            paths = ("gemm", "unfused", "fused", "in_kernel")
+            times = [f"{1e3 * one[f'{p}_ms']:.0f}" if f"{p}_ms" in one else "-" for p in paths]
+            over = [one[f"{path}_ms"] / one["unfused_ms"] for path in (one["takes"], "fused")]
+            cells = [cluster, Op[one["op"]].label, str(one["m"]), *times, one["takes"]]
+            rows.append([*cells, *(f"{share:.2f}" for share in over)])
+    return markdown(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target", type=Path, nargs="?", default=RESULT)
+    content = document()
+    keep(content, parser.parse_args().target)
+    print(table(content))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+// AllGather inside the kernel (docs/kernels/protocol.md): a call is one launch for each weight.
+//
+// The first kernel pushes the own rows to all ranks, and all wait for the rows of peers. Streams copy
+// nothing and await no words, and the host knows no number: so a captured call is the same launches.
+#include <stdexcept>
+
+#include "cuda_host/cuda_op.h"
+#include "cuda_host/nvtx.h"
+
+namespace flux::host {
+
+// Word r: of rank r. Then the counts.
+Address CudaOp::pushed_words(int rank) const {
+  return captured_.offers[rank] + setup_.offers * kWord;
+}
+
+FluxGather CudaOp::pushed_rows(const Schedule& schedule, Address x) const {
+  const int m = schedule.spec.problem.m, world = setup_.world, rank = setup_.rank;
+  const std::int64_t first = row_begin(m, world, rank) * setup_.row_bytes;
+  FluxGather gather{};
+  gather.rows = pointer<const void>(x);
+  gather.bytes = static_cast<std::uint64_t>(row_count(m, world, rank) * setup_.row_bytes);
+  for (int peer = 0; peer < world; ++peer) {
+    gather.to[peer] = pointer<void>(pushed_data(peer) + first);
+    gather.raised[peer] = pointer<std::uint32_t>(pushed_words(peer)) + rank;
+  }
+  gather.odd = setup_.pushed_bytes;
+  gather.counts = pointer<std::uint32_t>(pushed_words(rank)) + world;
+  return gather;
+}
+
+void CudaOp::gather_in_kernel(const Schedule& schedule, Stream stream, const Rows& x,
+                              const std::vector<Operand>& operands, Address gathered) {
+  if (setup_.remote || setup_.scales_travel) {
+    throw std::invalid_argument(
+        "path = in_kernel has no rows of other nodes, and no scales of rows");
+  }
+  if (traced()) throw std::invalid_argument("calls of path in_kernel cannot be traced");
+  capture_ = driver_->capture(stream);
+  capture_ != 0 ? follow_capture(stream) : follow_calls(stream);
+  const FluxGather pushed = pushed_rows(schedule, x.x);
+  for (std::size_t i = 0; i < operands.size(); ++i) {
+    const Span stage("flux kernel");
+    const Operand& operand = operands[i];
+    FluxGemmArgs args = gemm_args(schedule, stream, operand, x.k, static_cast<int>(i));
+    args.a = pointer<const void>(pushed_data(setup_.rank));
+    args.lda = x.k;
+    args.scale_a = pointer<const float>(x.scale);
+    args.d = pointer<void>(operand.out);
+    args.ldd = operand.out_ld;
+    args.bias = pointer<const void>(operand.bias);
+    args.signals = pointer<const std::uint32_t>(pushed_words(setup_.rank));
+    args.gather = pushed;
+    args.gather.first = i == 0 ? 1 : 0;
+    args.gather.last = i + 1 == operands.size() ? 1 : 0;
+    kernels_.at(i)->launch(args, stream);
+  }
+  if (gathered != 0) {
+    const Span stage("flux collect");
+    const auto bytes = static_cast<std::uint64_t>(schedule.spec.problem.m * setup_.row_bytes);
+    kernels_.at(0)->collect({pointer<const void>(pushed_data(setup_.rank)), setup_.pushed_bytes,
+                             pushed.counts, pointer<void>(gathered), bytes},
+                            stream);
+  }
+  end(stream, gathered == 0);
+}
+
+}  // namespace flux::host

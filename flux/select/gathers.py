@@ -1,0 +1,58 @@
+"""Predict what AllGathers of GPUs on one node wait for: links, and the last wave of tiles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flux.core.integers import ceil_div
+from flux.core.problem import Problem
+from flux.machine.cluster import Cluster, Link
+from flux.select.hardware import (
+    COPY_SHARE,
+    DUPLEX_SHARE,
+    PUSH_US,
+    SIGNAL_US,
+    STORE_SHARE,
+    blocks_per_wave,
+    bytes_per_ms,
+)
+
+if TYPE_CHECKING:
+    from flux.kernels.config import GemmConfig
+
+
+def _both_ways(link: Link) -> float:
+    """Return the share of a link's speed that a rank which sends and receives at once has."""
+    return DUPLEX_SHARE if link.kind == "pcie" else 1.0
+
+
+def copied_ms(bytes_ms: float, copies: int, link: Link) -> float:
+    """Return the time of copies, each of which begins when the one before it ends.
+
+    Args:
+        bytes_ms: of all of them, at the link's nominal speed.
+        copies: of one stream.
+        link: that they take.
+    """
+    return bytes_ms / (COPY_SHARE * _both_ways(link)) + 1e-3 * (copies - 1) * link.latency_us
+
+
+def pushed_ms(problem: Problem, cluster: Cluster) -> float:
+    """Return the time of an AllGather whose rows the blocks of a GEMM push.
+
+    Over PCIe half of the ranks' rows cross between processors, once for each rank behind.
+    """
+    link, world = cluster.link, problem.world
+    shard = problem.chunk * problem.row_bytes
+    moved = (world - 1) * shard / bytes_per_ms(link.gbs * STORE_SHARE * _both_ways(link))
+    if link.kind == "pcie" and link.numa_gbs and cluster.numa_domains == 2:
+        crossing = world // 2 * ceil_div(world, 2) * shard
+        moved = max(moved, crossing / bytes_per_ms(link.numa_gbs * STORE_SHARE))
+    return moved + 1e-3 * (PUSH_US + link.latency_us + SIGNAL_US["cuda"])
+
+
+def waves(problem: Problem, cluster: Cluster, kernel: GemmConfig) -> int:
+    """Return how many tiles the busiest block computes. In the last wave all rows must be there."""
+    rows, columns = kernel.tile[:2]
+    tiles = ceil_div(problem.m, rows) * ceil_div(problem.local[0], columns)
+    return ceil_div(tiles, blocks_per_wave(kernel, cluster.device.units))

@@ -1,0 +1,70 @@
+"""Path in_kernel of an AllGather on GPUs: where it exists, and for which M it is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from flux.core.knobs import Knobs
+from flux.core.problem import Problem
+from flux.core.spec import OpSpec
+from flux.machine.cluster import Cluster
+from flux.select.cost import predict
+from flux.select.heuristic import IN_KERNEL_ROWS, untuned
+
+if TYPE_CHECKING:
+    from flux.kernels.config import GemmConfig
+
+
+GAIN = 0.9
+"""Ratio to the other paths up to which a prediction is trusted: it is off by as much as 10%."""
+
+
+def reason_not_in_kernel(spec: OpSpec, world: int, nodes: int) -> str | None:
+    """Return why no kernel moves the rows of an op; None if its kernels can, up to IN_KERNEL_ROWS.
+
+    Every rank launches a kernel, so every rank has columns.
+    """
+    if not spec.op.gathers:
+        return f"{spec.op.label} communicates after its GEMM"
+    if nodes > 1:
+        return f"the ranks are on {nodes} nodes"
+    if spec.scales_travel:
+        return "rows of x travel with their scales"
+    if min(spec.local_n(world, world - 1)) == 0:
+        return f"rank {world - 1} of {world} has no columns, got n = {spec.n}"
+    return None
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """The choice of the cost model for calls of few rows; larger ones have the same knobs.
+
+    Attributes:
+        problem: the op at its largest M.
+        cluster: devices and links.
+        config: a kernel like the op's own, by which calls are predicted.
+    """
+
+    problem: Problem
+    cluster: Cluster
+    config: GemmConfig
+    kernel: GemmConfig | None = None
+    most_tiles: int = 0
+
+    def knobs(self, m: int) -> Knobs:
+        """Return the path of least predicted time; in_kernel if it is clearly the fastest."""
+        fused, unfused, in_kernel = self.variants
+        if m > IN_KERNEL_ROWS:
+            return fused
+        problem = replace(self.problem, m=m)
+        times = [predict(problem, self.cluster, k, self.config).total for k in self.variants]
+        if times[2] <= GAIN * min(times[:2]):
+            return in_kernel
+        return fused if times[0] <= times[1] else unfused
+
+    @property
+    def variants(self) -> tuple[Knobs, ...]:
+        """The knobs that the model chooses from."""
+        fused = untuned(self.problem, self.cluster)
+        return (fused, Knobs(path="unfused"), Knobs(path="in_kernel"))
