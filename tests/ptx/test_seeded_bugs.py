@@ -174,7 +174,6 @@ def assert_reports(bug: Bug, text: str) -> None:
 
 # The others take minutes: make stress.
 QUICK = {
-    "acquire made relaxed",
     "flags raised relaxed",
     "no proxy fence behind the acquire",
     "bulk stores awaited with .read",
