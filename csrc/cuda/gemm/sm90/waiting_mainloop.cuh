@@ -55,16 +55,11 @@ struct WaitingMainloop : Base {
     // One elected lane went through the base's loop of the tile before. Without this, the others could
     // poll for the next tile's rows meanwhile, and take issue slots from it.
     __syncwarp();
-    if (waits_ == nullptr) {
-      waits_ = &params.waits;
-      number_ = waits_->sync.epoch;
-      if (waits_->gather.counts != nullptr) number_ = gather_number(waits_->gather);
-    }
+    waits_ = &params.waits;
     wait(params.waits, cute::get<0>(block));
-    const bool odd = waits_->gather.counts != nullptr && number_ % 2 != 0;
-    const typename Base::Params& of_buffer = odd ? params.odd : params;
-    Base::load(of_buffer, pipeline, state, inputs, block, k_tile, k_tile_count, thread, block_rank,
-               storage);
+    const bool odd = params.waits.gather.counts != nullptr && number(params.waits) % 2 != 0;
+    Base::load(odd ? params.odd : static_cast<typename Base::Params const&>(params), pipeline, state,
+               inputs, block, k_tile, k_tile_count, thread, block_rank, storage);
   }
 
   // After the block's last load. A peer that gives up says so in the own status before it lets its
@@ -85,7 +80,7 @@ struct WaitingMainloop : Base {
     const std::uint64_t bits = mask(range);
     if (bits != 0 && (seen_ & bits) == bits) return;
     FluxSync sync = w.sync;
-    sync.epoch = number_;
+    sync.epoch = number(w);
     for (int index = range.begin + static_cast<int>(threadIdx.x % 32); index < range.end;
          index += 32) {
       await(w.signals, index, sync, FLUX_WAIT_GATHER, tile);
@@ -96,6 +91,11 @@ struct WaitingMainloop : Base {
     seen_ |= bits;
   }
 
+  // Of the call. Read again, since a register that keeps it would make stream-K spill.
+  CUTLASS_DEVICE static std::uint32_t number(Waits const& w) {
+    return w.gather.counts != nullptr ? gather_number(w.gather) : w.sync.epoch;
+  }
+
   CUTLASS_DEVICE static std::uint64_t mask(Range range) {
     if (range.end > 64) return 0;
     const std::uint64_t all = ~std::uint64_t{0};
@@ -103,7 +103,6 @@ struct WaitingMainloop : Base {
   }
 
   std::uint64_t seen_ = 0;
-  std::uint32_t number_ = 0;      // of the call
   Waits const* waits_ = nullptr;  // null: the block had no tile
 };
 
