@@ -58,8 +58,8 @@ struct WaitingMainloop : Base {
     waits_ = &params.waits;
     wait(params.waits, cute::get<0>(block));
     const bool odd = params.waits.gather.counts != nullptr && number(params.waits) % 2 != 0;
-    Base::load(odd ? params.odd : static_cast<typename Base::Params const&>(params), pipeline, state,
-               inputs, block, k_tile, k_tile_count, thread, block_rank, storage);
+    Base::load(odd ? params.odd : static_cast<typename Base::Params const&>(params), pipeline,
+               state, inputs, block, k_tile, k_tile_count, thread, block_rank, storage);
   }
 
   // After the block's last load. A peer that gives up says so in the own status before it lets its
