@@ -153,6 +153,11 @@ class Cluster:
         return digest(self.parts(shape))
 
 
+def bytes_per_ms(gbs: float) -> float:
+    """Return the speed of a link of this many GB/s; of 1 Gbit/s if its speed is unknown (0)."""
+    return (gbs or 0.125) * 1e6
+
+
 def digest(parts: Mapping[str, Any]) -> str:
     """Return the fingerprint of these parts."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"))

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
-from flux.machine.cluster import Cluster, DeviceSpec
+from flux.machine.cluster import Cluster, DeviceSpec, bytes_per_ms
 from flux.select.gathers import copied_ms, pushed_ms, waves
 from flux.select.hardware import (
     ATTENTION_SHARE,
@@ -53,7 +53,6 @@ from flux.select.hardware import (
     SLAB_COST_ROWS,
     UNHIDDEN,
     blocks_per_wave,
-    bytes_per_ms,
 )
 from flux.select.heuristic import ONE_SHOTS, resolved
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from flux.core.integers import ceil_div
 from flux.core.problem import Problem
-from flux.machine.cluster import Cluster, Link
+from flux.machine.cluster import Cluster, Link, bytes_per_ms
 from flux.select.hardware import (
     COPY_SHARE,
     DUPLEX_SHARE,
@@ -14,7 +14,6 @@ from flux.select.hardware import (
     SIGNAL_US,
     STORE_SHARE,
     blocks_per_wave,
-    bytes_per_ms,
 )
 
 if TYPE_CHECKING:

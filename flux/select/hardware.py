@@ -94,11 +94,6 @@ L2_TO_MEMORY = 3.0
 GPC_SMS = 18  # multiprocessors among which a cluster must fit (CUTLASS, tile_scheduler_params.h)
 
 
-def bytes_per_ms(gbs: float) -> float:
-    """Return the speed of a link of this many GB/s; of 1 Gbit/s if its speed is unknown (0)."""
-    return (gbs or 0.125) * 1e6
-
-
 def blocks_per_wave(config: GemmConfig, sm_count: int) -> int:
     """Return the thread blocks that run at once: clusters do not cross the borders of GPCs."""
     size = config.cluster[0] * config.cluster[1]

@@ -242,7 +242,7 @@ def test_invalid_arguments_raise(arguments: tuple[Any, ...], words: str) -> None
     [
         (
             {"path": "quick"},
-            "Knobs.path must be one of fused, medium, unfused, one_shot, got 'quick'",
+            "Knobs.path must be one of fused, medium, unfused, one_shot, in_kernel, got 'quick'",
         ),
         ({"direction": "both"}, "Knobs.direction must be one of push, pull, got 'both'"),
         ({"order": "ring"}, "Knobs.order must be one of direct, ring1d.*got 'ring'"),
