@@ -113,9 +113,15 @@ def nvcc() -> str:
 
 
 def compiled(text: str, *options: str) -> Module:
-    """Compile CUDA source to PTX, with source lines: once in a checkout, for all processes."""
+    """Compile CUDA source to PTX, with source lines: once in a checkout, for all processes.
+
+    It is compiled again where a file of a folder of headers (-I) has changed.
+    """
     command = [nvcc(), "-std=c++17", "-O3", "-lineinfo", "-ptx", *options]
-    key = repr((text, command, Path(command[0]).resolve().stat().st_mtime_ns))
+    folders = [Path(option[2:]) for option in options if option.startswith("-I")]
+    headers = sorted(path for folder in folders for path in folder.rglob("*.*h"))
+    contents = [path.read_bytes() for path in headers]
+    key = repr((text, command, Path(command[0]).resolve().stat().st_mtime_ns, contents))
     target = BUILT / f"{hashlib.sha256(key.encode()).hexdigest()}.ptx"
     if not target.exists():
         BUILT.mkdir(parents=True, exist_ok=True)

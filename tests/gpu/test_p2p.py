@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from flux.compile import served
@@ -86,7 +88,7 @@ def test_layers_and_graphs_fuse_on_gpus_where_ops_serve_them(
     nodes: list[str], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Pool:
-        group = None
+        exchange = SimpleNamespace(group=None)
         reason_without_gpus = reason_gpus_unsupported(Placement(tuple(nodes)))
 
     monkeypatch.setattr(eligible, "pool_of", lambda name: Pool)

@@ -54,6 +54,8 @@ def test_the_header_is_read_completely() -> None:
         "FluxTraceRecord",
         "FluxTrace",
         "FluxSync",
+        "FluxGather",
+        "FluxCollectArgs",
         "FluxGemmArgs",
         "FluxReduceArgs",
         "FluxMeetArgs",
