@@ -424,11 +424,14 @@ def close_pool() -> None:
 
 
 def shared_names() -> set[str]:
-    """Files in /dev/shm that have a name. Ops make none at any time; the emulated GPU does."""
-    emulated = "ptx_machine_"
+    """Files in /dev/shm that have a name. Ops make none at any time.
+
+    The emulated GPU does, and so do pools of processes (flux plan search) of other tests.
+    """
+    others = ("ptx_machine_", "sem.mp-")
     with os.scandir("/dev/shm") as entries:
         files = {entry.name for entry in entries if not entry.is_dir()}
-    return {name for name in files if not name.startswith(emulated)}
+    return {name for name in files if not name.startswith(others)}
 
 
 @contextlib.contextmanager
