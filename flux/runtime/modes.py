@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import functools
 import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,6 +31,15 @@ from torch.nn.utils import stateless
 
 T = TypeVar("T")
 _C: Any = torch._C
+
+# torch's functions for Python put a warning handler on their stack, and take it off at their end.
+# Slices end such functions in any order: the last one would put back a handler whose stack is gone.
+_c10 = ctypes.PyDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
+warning_handler = _c10._ZN3c1012WarningUtils19get_warning_handlerEv
+warning_handler.restype = ctypes.c_void_p
+_set_warning_handler = _c10._ZN3c1012WarningUtils19set_warning_handlerEPNS_14WarningHandlerE
+_set_warning_handler.argtypes = [ctypes.c_void_p]
+_set_warning_handler.restype = None
 
 
 class _Value(NamedTuple):
@@ -335,12 +346,13 @@ class ModesOfProcess:
 def kept_modes() -> Iterator[None]:
     """Put all modes back to what they were, whatever runs inside sets, in whatever order."""
     process, guarded, states = ModesOfProcess(), _Guarded.read(), _read(_of_thread())
-    casts = _casts()
+    casts, handler = _casts(), warning_handler()
     with contextlib.ExitStack() as guards:
         guarded.put_on(guards)
         try:
             yield
         finally:
+            _set_warning_handler(handler)
             differs = _casts() != casts
             process.put_back()
             _write(_of_thread(), states)  # before the guards: stacks change the dispatch keys

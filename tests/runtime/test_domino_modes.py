@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flux.runtime.dhelix.strands import Strands
 from flux.runtime.domino.module import ORDERS, Domino, Dropout
+from flux.runtime.modes import warning_handler
 from flux.runtime.slices import before_wait, current_slice, running
 
 setting = contextvars.ContextVar("setting", default=0)
@@ -255,7 +256,7 @@ def test_slices_compute_what_the_whole_batch_does(
     function: Callable[..., torch.Tensor], tolerance: float
 ) -> None:
     torch.manual_seed(1)
-    body, results = Call(function), []
+    body, results, handler = Call(function), [], warning_handler()
     for model in (body, Domino(body, 2), Domino(Domino(body, 2), 2)):
         body.zero_grad()
         x = torch.linspace(-1, 1, 16).view(8, 2).requires_grad_()
@@ -264,6 +265,7 @@ def test_slices_compute_what_the_whole_batch_does(
         results.append([y.detach(), x.grad, *(p.grad for p in body.parameters())])
     for found in results[1:]:
         torch.testing.assert_close(found, results[0], rtol=tolerance, atol=tolerance)
+    assert warning_handler() == handler  # one of a slice's stack would be called after its end
 
 
 def test_what_a_slice_raises_on_its_way_out_does_not_hide_the_first_error() -> None:
