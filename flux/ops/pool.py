@@ -384,9 +384,8 @@ def pool_of(group: dist.ProcessGroup | str | None) -> OpPool:
     """Return the pool of a process group, given as itself, by name, or None for the default."""
     group = resolve_group(group)
     pool = _pools.get(group.group_name)
-    if (
-        pool is not None and pool.exchange._group() is not group
-    ):  # the name of a destroyed group, reused
+    # The name of a destroyed group may be used again.
+    if pool is not None and not pool.exchange.is_over(group):
         pool.close()
         pool = None
     if pool is None:

@@ -109,11 +109,28 @@ def untuned(problem: Problem, cluster: Cluster) -> Knobs:
     return Knobs()
 
 
+def reason_not_pushed(op: Op, world: int, nodes: int, n: object, columns: int) -> str | None:
+    """Return why kernels cannot push the rows of an op, whatever their number, or None.
+
+    Args:
+        op: the op.
+        world: its ranks.
+        nodes: on which they are.
+        n: columns of all ranks, for the text.
+        columns: of the last rank, which has the fewest. Every rank launches a kernel.
+    """
+    if not op.gathers:
+        return f"{op.label} communicates after its GEMM"
+    if nodes > 1:
+        return f"the ranks are on {nodes} nodes"
+    return None if columns > 0 else f"rank {world - 1} of {world} has no columns, got n = {n}"
+
+
 def kernels_can_push(problem: Problem) -> bool:
-    """Return whether path in_kernel exists: few rows, one node, and columns on every rank."""
-    columns = problem.weight_shape(problem.world - 1)[0]
-    near = problem.op.gathers and problem.nodes == 1 and problem.world > 1
-    return near and problem.m <= IN_KERNEL_ROWS and columns > 0
+    """Return whether path in_kernel exists for a call of several ranks."""
+    world, columns = problem.world, problem.weight_shape(problem.world - 1)[0]
+    reason = reason_not_pushed(problem.op, world, problem.nodes, problem.n, columns)
+    return reason is None and world > 1 and problem.m <= IN_KERNEL_ROWS
 
 
 def resolved(problem: Problem, knobs: Knobs, kernel: GemmConfig | None = None) -> Knobs:

@@ -10,7 +10,7 @@ from flux.core.problem import Problem
 from flux.core.spec import OpSpec
 from flux.machine.cluster import Cluster
 from flux.select.cost import predict
-from flux.select.heuristic import IN_KERNEL_ROWS, untuned
+from flux.select.heuristic import IN_KERNEL_ROWS, reason_not_pushed, untuned
 
 if TYPE_CHECKING:
     from flux.kernels.config import GemmConfig
@@ -21,19 +21,10 @@ GAIN = 0.9
 
 
 def reason_not_in_kernel(spec: OpSpec, world: int, nodes: int) -> str | None:
-    """Return why no kernel moves the rows of an op; None if its kernels can, up to IN_KERNEL_ROWS.
-
-    Every rank launches a kernel, so every rank has columns.
-    """
-    if not spec.op.gathers:
-        return f"{spec.op.label} communicates after its GEMM"
-    if nodes > 1:
-        return f"the ranks are on {nodes} nodes"
-    if spec.scales_travel:
-        return "rows of x travel with their scales"
-    if min(spec.local_n(world, world - 1)) == 0:
-        return f"rank {world - 1} of {world} has no columns, got n = {spec.n}"
-    return None
+    """Return why no kernel moves the rows of an op of up to IN_KERNEL_ROWS; None if kernels can."""
+    columns = min(spec.local_n(world, world - 1))
+    reason = reason_not_pushed(spec.op, world, nodes, spec.n, columns)
+    return "rows of x travel with their scales" if reason is None and spec.scales_travel else reason
 
 
 @dataclass(frozen=True)

@@ -277,6 +277,10 @@ class Exchange:
         if self.group in _peers:
             _peers[self.group].post(f"{self._name} lost a peer, or stopped waiting for it")
 
+    def is_over(self, group: dist.ProcessGroup) -> bool:
+        """Return whether this is the group, which has not been destroyed then."""
+        return self._group() is group
+
     def agree(self, problem: Exception | None, spec: Mapping[str, object]) -> None:
         """Check that all ranks build the same thing. Collective.
 

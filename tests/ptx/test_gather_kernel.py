@@ -12,7 +12,7 @@ from flux.transport.virtual import VirtualWorld
 from harness import more
 from ptx_device import PtxDevice
 from reference import Inputs, Problem
-from virtual_cases import built, call_all, call_on_and_on
+from virtual_cases import built, call_all, call_on_and_on, check_all, checked_calls
 
 IN_KERNEL = Knobs(path="in_kernel")
 
@@ -42,10 +42,9 @@ def test_calls_of_changing_rows(ptx: PtxDevice, world: int, rows: tuple[int, ...
         ptx.cuda.clear()
         outs = call_on_and_on(ranks, ops, everything)
         ptx.finish()
-        for inputs, of_call in zip(everything, outs, strict=True):
-            for r, out in enumerate(of_call):
-                ops[r].wait()
-                inputs.check(out, r)
+        for op in ops:
+            op.wait()
+        check_all(everything, outs)
         assert [r["launches"] for r in ptx.cuda.records()] == [len(rows) * world]
         inputs = of_rows(rows[0], world)
         for r, out in enumerate(call_all(ranks, ops, inputs, gather=True)):
@@ -84,13 +83,7 @@ def test_a_graph_is_the_same_launch(ptx: PtxDevice) -> None:
 def test_several_weights_read_what_the_first_kernel_pushed(ptx: PtxDevice) -> None:
     p = Problem("ag_gemm", 64, (64, 160), 64, torch.bfloat16)
     everything = [of_rows(m, 2, p) for m in (64, 1, 33)]
-    with VirtualWorld(2, ptx) as ranks, built(ranks, p, tuning=IN_KERNEL) as ops:
-        outs = call_on_and_on(ranks, ops, everything)
-        ptx.finish()
-        for inputs, of_call in zip(everything, outs, strict=True):
-            for r, out in enumerate(of_call):
-                ops[r].wait()
-                inputs.check(out, r)
+    checked_calls(VirtualWorld(2, ptx), p, everything, tuning=IN_KERNEL)
 
 
 @pytest.mark.parametrize("ptx", ["80"], indirect=True)

@@ -113,9 +113,6 @@ def _watch(peers: dict[int, str], main: int, idle: bool) -> None:
         poller.register(descriptor, select.POLLIN)
     (descriptor, _), *_ = poller.poll()
     ended = time.monotonic()
-    # This process ends now in any case. CPython before 3.12 may collect garbage in _current_frames,
-    # and a callback of a weak reference that gives up the GIL there locks up all threads.
-    gc.disable()
     while True:
         before = _position(main)
         time.sleep(STUCK_S)
@@ -135,7 +132,13 @@ def _watch(peers: dict[int, str], main: int, idle: bool) -> None:
 
 def _position(thread: int) -> tuple[FrameType, int] | None:
     """Return where a thread is in a step of the model; None outside of one."""
+    # CPython before 3.12 may collect garbage in _current_frames, and a callback of a weak reference
+    # that gives up the GIL there locks up all threads.
+    collects = gc.isenabled()
+    gc.disable()
     innermost = frame = sys._current_frames().get(thread)
+    if collects:
+        gc.enable()
     while frame is not None and frame.f_code.co_name not in _STEPS:
         frame = frame.f_back
     return None if frame is None or innermost is None else (innermost, innermost.f_lasti)
