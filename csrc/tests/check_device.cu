@@ -9,6 +9,7 @@
 #include "core/ownership.h"
 #include "core/problem.h"
 #include "core/relay.h"
+#include "core/row_map.h"
 #include "core/scatter.h"
 #include "core/signal.h"
 #include "core/tile_map.h"

@@ -72,7 +72,7 @@ def _mm_reads_beyond_rows() -> bool:
     return bool(torch.mm(x, x.new_ones(k, rows)).isnan().any())
 
 
-def _apart(x: torch.Tensor) -> torch.Tensor:
+def apart(x: torch.Tensor) -> torch.Tensor:
     """Return bfloat16 rows [rows, K], or a copy with zeros behind each if a product reads there."""
     rows, k = x.shape
     if k % _K_STEP == 0 or x.device.type != "cpu" or not _mm_reads_beyond_rows():
@@ -103,8 +103,11 @@ class Multiplier:
         columns: slice | None = None,
         scale_x: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
+        first: int = 0,
     ) -> None:
         """Compute ``out`` [rows, columns] of rows ``x`` and those columns of a weight.
+
+        With a mixture of experts, see ``GroupedProduct``: ``first`` is the first token.
 
         Args:
             x: [rows, K].
@@ -113,7 +116,13 @@ class Multiplier:
             columns: of the weight; None: all.
             scale_x: [rows] or [1]; with scaling only.
             bias: [N] of all columns, or None.
+            first: of the rows, in the [M, ...] matrix.
         """
+        grouped = self._call.grouped
+        if grouped is not None:
+            tokens = x if self._spec.op.gathers else out
+            grouped(x, first, first + tokens.shape[0], out, columns)
+            return
         if self._call.gemm is not None:
             out.copy_(self._supplied(self._call.gemm, x, columns))
             return
@@ -123,7 +132,7 @@ class Multiplier:
             bias = None if bias is None else bias[columns]
         if scale_x is None:
             if x.dtype is torch.bfloat16:
-                x = _apart(x)
+                x = apart(x)
             if bias is None:
                 torch.mm(x, b, out=out)
             else:

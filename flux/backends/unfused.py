@@ -208,7 +208,8 @@ class UnfusedBackend:
         multiply = Multiplier(spec, call)
         outs = []
         for number, bias in enumerate(call.biases):
-            out = call.x.new_empty(call.m, call.columns[number], dtype=spec.out_dtype)
+            rows = call.out_rows if spec.op.gathers else call.m
+            out = call.x.new_empty(rows, call.columns[number], dtype=spec.out_dtype)
             of_product = bias if spec.op.gathers else None
             multiply(call.x, out, weight=number, scale_x=call.scale_x, bias=of_product)
             if bias is not None and of_product is None:
@@ -233,7 +234,7 @@ class UnfusedBackend:
         multiply = Multiplier(spec, call)
         outs = []
         for number, bias in enumerate(call.biases):
-            out = call.x.new_empty(call.m, call.columns[number], dtype=spec.out_dtype)
+            out = call.x.new_empty(call.out_rows, call.columns[number], dtype=spec.out_dtype)
             scale_x = call.scale_x if scale is None else scale
             multiply(full, out, weight=number, scale_x=scale_x, bias=bias)
             outs.append(out)
@@ -255,6 +256,11 @@ class UnfusedBackend:
         partial = self._padded(x, x.shape[0], x.shape[1])
         partial[: x.shape[0]] = x
         return self._scatter(partial, x.shape[0])
+
+    def sum_over_ranks(self, values: torch.Tensor) -> None:
+        """Add up a tensor over the ranks, in place."""
+        work = dist.all_reduce(values, group=self.group, async_op=True)
+        self._wait(work, in_steps=True)
 
     def _padded(self, like: torch.Tensor, m: int, columns: int | None = None) -> torch.Tensor:
         """Return room for M rows, rounded up to equal chunks, with padding rows of zeros."""

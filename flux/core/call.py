@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 
@@ -28,6 +28,33 @@ Gemm = Callable[[torch.Tensor], torch.Tensor]
 """A product that the caller supplies: rows of x, [rows, K/W], to rows of the result, [rows, N]."""
 
 
+class GroupedProduct(Protocol):
+    """The product of a mixture of experts, in place of one weight's.
+
+    Attributes:
+        rows: of its own matrix, which is sorted by expert: the result of an AllGather's product,
+            the input of the others.
+        digest: of the routing and of the shapes that ranks must agree on.
+    """
+
+    rows: int
+    digest: int
+
+    def __call__(
+        self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None
+    ) -> None:
+        """Multiply the tokens [first, last).
+
+        Args:
+            x: AllGather: the tokens, [last - first, K]; else all routed rows, [rows, K/W].
+            first: the first token.
+            last: the token behind the last one.
+            out: AllGather: all routed rows, [rows, N/W]; else the tokens' sums,
+                [last - first, columns].
+            columns: of the weights; None: all.
+        """
+
+
 @dataclass(slots=True)
 class Call:
     """Checked arguments of one call on one rank.
@@ -42,6 +69,7 @@ class Call:
         scale_x: float32, [rows of x] or [1] (scaling = row | tensor); None without scaling.
         scale_weights: one per weight, [columns] or [1]; empty without scaling.
         gemm: the caller's product, in place of a weight.
+        grouped: the product of a mixture of experts, in place of a weight.
     """
 
     m: int
@@ -52,6 +80,22 @@ class Call:
     scale_x: torch.Tensor | None = None
     scale_weights: tuple[torch.Tensor, ...] = ()
     gemm: Gemm | None = None
+    grouped: GroupedProduct | None = None
+
+    @property
+    def out_rows(self) -> int:
+        """Rows of an AllGather's results."""
+        return self.m if self.grouped is None else self.grouped.rows
+
+    def digest(self, spec: OpSpec) -> int:
+        """Return a number that is equal on all ranks of a call that fits together."""
+        if self.grouped is not None:
+            return self.grouped.digest
+        return spec.digest(self.m, spec.op.reduces and self.biases[0] is not None)
+
+    def rows_of_x(self, rows: slice | None) -> torch.Tensor:
+        """Return these rows of x, None: all; a mixture of experts finds its own rows."""
+        return self.x if rows is None or self.grouped is not None else self.x[rows]
 
 
 _CPU = torch.device("cpu")
@@ -127,7 +171,7 @@ class CallChecker:
         x = self._tensor("x", x, spec.dtype)
         if x.dim() != 2 or x.shape[1] != self.k:
             raise ValueError(f"{spec.label}: x must be [rows, {self.k}], got {list(x.shape)}")
-        m, rows = _rows(spec, self.world, self.rank, x.shape[0], m)
+        m, rows = rows_of_call(spec, self.world, self.rank, x.shape[0], m)
         if callable(weights):
             return self._with_gemm(weights, m, x, biases)
         if len(weights) != len(self.columns) or len(biases) != len(self.columns):
@@ -228,7 +272,7 @@ class CallChecker:
         return bias.contiguous()
 
 
-def _rows(spec: OpSpec, world: int, rank: int, x_rows: int, m: int | None) -> tuple[int, int]:
+def rows_of_call(spec: OpSpec, world: int, rank: int, x_rows: int, m: int | None) -> tuple[int, int]:
     """Return (global rows, rows of x that are not padding)."""
     gathers = spec.op.gathers
     if m is None:

@@ -8,6 +8,7 @@ import torch
 
 from flux import _C
 from flux.core import dtypes
+from flux.core.integers import ceil_div
 from flux.core.knobs import Op
 from flux.core.problem import ACTIVATIONS, SCALINGS
 
@@ -16,6 +17,13 @@ DTYPES = {dtype.torch: dtype for dtype in dtypes.DTYPES.values()}
 _RESULTS = {dtype: row.of_result.torch for dtype, row in DTYPES.items()}
 
 FP8 = torch.float8_e4m3fn
+
+GROUPED_LABELS = {
+    Op.ag_gemm: "AGGroupedGemm",
+    Op.gemm_rs: "GroupedGemmRS",
+    Op.gemm_ar: "GroupedGemmAR",
+}
+"""Class names of the ops of a mixture of experts."""
 
 SCALE_BYTES = torch.float32.itemsize
 MAX_SIZE = 2**30
@@ -30,6 +38,10 @@ class OpSpec:
 
     ``n`` and ``k`` are global sizes, in elements. ``dtype`` is that of x and the weights:
     float8_e4m3fn with a ``scaling`` other than ``none``.
+
+    A mixture of experts has ``experts`` (0: one dense weight), of which each token chooses
+    ``topk``; groups of W/``ep`` ranks have equal parts of them, and divide n or k. ``gated``: the
+    activation of one half of a product's columns multiplies the other half.
 
     Attributes that follow from the arguments:
         label: the class name, for messages.
@@ -52,6 +64,10 @@ class OpSpec:
     activation: str = "none"
     scaling: str = "none"
     fast_accum: bool = False
+    experts: int = 0
+    topk: int = 0
+    ep: int = 1
+    gated: bool = False
     label: str = field(init=False, repr=False, compare=False)
     plain: bool = field(init=False, repr=False, compare=False)
     out_dtype: torch.dtype = field(init=False, repr=False, compare=False)
@@ -61,7 +77,7 @@ class OpSpec:
     travelling_row: tuple[int, torch.dtype] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        vars(self).update(label=self.op.label)
+        vars(self).update(label=GROUPED_LABELS[self.op] if self.experts else self.op.label)
         if self.dtype not in DTYPES:
             names = ", ".join(dtypes.DTYPES)
             raise TypeError(f"{self.label}: dtype must be one of {names}, got {self.dtype}")
@@ -88,8 +104,10 @@ class OpSpec:
                     f"{self.label}: {name} must be a positive integer up to {MAX_SIZE}, "
                     f"got {values if len(values) != 1 else values[0]!r}"
                 )
-        if self.op.reduces and len(self.n) != 1:
+        if (self.op.reduces or self.experts) and len(self.n) != 1:
             raise ValueError(f"{self.label}: n must be one size, got {self.n}")
+        if self.experts:
+            self._check_experts()
         if self.reduce not in ("sum", "avg"):
             raise ValueError(f"{self.label}: reduce must be 'sum' or 'avg', got {self.reduce!r}")
         out_dtype = _RESULTS[self.dtype]
@@ -98,7 +116,7 @@ class OpSpec:
         if scales_travel := self.op.gathers and self.scaling == "row":
             row = (elements * travels.itemsize + SCALE_BYTES, torch.uint8)
         vars(self).update(
-            plain=self.scaling == "none" and self.activation == "none",
+            plain=self.scaling == "none" and self.activation == "none" and not self.gated,
             out_dtype=out_dtype,
             row_elements=elements,
             itemsize=travels.itemsize,
@@ -106,13 +124,49 @@ class OpSpec:
             travelling_row=row,
         )
 
+    def _check_experts(self) -> None:
+        """Raise for sizes of a mixture of experts that no group of ranks can serve."""
+        for name in ("experts", "topk", "ep"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= MAX_SIZE:
+                raise ValueError(f"{self.label}: {name} must be a positive integer, got {value!r}")
+        if self.topk > self.experts or self.ep > self.experts:
+            raise ValueError(
+                f"{self.label}: topk and ep must be at most experts = {self.experts}, got "
+                f"topk = {self.topk}, ep = {self.ep}"
+            )
+        if self.dtype == FP8:
+            raise ValueError(f"{self.label}: experts of float8 are not supported, got {self.dtype}")
+        if type(self.gated) is not bool or (self.gated and self.activation == "none"):
+            raise ValueError(
+                f"{self.label}: gated must be True or False, and needs an activation; got "
+                f"{self.gated!r} with activation = {self.activation}"
+            )
+
     def local_n(self, world: int, rank: int) -> tuple[int, ...]:
-        """Return the columns of each weight on ``rank``."""
-        return tuple(_C.core.local_n(self.op, n, world, rank) for n in self.n)
+        """Return the columns of each weight's result on ``rank``."""
+        parts = world // self.ep
+        return tuple(_C.core.local_n(self.op, n, parts, rank % parts) for n in self.n)
 
     def local_k(self, world: int, rank: int) -> int:
         """Return the depth of the GEMM on ``rank``."""
-        return _C.core.local_k(self.op, self.k, world, rank)
+        parts = world // self.ep
+        return _C.core.local_k(self.op, self.k, parts, rank % parts)
+
+    def local_experts(self, world: int, rank: int) -> tuple[int, int]:
+        """Return the experts of ``rank``: the first, and how many."""
+        group = rank // (world // self.ep)
+        first = _C.core.row_begin(self.experts, self.ep, group)
+        return first, _C.core.row_count(self.experts, self.ep, group)
+
+    def scheduled_n(self, world: int) -> int:
+        """Return the columns that schedules are made for, of all ranks.
+
+        A mixture of experts has tiles of whole rows of columns, and every rank has some.
+        """
+        if not self.experts or self.op.reduces:
+            return sum(self.n)
+        return world * ceil_div(sum(self.n), world // self.ep)
 
     def digest(self, m: int, biased: bool) -> int:
         """Return a number that is equal on all ranks of a call that fits together."""

@@ -28,7 +28,7 @@ from flux.ops.transforms import call
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
 
 
-class _Mirrors:
+class Mirrors:
     """The ops of the backward of ``op`` with ``m`` rows. Construction is collective."""
 
     reduces_dx = GemmRS
@@ -79,7 +79,7 @@ def _ag_gemm_grads(
     ``dys``: [M, N_i/W]; ``d_gathered``: of the gathered x, [M, K].
     """
     op, m = cast(AGGemm, op_of(handle)), dys[0].shape[0]
-    mirrors = _Mirrors(op, m, x.dtype)
+    mirrors = Mirrors(op, m, x.dtype)
     wait = op.start_gather(x[: op.own_rows(m)], m) if any(need_w) else None
 
     def multiply() -> list[torch.Tensor]:
@@ -134,7 +134,7 @@ def _gemm_rs_grads(
     op, m = op_of(handle), x.shape[0]
 
     deliver = partial(weight_grad, transposed=op.spec.transpose_weight)
-    mirrors, rows = _Mirrors(op, m, dz.dtype), x if need_w else None
+    mirrors, rows = Mirrors(op, m, dz.dtype), x if need_w else None
     grads = row_grads(mirrors, dz, _as_nk(op, weight), m, need_x, rows, deliver)
     return [grad for grad in grads if grad is not None]
 

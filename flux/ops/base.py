@@ -74,6 +74,7 @@ class TensorParallelOp:
     """
 
     kind: Op
+    _checks: type[CallChecker] = CallChecker
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class TensorParallelOp:
         scaling: str = "none",
         fast_accum: bool = False,
         activation: str = "none",
+        **of_experts: Any,
     ) -> None:
         self._runs = 0  # calls that have reached this op
         self.closed = True  # also after a failure
@@ -118,9 +120,8 @@ class TensorParallelOp:
             try:
                 columns = tuple(n) if isinstance(n, (list, tuple)) else (n,)
                 sizes = (max_m, cast("tuple[int, ...]", columns), k, dtype)
-                spec = OpSpec(
-                    self.kind, *sizes, transpose_weight, reduce, activation, scaling, fast_accum
-                )
+                how = (transpose_weight, reduce, activation, scaling, fast_accum)
+                spec = OpSpec(self.kind, *sizes, *how, **of_experts)
                 if isinstance(tuning, Knobs):
                     knobs = tuning
                 elif fixed is None and tuning not in ("cache", "off"):
@@ -166,7 +167,7 @@ class TensorParallelOp:
                 self._choice = choice.choose(
                     spec, exchange, placement, topology, backend, self._is_legal
                 )
-            self._checker = CallChecker(spec, self.world, self.rank, device)
+            self._checker = self._checks(spec, self.world, self.rank, device)
             # make_schedule caches too, but to hash its arguments costs more than a call may.
             self._schedules: dict[int, TileSchedule] = {}
             of_group = exchange if isinstance(exchange, Exchange) else None
@@ -189,6 +190,11 @@ class TensorParallelOp:
         self.handle = next(_handles)
         _REGISTRY[self.handle] = self
         self.closed = False
+
+    @property
+    def library_name(self) -> str:
+        """Name in ``torch.ops.flux``."""
+        return self.kind.name
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -214,7 +220,7 @@ class TensorParallelOp:
     def _make_schedule(self, m: int, knobs: Knobs) -> TileSchedule:
         return make_schedule(
             self.kind.name,
-            (m, sum(self.spec.n), self.spec.k),
+            (m, self.spec.scheduled_n(self.world), self.spec.k),
             self.world,
             self.rank,
             self.topology,
@@ -279,10 +285,10 @@ class TensorParallelOp:
         Their errors before the op itself is reached are told to the peers, as the op's own are.
         """
         if torch.compiler.is_compiling():
-            return call(self.kind.name, *args)
+            return call(self.library_name, *args)
         runs = self._runs
         try:
-            return call(self.kind.name, *args)
+            return call(self.library_name, *args)
         except Exception as error:
             if self._runs == runs:
                 why = f"{type(error).__name__}: {error}"
@@ -374,8 +380,7 @@ class TensorParallelOp:
         if backend is None:
             return self._unfused.run(call, gather, hooks)
         if schedule.knobs.path == "unfused":
-            digest = self.spec.digest(call.m, call.biases[0] is not None)
-            met = backend.meet(schedule, digest)
+            met = backend.meet(schedule, call.digest(self.spec))
             return self._unfused.run(call, gather, hooks, met)
         # 4. Execute.
         return backend.run(schedule, call, gather, hooks)

@@ -151,6 +151,10 @@ def check_executor(
             f"{label}: with several weights each n must be divisible by the world of "
             f"{exchange.world}, got {spec.n}"
         )
+    if spec.experts and exchange.world % spec.ep:
+        raise ValueError(
+            f"{label}: ep must divide the world of {exchange.world} ranks, got {spec.ep}"
+        )
     for variable in VARIABLES:
         variable.get()
     one_gpu = exchange.of if isinstance(exchange, OneGpuExchange) else None
@@ -165,6 +169,8 @@ def check_executor(
             f"{label}: with {where} and backend {backend}, transport must be {_or(transports)}, "
             f"got {transport!r}"
         )
+    if backend == "cuda" and spec.experts:
+        raise ValueError(f"{label}: experts need backend cpu so far, got {where} with CUDA")
     if backend == "cuda" and knobs.path == "one_shot":
         raise ValueError(f"{label}: path = one_shot needs backend cpu, got {where}")
     if knobs.path == "in_kernel":

@@ -162,15 +162,17 @@ def choose(
     if exchange.world == 1:
         return Fixed(Knobs())  # no communication to tune
     shape = world_shape(placement.nodes)
-    n, dtype = sum(spec.n), DTYPES[spec.dtype].name
-    problem = Problem(spec.op, spec.max_m, n, spec.k, dtype, topology.world, topology.nodes)
+    n, k, dtype = sum(spec.n), spec.k, DTYPES[spec.dtype].name
+    if spec.experts:  # a dense GEMM with as many operations
+        n, k = (n * spec.topk, k) if spec.op.gathers else (n, k * spec.topk)
+    problem = Problem(spec.op, spec.max_m, n, k, dtype, topology.world, topology.nodes)
     # A topology says how rows travel. Whether memory can be pulled from follows from the placement.
     apart = placement.topology.nodes > 1 if kind == "cpu" else topology.nodes > 1
     cluster = _detected(kind)
     everybody = exchange.all_gather(None if cluster is None else cluster.parts(shape))
     entry: Entry | None = None
     known = [parts for parts in everybody if parts is not None]
-    if exchange.rank == 0 and len(known) == exchange.world:
+    if exchange.rank == 0 and len(known) == exchange.world and not spec.experts:
         key = Key.of(problem, shape, group_parts(known), kind)
         entry = look_up(key, timeout_s=exchange.timeout_s)
         entry = None if entry is None else usable(entry, topology, kind, apart)

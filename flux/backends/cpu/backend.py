@@ -116,7 +116,8 @@ class CpuBackend:
         self._calls = CachedCalls()
         self._plans: dict[int, SlabPlan] = {}  # by M
         columns = spec.local_n(self.world, self.rank)
-        self._columns = columns[0] if len(columns) == 1 else None  # None: of several weights
+        # None: of several weights, or of experts.
+        self._columns = columns[0] if len(columns) == 1 and not spec.experts else None
         row, wire = spec.travelling_row
         # AllGather: the gathered input; pushed GemmAR: where peers leave the result.
         self.gathered = torch.empty(0, row, dtype=wire, device=_CPU)
@@ -185,7 +186,7 @@ class CpuBackend:
             outs = self._ag_gemm(schedule, call, gather, hooks)
         else:
             outs = self._gemm_rs(schedule, call, hooks)
-        if len(call.columns) == 1 and self.spec.scaling == "none":
+        if len(call.columns) == 1 and self.spec.scaling == "none" and call.grouped is None:
             shard_of = self.world if self.spec.op.gathers else 1
             rows = outs[0].shape[0]
             self._calls.keep(schedule, call, shard_of, rows, x_unit=1)
@@ -220,10 +221,10 @@ class CpuBackend:
         x = pack(call) if spec.scales_travel else call.x
         if self.network is not None:
             x = x.contiguous()
-        outs = [self.empty(call.m, columns) for columns in call.columns]
+        outs = [self.empty(call.out_rows, columns) for columns in call.columns]
         x_full = x.new_empty(call.m, spec.k, dtype=spec.dtype) if gather else None
         multiply = Multiplier(spec, call)
-        digest = spec.digest(call.m, biased=False)
+        digest = call.digest(spec)
         plan = self._plan(schedule)
         engine.begin(
             schedule.native,
@@ -256,12 +257,18 @@ class CpuBackend:
             v = slab.visit
             if x_full is not None and v.col_begin == 0:
                 x_full[v.row_begin : v.row_end] = rows
-            if len(outs) == 1 or v.col_begin == 0:
+            if self._columns is not None or v.col_begin == 0:
                 # Several weights are computed whole, at the first tile of their rows.
+                whole = slab.target is None or call.grouped is not None
                 for weight, (bias, out) in enumerate(zip(call.biases, outs, strict=True)):
-                    target = out if slab.target is None else out[slab.target]
                     multiply(
-                        rows, target, weight=weight, columns=slab.columns, scale_x=scale, bias=bias
+                        rows,
+                        out if whole else out[slab.target],
+                        weight=weight,
+                        columns=slab.columns,
+                        scale_x=scale,
+                        bias=bias,
+                        first=v.row_begin,
                     )
             if lane is not None:
                 lane.add(Work.gemm, began, slab.first, slab.last)
@@ -284,7 +291,7 @@ class CpuBackend:
         out = self.empty(call.m if spec.op.all_reduces else plan.own_rows, spec.n[0])
         sums = out[:0] if plan.direct else self.empty(call.m, spec.n[0])
         bias = call.biases[0]
-        digest = spec.digest(call.m, bias is not None)
+        digest = call.digest(spec)
         engine.begin(
             schedule.native,
             digest,
@@ -308,10 +315,11 @@ class CpuBackend:
                 target = private if slab.target is None else private[slab.target]
             began = 0 if lane is None else lane.now()
             multiply(
-                call.x if slab.source is None else call.x[slab.source],
+                call.rows_of_x(slab.source),
                 target,
                 columns=slab.columns,
                 scale_x=scale_of_rows(call, v.row_begin, v.row_end) if scaled else None,
+                first=v.row_begin,
             )
             for index in range(slab.first, slab.last):
                 engine.visit_done(index)

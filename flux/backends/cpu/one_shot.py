@@ -118,7 +118,7 @@ class OneShot:
             backend.recorder.begin(schedule)
         try:
             if spec.op.gathers:
-                outs = [backend.empty(call.m, columns) for columns in call.columns]
+                outs = [backend.empty(call.out_rows, columns) for columns in call.columns]
                 if gather:
                     outs.append(call.x.new_empty(call.m, spec.k, dtype=spec.dtype))
                 self.gather(call, schedule, outs, gather, hooks)
@@ -131,8 +131,7 @@ class OneShot:
         except DisagreementError:
             # The ranks meet in the engine instead, where they find out what differs.
             self._engine.epoch -= 1
-            biased = spec.op.reduces and call.biases[0] is not None
-            backend.meet(schedule, spec.digest(call.m, biased))()
+            backend.meet(schedule, call.digest(spec))()
             raise RuntimeError(f"{spec.label}: ranks chose different paths") from None
         except PeerTimeoutError as error:
             culprit = getattr(error, "culprit", self._rank)
@@ -167,7 +166,8 @@ class OneShot:
             for first, last in slabs.of(begin // row, ceil_div(end, row)):
                 self._stamp(Work.collective)
                 scale = scale_of_rows(call, first, last)
-                multiply(call.x[first:last], partial[first:last], scale_x=scale)
+                rows = slice(first, last)
+                multiply(call.rows_of_x(rows), partial[rows], scale_x=scale, first=first)
                 self._stamp(Work.gemm)
 
         self._begin()
@@ -176,7 +176,7 @@ class OneShot:
             self._stamp(Work.gemm)
         self._run(
             Collective.all_reduce if spec.op.all_reduces else Collective.reduce_scatter,
-            spec.digest(call.m, bias is not None),
+            call.digest(spec),
             partial,
             out,
             schedule,
@@ -221,7 +221,8 @@ class OneShot:
             if x_full is not None and gathered is not x_full:
                 x_full[first:last] = rows
             for weight, (bias, out) in enumerate(zip(call.biases, outs, strict=False)):
-                multiplier(rows, out[first:last], weight=weight, scale_x=scale, bias=bias)
+                target = out[first:last] if call.grouped is None else out
+                multiplier(rows, target, weight=weight, scale_x=scale, bias=bias, first=first)
 
         in_rounds = self._in_rounds(schedule)
         slabs = _Slabs(schedule, whole=False) if in_rounds else None
@@ -241,7 +242,7 @@ class OneShot:
         self._begin()
         self._run(
             Collective.all_gather,
-            spec.digest(call.m, biased=False),
+            call.digest(spec),
             x,
             gathered,
             schedule,

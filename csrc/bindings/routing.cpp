@@ -1,0 +1,69 @@
+// Binds the routing of grouped ops.
+#include "schedule/routing.h"
+
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "bindings/bindings.h"
+
+namespace py = pybind11;
+
+namespace flux::host {
+namespace {
+
+template <class T>
+void copy_to(std::uintptr_t address, const std::vector<T>& values) {
+  std::copy(values.begin(), values.end(), reinterpret_cast<std::int64_t*>(address));
+}
+
+std::shared_ptr<Routing> routing_of(std::uintptr_t experts, int m, int topk, int total,
+                                    int first_expert, int local, int world) {
+  for (const int size : {m, topk, total, world}) {
+    if (size < 1) throw std::invalid_argument("sizes must be positive, got " + std::to_string(size));
+  }
+  if (first_expert < 0 || local < 0 || local > total - first_expert) {
+    throw std::invalid_argument("experts [" + std::to_string(first_expert) + ", +" +
+                                std::to_string(local) + ") are not of " + std::to_string(total));
+  }
+  const Choices choices{reinterpret_cast<const std::int64_t*>(experts), m, topk, total};
+  const WithoutGil without;
+  return std::make_shared<Routing>(choices, first_expert, local, world);
+}
+
+// Experts that have routed rows of these tokens, with the rows.
+std::vector<std::tuple<int, int, int>> groups_of(const Routing& r, int begin, int end) {
+  if (begin < 0 || end < begin || end > r.map.m) {
+    throw std::invalid_argument("tokens [" + std::to_string(begin) + ", " + std::to_string(end) +
+                                ") are not of " + std::to_string(r.map.m));
+  }
+  std::vector<std::tuple<int, int, int>> groups;
+  for (int expert = 0; expert < r.map.experts; ++expert) {
+    const Range rows = routed_rows_of(r.map, expert, {begin, end});
+    if (rows.begin < rows.end) groups.emplace_back(expert, rows.begin, rows.end);
+  }
+  return groups;
+}
+
+}  // namespace
+
+void bind_routing(py::module_& m) {
+  py::class_<Routing, std::shared_ptr<Routing>>(m, "Routing")
+      .def(py::init(&routing_of), py::kw_only(), py::arg("experts"), py::arg("m"), py::arg("topk"),
+           py::arg("total"), py::arg("first_expert"), py::arg("local"), py::arg("world"))
+      .def_property_readonly("count", [](const Routing& r) { return routed_rows(r.map); })
+      .def_property_readonly("offsets", [](const Routing& r) { return r.offsets; })
+      .def_property_readonly("checksum", [](const Routing& r) { return r.checksum; })
+      .def("groups", &groups_of, py::arg("begin"), py::arg("end"))
+      .def(
+          "fill",
+          [](const Routing& r, std::uintptr_t tokens, std::uintptr_t choices, std::uintptr_t rows) {
+            copy_to(tokens, r.tokens);
+            copy_to(choices, r.choices);
+            copy_to(rows, r.rows);
+          },
+          py::arg("tokens"), py::arg("choices"), py::arg("rows"));
+}
+
+}  // namespace flux::host

@@ -1,0 +1,11 @@
+"""Ops of mixtures of experts: grouped GEMMs that hide the communication of tokens.
+
+``AGGroupedGemm`` gathers token shards into the experts' first GEMM; ``GroupedGemmRS`` and
+``GroupedGemmAR`` sum the experts' second GEMM over each token's experts and over the ranks.
+"""
+
+from flux.moe import autograd
+from flux.moe.ops import AGGroupedGemm, GroupedGemmAR, GroupedGemmRS
+from flux.moe.routing import Routing
+
+__all__ = ["AGGroupedGemm", "GroupedGemmAR", "GroupedGemmRS", "Routing", "autograd"]

@@ -1,0 +1,369 @@
+"""``torch.ops.flux`` for mixtures of experts, and their backward: the mirror image, fused in turn.
+
+    AGGroupedGemm   dx     = scatter(sum over choices of dy @ w)    GroupedGemmRS, beside a gather of
+                             x that began before
+                    dw[e]  = dy[rows of e].T @ gather(x)[tokens of e]   while the last tokens travel
+    GroupedGemmRS   dx     = p * (gather(dz)[token] @ w)            AGGroupedGemm, whose dz is kept
+                    dw[e]  = (p * gather(dz)[tokens of e]).T @ x[rows of e]
+                    dp     = sum over ranks of x . (gather(dz)[token] @ w)     all_reduce of [M, topk]
+    GroupedGemmAR   as GroupedGemmRS; dz is the same on all ranks, so nothing is gathered
+
+A bias of GroupedGemmRS is a parameter that ranks share: each gets its whole gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from flux.core.backend import OverlapHooks
+from flux.moe.ops import AGGroupedGemm, GroupedGemmRS, GroupedOp, Operands
+from flux.moe.product import Experts, GatherProduct, SumProduct
+from flux.moe.routing import Routing
+from flux.ops.autograd import Mirrors
+from flux.ops.base import op_of
+from flux.ops.gradients import Grad, weight_grad
+from flux.ops.library import define, differentiate, own_rows, product_flops
+from flux.ops.transforms import call
+
+Tensors = Sequence[torch.Tensor]
+
+
+def _op(handle: int) -> Any:
+    return cast(GroupedOp, op_of(handle))
+
+
+def _gather(
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Tensors,
+    experts: torch.Tensor,
+    return_gathered: bool,
+    handle: int,
+) -> list[torch.Tensor]:
+    op = _op(handle)
+    operands = Operands(weights, biases[0] if biases else None, experts)
+    outs: list[torch.Tensor] = op._guarded(
+        op._call, x, operands, (None,), None, (), return_gathered
+    )
+    return outs
+
+
+def _sum(
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Tensors,
+    experts: torch.Tensor,
+    probs: Tensors,
+    handle: int,
+) -> torch.Tensor:
+    op = _op(handle)
+    bias, of_choices = biases[0] if biases else None, probs[0] if probs else None
+    operands = Operands(weights, bias, experts, of_choices)
+    out: torch.Tensor = op._guarded(op._call, x, operands, (None,))[0]
+    return out
+
+
+def _columns(op: GroupedOp, weights: Tensors) -> Any:
+    columns = weights[0].shape[-1 if op.spec.transpose_weight else -2]
+    return columns // 2 if op.spec.gated else columns
+
+
+def _gather_fake(
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Tensors,
+    experts: torch.Tensor,
+    return_gathered: bool,
+    handle: int,
+) -> list[torch.Tensor]:
+    op = _op(handle)
+    rows = torch.library.get_ctx().new_dynamic_size()  # choices are dropped, or of other ranks
+    outs = [x.new_empty(rows, _columns(op, weights))]
+    return [*outs, x.new_empty(experts.shape[0], x.shape[1])] if return_gathered else outs
+
+
+def _sum_fake(
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Tensors,
+    experts: torch.Tensor,
+    probs: Tensors,
+    handle: int,
+) -> torch.Tensor:
+    op, m = _op(handle), experts.shape[0]
+    return x.new_empty(own_rows(op, m) if op.kind.scatters else m, _columns(op, weights))
+
+
+def _gather_flops(x: Any, weights: Any, *args: Any, out_shape: Any) -> int:
+    wide = out_shape[0][0], weights[0][-2] * weights[0][-1]
+    return product_flops(*wide)
+
+
+def _sum_flops(x: Any, weights: Any, *args: Any, out_shape: Any) -> int:
+    return product_flops(*x, out_shape[1])
+
+
+# -- gradients -----------------------------------------------------------------------------------
+
+
+def _mirror(op: GroupedOp, kind: type[GroupedOp], m: int, dtype: torch.dtype) -> Any:
+    """Return the op of the backward of ``op``: n and k change places. Collective."""
+    spec = op.spec
+    options = {"experts": spec.experts, "topk": spec.topk, "ep": spec.ep}
+    mirrors = Mirrors(op, m, dtype)
+    transposed = not spec.transpose_weight
+    n, k = spec.k, sum(spec.n)
+    return mirrors.op(cast(Any, kind), m, n, k, dtype, transpose_weight=transposed, **options)
+
+
+def _weight_grads(
+    op: GroupedOp, dy: torch.Tensor, x: torch.Tensor, routing: Routing, weights: Tensors
+) -> list[torch.Tensor]:
+    """Return the gradients of the weights; ``dy`` and ``x`` are routed rows."""
+    grads = [torch.zeros_like(w, memory_format=torch.contiguous_format) for w in weights]
+    each = grads[0].unbind() if grads[0].dim() == 3 else grads
+    for expert, begin, end in routing.groups(0, routing.positions.shape[0]):
+        product = weight_grad(dy[begin:end], x[begin:end], op.spec.transpose_weight)
+        each[expert].copy_(product)
+    return grads
+
+
+def _each(op: GroupedOp, weights: Tensors, transposed: bool) -> list[torch.Tensor]:
+    """Return each expert's weight, [N, K] or with ``transposed`` [K, N]."""
+    each = list(weights[0].unbind()) if weights[0].dim() == 3 else list(weights)
+    return [w.t() for w in each] if transposed != op.spec.transpose_weight else each
+
+
+def _gather_grads(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weights: Tensors,
+    experts: torch.Tensor,
+    d_gathered: Grad,
+    need_x: bool,
+    need_w: bool,
+    handle: int,
+) -> list[torch.Tensor]:
+    """Return dx [own rows, K] if needed, then the gradients of the weights if needed."""
+    op, m = _op(handle), experts.shape[0]
+    routing = op.routing(experts)
+    mirror = _mirror(op, GroupedGemmRS, m, x.dtype) if need_x and d_gathered is None else None
+    wait = op._unfused.start_gather(x[: op.own_rows(m)], m) if need_w else None
+    dws: list[torch.Tensor] = []
+
+    def multiply() -> None:
+        if wait is not None:
+            routed = wait().index_select(0, routing.tokens)
+            dws.extend(_weight_grads(op, dy, routed, routing, weights))
+
+    if mirror is not None:
+        return [*mirror.overlapped(dy, weights, experts, OverlapHooks(multiply)), *dws]
+    multiply()
+    if not need_x:
+        return dws
+    partial = torch.empty_like(cast(torch.Tensor, d_gathered))
+    of_experts = Experts(_each(op, weights, transposed=True), None, routing)
+    SumProduct(op.spec, of_experts, None, 0)(dy, 0, m, partial, None)
+    return [op._unfused.scatter_rows(partial + d_gathered), *dws]
+
+
+def _sum_grads(
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Tensors,
+    experts: torch.Tensor,
+    probs: Tensors,
+    needed: Sequence[bool],
+    handle: int,
+) -> list[torch.Tensor]:
+    """Return the gradients that are needed of x, the weights, the probabilities and the bias."""
+    op, m = _op(handle), experts.shape[0]
+    need_x, need_w, need_p, need_b = needed
+    routing = op.routing(experts)
+    full, dh = _scattered_back(op, dz, weights, experts, routing, need_x or need_p)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    p = probs[0].reshape(-1)[routing.choices].to(wide)[:, None] if probs else None
+    grads = []
+    if need_x:
+        grads.append(dh if p is None else (dh.to(wide) * p).to(x.dtype))
+    weighted = torch.empty(0)
+    if need_w or need_b:
+        weighted = full.index_select(0, routing.tokens)
+        weighted = weighted if p is None else (weighted.to(wide) * p).to(x.dtype)
+    if need_w:
+        grads += _weight_grads(op, weighted, x, routing, weights)
+    if need_p:
+        of_rows = (x.to(wide) * dh.to(wide)).sum(1)
+        if biases and op.adds_bias:
+            for expert, begin, end in routing.groups(0, m):
+                of_experts = full.index_select(0, routing.tokens[begin:end]).to(wide)
+                of_rows[begin:end] += of_experts @ biases[0][expert].to(wide)
+        dp = of_rows.new_zeros(m * op.spec.topk).index_copy_(0, routing.choices, of_rows)
+        if op.world > 1:
+            op._unfused.sum_over_ranks(dp)
+        grads.append(dp.view(m, -1).to(probs[0].dtype))
+    if need_b:
+        grads.append(_bias_grad(weighted, routing, op.spec.local_experts(op.world, op.rank)[1]))
+    return grads
+
+
+def _scattered_back(
+    op: GroupedOp,
+    dz: torch.Tensor,
+    weights: Tensors,
+    experts: torch.Tensor,
+    routing: Routing,
+    multiply: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dz of all tokens, [M, N], and with ``multiply`` dz @ w of the routed rows [R, K/tp]."""
+    m = experts.shape[0]
+    if op.kind.scatters and multiply:
+        mirror = _mirror(op, AGGroupedGemm, m, dz.dtype)
+        dh, full = mirror.overlapped(dz, weights, experts, OverlapHooks(), True)
+        return full, dh
+    full = op._unfused.gather_rows(dz, m) if op.kind.scatters else dz
+    each = _each(op, weights, transposed=True)
+    dh = dz.new_empty(routing.rows, each[0].shape[0])
+    if multiply:
+        GatherProduct(op.spec, Experts(each, None, routing), 0)(full, 0, m, dh, None)
+    return full, dh
+
+
+def _bias_grad(dy: torch.Tensor, routing: Routing, experts: int) -> torch.Tensor:
+    """Return the sums of each expert's rows of ``dy``, [experts, columns]."""
+    grad = dy.new_zeros(experts, dy.shape[1])
+    for expert, begin, end in routing.groups(0, routing.positions.shape[0]):
+        torch.sum(dy[begin:end], 0, out=grad[expert])
+    return grad
+
+
+def _gather_grads_fake(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weights: Tensors,
+    experts: torch.Tensor,
+    d_gathered: Grad,
+    need_x: bool,
+    need_w: bool,
+    handle: int,
+) -> list[torch.Tensor]:
+    rows = own_rows(_op(handle), experts.shape[0])
+    dx = [x.new_empty(rows, x.shape[1])] if need_x else []
+    return dx + [w.new_empty(w.shape) for w in weights if need_w]
+
+
+def _sum_grads_fake(
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Tensors,
+    experts: torch.Tensor,
+    probs: Tensors,
+    needed: Sequence[bool],
+    handle: int,
+) -> list[torch.Tensor]:
+    op = _op(handle)
+    bias = (op.spec.local_experts(op.world, op.rank)[1], dz.shape[1])
+    grads = [x.new_empty(x.shape)] if needed[0] else []
+    grads += [w.new_empty(w.shape) for w in weights if needed[1]]
+    grads += [probs[0].new_empty(probs[0].shape)] if needed[2] else []
+    return grads + ([dz.new_empty(bias)] if needed[3] else [])
+
+
+_SUM = "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, Tensor[] probs, int handle)"
+define(
+    "ag_grouped_gemm(Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, "
+    "bool return_gathered, int handle) -> Tensor[]",
+    _gather,
+    _gather_fake,
+    ordered=True,
+    flops=_gather_flops,
+)
+for _name in ("grouped_gemm_rs", "grouped_gemm_ar"):
+    define(f"{_name}{_SUM} -> Tensor", _sum, _sum_fake, ordered=True, flops=_sum_flops)
+define(
+    "ag_grouped_gemm_grads(Tensor dy, Tensor x, Tensor[] weights, Tensor experts, "
+    "Tensor? d_gathered, bool need_x, bool need_w, int handle) -> Tensor[]",
+    _gather_grads,
+    _gather_grads_fake,
+    ordered=True,
+)
+define(
+    "grouped_gemm_rs_grads(Tensor dz, Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, "
+    "Tensor[] probs, bool[] needed, int handle) -> Tensor[]",
+    _sum_grads,
+    _sum_grads_fake,
+    ordered=True,
+)
+
+
+# -- formulas ------------------------------------------------------------------------------------
+
+
+def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    x, weights, biases, experts, return_gathered, handle = inputs
+    ctx.save_for_backward(x, experts, *weights)
+    ctx.biased, ctx.gathered, ctx.handle = len(biases), return_gathered, handle
+
+
+def _backward_gather(
+    ctx: Any, saved: Tensors, needed: Sequence[Any], grads: Sequence[Grad]
+) -> tuple[Any, ...]:
+    op = _op(ctx.handle)
+    x, experts, *weights = saved
+    need_x, need_w, need_b = bool(needed[0]), list(needed[1]), any(needed[2])
+    routing = op.routing(experts)
+    dy = grads[0]
+    if dy is None:
+        dy = x.new_zeros(routing.rows, _columns(op, weights))
+    delivered: Any = iter(())
+    if need_x or any(need_w):
+        d_gathered = grads[1] if ctx.gathered else None
+        options = (d_gathered, need_x, any(need_w), ctx.handle)
+        delivered = iter(call("ag_grouped_gemm_grads", dy, x, weights, experts, *options))
+    dx = next(delivered) if need_x else None
+    dws = [next(delivered) for _ in weights] if any(need_w) else [None] * len(weights)
+    padding = 0 if dx is None else x.shape[0] - dx.shape[0]
+    if dx is not None and padding > 0:
+        dx = torch.cat([dx, dx.new_zeros(padding, dx.shape[1])])
+    experts_here = op.spec.local_experts(op.world, op.rank)[1]
+    dbs = [_bias_grad(dy, routing, experts_here) if need_b else None] * ctx.biased
+    dws = [dw if need else None for dw, need in zip(dws, need_w, strict=True)]
+    return dx, dws, dbs, None, None, None
+
+
+def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weights, biases, experts, probs, handle = inputs
+    ctx.save_for_backward(x, experts, *probs, *biases, *weights)
+    ctx.biased, ctx.weighted, ctx.handle = len(biases), len(probs), handle
+
+
+def _backward_sum(
+    ctx: Any, saved: Tensors, needed: Sequence[Any], dz: torch.Tensor
+) -> tuple[Any, ...]:
+    x, experts, *rest = saved
+    probs, rest = rest[: ctx.weighted], rest[ctx.weighted :]
+    biases, weights = rest[: ctx.biased], rest[ctx.biased :]
+    need_w = list(needed[1])
+    needs = [bool(needed[0]), any(need_w), any(needed[4]), any(needed[2])]
+    grads = iter(
+        call("grouped_gemm_rs_grads", dz, x, weights, biases, experts, probs, needs, ctx.handle)
+        if any(needs)
+        else ()
+    )
+    dx = next(grads) if needs[0] else None
+    dws = [next(grads) for _ in weights] if needs[1] else [None] * len(weights)
+    dps = [next(grads) if needs[2] else None] * ctx.weighted
+    dbs = [next(grads) if needs[3] else None] * ctx.biased
+    dws = [dw if need else None for dw, need in zip(dws, need_w, strict=True)]
+    return dx, dws, dbs, None, dps, None
+
+
+differentiate("ag_grouped_gemm", _setup_gather, _backward_gather)
+differentiate("grouped_gemm_rs", _setup_sum, _backward_sum)
+differentiate("grouped_gemm_ar", _setup_sum, _backward_sum)

@@ -1,0 +1,370 @@
+"""AGGroupedGemm, GroupedGemmRS and GroupedGemmAR: the two GEMMs of a mixture of experts.
+
+    router              each token -> topk experts, the same on all ranks
+    AGGroupedGemm       x [M/W tokens, K]  ->  gather, sort by expert, grouped GEMM  ->  [R, N/tp]
+    activation          the user's
+    GroupedGemmRS       [R, K/tp]  ->  grouped GEMM, weighted sum over topk, scatter  ->  [M/W, N]
+
+W = ep * tp ranks. Rank r has the experts of part r // tp of ep (split as rows are), and of each the
+part r % tp of tp of n or k. With ep = 1 every rank has a part of every expert. R: routed rows, the
+pairs of a token and one of the rank's experts (flux/moe/routing.py).
+
+Communication is that of AGGemm, GemmRS and GemmAR, with their schedules, signals and knobs: tokens
+travel, and only the product of a slab of tokens is grouped (flux/moe/product.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from flux.core.backend import OverlapHooks
+from flux.core.call import Call, CallChecker, rows_of_call
+from flux.core.knobs import Knobs, Op
+from flux.core.topology import Topology
+from flux.moe.product import Experts, GatherProduct, SumProduct
+from flux.moe.routing import Routing
+from flux.ops.base import TensorParallelOp
+
+Weights = torch.Tensor | Sequence[torch.Tensor]
+
+
+class Operands:
+    """What a call passes beside x: it takes the place of a dense op's weights.
+
+    Attributes:
+        weights: one tensor of all of the rank's experts, or one for each.
+        bias: [experts, N], or None.
+        experts: [M, topk], of all tokens.
+        probs: [M, topk], or None.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        experts: torch.Tensor,
+        probs: torch.Tensor | None = None,
+    ) -> None:
+        self.weights = weights
+        self.bias = bias
+        self.experts = experts
+        self.probs = probs
+
+
+class GroupedChecker(CallChecker):
+    """Checks the calls of an op of a mixture of experts on one rank."""
+
+    def __init__(self, spec: Any, world: int, rank: int, device: torch.device) -> None:
+        super().__init__(spec, world, rank, device)
+        (columns,) = self.columns
+        self.rows_of_weight = columns * (2 if spec.gated else 1)
+        self.first, self.count = spec.local_experts(world, rank)
+        self.adds_bias = rank % (world // spec.ep) == 0
+
+    def check(
+        self,
+        x: torch.Tensor,
+        weights: Any,
+        biases: Sequence[torch.Tensor | None],
+        m: int | None,
+        scales: Sequence[torch.Tensor] = (),
+    ) -> Call:
+        """Check a call's arguments: see ``CallChecker.check``; ``weights`` are ``Operands``."""
+        operands: Operands = weights
+        spec, label = self.spec, self.spec.label
+        routing = self._routing(operands.experts)
+        x = self._tensor("x", x, spec.dtype)
+        if x.dim() != 2 or x.shape[1] != self.k:
+            raise ValueError(f"{label}: x must be [rows, {self.k}], got {list(x.shape)}")
+        m = operands.experts.shape[0]
+        if spec.op.gathers:
+            m, rows = rows_of_call(spec, self.world, self.rank, x.shape[0], m)
+            x = x if rows == x.shape[0] else x[:rows]
+        else:
+            rows_of_call(spec, self.world, self.rank, m, m)
+            if x.shape[0] != routing.rows:
+                raise ValueError(
+                    f"{label}: x must have one row for each token's expert on this rank, sorted by "
+                    f"expert: {routing.rows}, got {x.shape[0]}"
+                )
+        ready = self._weights(operands.weights)
+        bias = None if operands.bias is None else self._expert_bias(operands.bias)
+        probs = None if operands.probs is None else self._probs(operands.probs, m)
+        x = x if x.stride(1) == 1 or x.numel() == 0 else x.contiguous()
+        digest = (routing.checksum ^ (probs is not None)) & 0x7FFFFFFF
+        if spec.op.gathers:
+            product: Any = GatherProduct(spec, Experts(ready, bias, routing), digest)
+        else:
+            once = bias if self.adds_bias else None
+            product = SumProduct(spec, Experts(ready, once, routing), probs, digest)
+        return Call(m, x, (), self.columns, (None,), grouped=product)
+
+    def _routing(self, experts: object) -> Routing:
+        label, spec = self.spec.label, self.spec
+        if not isinstance(experts, torch.Tensor):
+            raise TypeError(f"{label}: experts must be a tensor, got {type(experts).__name__}")
+        if experts.dim() != 2 or experts.shape[1] != spec.topk:
+            raise ValueError(
+                f"{label}: experts must be [M, topk = {spec.topk}], got {list(experts.shape)}"
+            )
+        try:
+            return Routing(experts, spec.experts, self.first, self.count, self.world)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{label}: {error}") from None
+
+    def _weights(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return each expert's weight as [N, K]."""
+        spec = self.spec
+        shape = [self.rows_of_weight, self.k]
+        if spec.transpose_weight:
+            shape.reverse()
+        one = len(weights) == 1 and isinstance(weights[0], torch.Tensor) and weights[0].dim() == 3
+        if not one and len(weights) != self.count:
+            raise ValueError(
+                f"{spec.label}: weights must be one tensor {[self.count, *shape]}, or "
+                f"{self.count} of {shape}, got {len(weights)}"
+            )
+        ready = []
+        for weight in weights:
+            weight = self._tensor("weight", weight, spec.dtype)
+            expected = [self.count, *shape] if one else shape
+            if list(weight.shape) != expected:
+                raise ValueError(
+                    f"{spec.label}: a weight must be {expected}"
+                    f"{' (transpose_weight)' if spec.transpose_weight else ''}, "
+                    f"got {list(weight.shape)}"
+                )
+            ready += weight.unbind() if one else [weight]
+        return [weight.t() for weight in ready] if spec.transpose_weight else ready
+
+    def _expert_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        bias = self._tensor("bias", bias, self.spec.out_dtype)
+        expected = [self.count, self.rows_of_weight]
+        if list(bias.shape) != expected:
+            raise ValueError(f"{self.spec.label}: bias must be {expected}, got {list(bias.shape)}")
+        return bias
+
+    def _probs(self, probs: torch.Tensor, m: int) -> torch.Tensor:
+        label = self.spec.label
+        if not isinstance(probs, torch.Tensor) or not probs.dtype.is_floating_point:
+            got = probs.dtype if isinstance(probs, torch.Tensor) else type(probs).__name__
+            raise TypeError(f"{label}: probs must be a floating-point tensor, got {got}")
+        probs = self._tensor("probs", probs, probs.dtype)
+        if list(probs.shape) != [m, self.spec.topk]:
+            raise ValueError(
+                f"{label}: probs must be {[m, self.spec.topk]}, got {list(probs.shape)}"
+            )
+        return probs
+
+
+class GroupedOp(TensorParallelOp):
+    """What the ops of a mixture of experts have in common.
+
+    Args:
+        group: process group, its name, or None for the default group. CPU ranks only so far.
+        max_m: largest number of global tokens M of any call.
+        n: columns of an expert's result, of all ranks.
+        k: depth of an expert's GEMM, of all ranks.
+        experts: number of experts, of all ranks.
+        topk: experts of a token.
+        ep: parts that the experts are split into; it divides the world. 1: every rank has a part
+            of each expert.
+        dtype: of x and the weights: float64, float32, bfloat16 or float16.
+        transpose_weight: an expert's weight is [K, N] instead of [N, K].
+        activation, gated: AGGroupedGemm only.
+        transport, tuning, timeout_s, topology: as for AGGemm; there are no tuned winners yet, so
+            ``"cache"`` is the cost model's choice.
+
+    Raises:
+        ValueError, TypeError, OSError, PeerFailedError, PeerTimeoutError: as for AGGemm.
+    """
+
+    _checks = GroupedChecker
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | str | None = None,
+        *,
+        max_m: int,
+        n: int,
+        k: int,
+        experts: int,
+        topk: int,
+        ep: int = 1,
+        dtype: torch.dtype = torch.float32,
+        transpose_weight: bool = False,
+        transport: str | None = None,
+        tuning: str | Knobs = "cache",
+        timeout_s: float = 600.0,
+        topology: Topology | None = None,
+        activation: str = "none",
+        gated: bool = False,
+    ) -> None:
+        super().__init__(
+            group,
+            max_m=max_m,
+            n=n,
+            k=k,
+            dtype=dtype,
+            transpose_weight=transpose_weight,
+            reduce="sum",
+            backend=None,
+            transport=transport,
+            tuning=tuning,
+            timeout_s=timeout_s,
+            topology=topology,
+            activation=activation,
+            experts=experts,
+            topk=topk,
+            ep=ep,
+            gated=gated,
+        )
+
+    def routing(self, experts: torch.Tensor) -> Routing:
+        """Return the routed rows of this rank for the experts of all tokens, [M, topk]. Local."""
+        first, count = self.spec.local_experts(self.world, self.rank)
+        return Routing(experts, self.spec.experts, first, count, self.world)
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether this rank adds the bias of a sum: the first of those that share an expert."""
+        return self.rank % (self.world // self.spec.ep) == 0
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        weights: Weights,
+        bias: torch.Tensor | None,
+        experts: torch.Tensor,
+        probs: torch.Tensor | None,
+        gather: bool,
+    ) -> list[torch.Tensor]:
+        """Make a call, through the dispatcher where it has to see it."""
+        listed = [weights] if isinstance(weights, torch.Tensor) else weights
+        if not isinstance(listed, (list, tuple)):
+            text = f"weights must be a tensor or a sequence of them, got {type(weights).__name__}"
+            self._turn_away(TypeError, text)
+        biases = [] if bias is None else [bias]
+        of_choices = [] if probs is None else [probs]
+        tensors = [x, *listed, *biases, experts, *of_choices]
+        if self._plain(*tensors):
+            operands = cast(Any, Operands(listed, bias, experts, probs))
+            return self._guarded(self._call, x, operands, (None,), None, (), gather)
+        self._check_tensors(*tensors)
+        rest = (gather,) if self.kind.gathers else (of_choices,)
+        outs = self._dispatched(x, list(listed), biases, experts, *rest, self.handle)
+        return outs if self.kind.gathers else [outs]
+
+    def overlapped(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        experts: torch.Tensor,
+        hooks: OverlapHooks,
+        gather: bool = False,
+    ) -> list[torch.Tensor]:
+        """Run the op on plain tensors without bias and autograd, overlapped with ``hooks``."""
+        operands = cast(Any, Operands(weights, None, experts))
+        return self._guarded(self._call, x, operands, (None,), None, (), gather, hooks)
+
+
+class AGGroupedGemm(GroupedOp):
+    """``y[r] = activation(all_gather(x_shard)[token of r] @ weight[expert of r].T + bias)``.
+
+    The AllGather of tokens is hidden behind the grouped GEMM, which works on the tokens that are
+    there: the own ones first, then the others in the order in which they arrive (Comet and Flux
+    papers: dependent tiles are computed as their rows come).
+
+    Arguments of the constructor: see ``GroupedOp``. ``activation``: ``"none"``, ``"gelu"`` or
+    ``"silu"``; with ``gated`` weights have 2 N/tp rows, and the activation of the first half of the
+    product multiplies the second half (SwiGLU, GeGLU). No backward then.
+    """
+
+    kind = Op.ag_gemm
+
+    @property
+    def library_name(self) -> str:
+        """Name in ``torch.ops.flux``."""
+        return "ag_grouped_gemm"
+
+    def __call__(
+        self,
+        x_shard: torch.Tensor,
+        weights: Weights,
+        experts: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        return_gathered: bool = False,
+    ) -> Any:
+        """Run the op. Collective.
+
+        Args:
+            x_shard: own tokens, [own rows, K], or [ceil(M/W), K] padded at the end.
+            weights: [E, N/tp, K] of this rank's E experts, or a sequence of E weights.
+            experts: integers [M, topk]: the experts of all tokens, the same on all ranks; below 0:
+                that choice is dropped.
+            bias: [E, N/tp], or None.
+            return_gathered: return the gathered tokens too.
+
+        Returns:
+            y [R, N/tp], sorted by expert, then by token (``routing`` has the maps); with
+            ``return_gathered`` a pair (that, x_full [M, K]).
+
+        Raises:
+            As for AGGemm. Ranks that pass different ``experts`` all get a ValueError.
+        """
+        outs = self._run(x_shard, weights, bias, experts, None, return_gathered)
+        return (outs[0], outs[1]) if return_gathered else outs[0]
+
+
+class GroupedGemmRS(GroupedOp):
+    """``z[t] = reduce_scatter(sum of probs * (x[r] @ weight[expert of r].T + bias), r of token t)``.
+
+    The products of a token's experts are weighted and summed in float32 (float64 of float64), in
+    the order of the choices. Tokens leave for their owner as soon as they are complete, and the own
+    ones come last. The owner sums over the ranks, in rank order.
+
+    Arguments of the constructor: see ``GroupedOp``.
+    """
+
+    kind = Op.gemm_rs
+
+    @property
+    def library_name(self) -> str:
+        """Name in ``torch.ops.flux``."""
+        return "grouped_gemm_ar" if self.kind.all_reduces else "grouped_gemm_rs"
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: Weights,
+        experts: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the op. Collective.
+
+        Args:
+            x: [R, K/tp], one row for each token's expert on this rank, as AGGroupedGemm returns.
+            weights: [E, N, K/tp] of this rank's E experts, or a sequence of E weights.
+            experts: as for AGGroupedGemm.
+            probs: [M, topk], any floating-point dtype: the weight of each choice; None: 1. The same
+                on all ranks.
+            bias: [E, N], or None; added once, by the first rank of those that share an expert.
+
+        Returns:
+            This rank's tokens, [own rows, N]; GroupedGemmAR: all of them, [M, N].
+
+        Raises:
+            As for AGGroupedGemm.
+        """
+        return self._run(x, weights, bias, experts, probs, False)[0]
+
+
+class GroupedGemmAR(GroupedGemmRS):
+    """GroupedGemmRS whose summed tokens are handed to every rank: [M, N], bitwise the same."""
+
+    kind = Op.gemm_ar

@@ -1,0 +1,75 @@
+"""The routed rows of a call: which rows of a grouped GEMM belong to which token and expert.
+
+A grouped GEMM has one row for each pair of a token and one of its experts, sorted by expert, then
+by token (csrc/core/row_map.h). ``Routing`` has the maps between tokens and these rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flux import _C
+from flux.core.tensors import address_of
+
+
+class Routing:
+    """The routed rows that one rank has of M tokens. Local; any experts may be empty.
+
+    Args:
+        experts: [M, topk] integers: the experts of each token, in any order; below 0: that choice
+            is dropped. All tokens of the group, the same on all ranks.
+        total: number of experts.
+        first: the first expert of this rank.
+        count: how many it has; None: all.
+        world: ranks that own the tokens, as ops split rows.
+
+    Attributes:
+        rows: number of routed rows, R.
+        tokens: int64 [R]: the token of each.
+        choices: int64 [R]: token * topk + which of its experts.
+        positions: int64 [M, topk]: the routed row; -1 where this rank has none.
+        checksum: 32 bits, equal for equal ``experts``.
+
+    Raises:
+        TypeError: ``experts`` has no integers.
+        ValueError: its shape is wrong, or an expert is not below ``total``.
+    """
+
+    def __init__(
+        self,
+        experts: torch.Tensor,
+        total: int,
+        first: int = 0,
+        count: int | None = None,
+        world: int = 1,
+    ) -> None:
+        if experts.dtype.is_floating_point or experts.dtype.is_complex:
+            raise TypeError(f"experts of tokens must be integers, got {experts.dtype}")
+        if experts.dim() != 2 or 0 in experts.shape:
+            raise ValueError(f"experts of tokens must be [M, topk], got {list(experts.shape)}")
+        dense = experts.detach().to(device="cpu", dtype=torch.int64).contiguous()
+        m, topk = dense.shape
+        self._native = _C.Routing(
+            experts=address_of(dense),
+            m=m,
+            topk=topk,
+            total=total,
+            first_expert=first,
+            local=total - first if count is None else count,
+            world=world,
+        )
+        self.rows = self._native.count
+        self.topk = topk
+        self.checksum = self._native.checksum
+        self.tokens = torch.empty(self.rows, dtype=torch.int64, device="cpu")
+        self.choices = torch.empty_like(self.tokens)
+        self.positions = torch.empty(m, topk, dtype=torch.int64, device="cpu")
+        maps = (self.tokens, self.choices, self.positions)
+        self._native.fill(*(address_of(tensor) for tensor in maps))
+
+    def groups(self, first: int, last: int) -> list[tuple[int, int, int]]:
+        """Return the routed rows of the tokens [first, last): (expert, begin, end), none empty.
+
+        Experts count from this rank's first.
+        """
+        return self._native.groups(first, last)
