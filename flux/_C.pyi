@@ -146,6 +146,26 @@ class Exclusive:
     def taken(self) -> bool:
         """Whether a function is inside."""
 
+class Routing:
+    """Routed rows of a mixture of experts (csrc/schedule/routing.h); tensors are addresses."""
+
+    count: int
+    offsets: list[int]  # by (expert, owner), and the end
+    checksum: int
+    def __init__(
+        self,
+        *,
+        experts: int,
+        m: int,
+        topk: int,
+        total: int,
+        first_expert: int,
+        local: int,
+        world: int,
+    ) -> None: ...
+    def groups(self, begin: int, end: int) -> list[tuple[int, int, int]]: ...
+    def fill(self, tokens: int, choices: int, rows: int) -> None: ...
+
 class Schedule:
     visits: tuple[VisitTuple, ...]
     transfers: tuple[TransferTuple, ...]

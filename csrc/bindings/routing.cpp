@@ -21,7 +21,8 @@ void copy_to(std::uintptr_t address, const std::vector<T>& values) {
 std::shared_ptr<Routing> routing_of(std::uintptr_t experts, int m, int topk, int total,
                                     int first_expert, int local, int world) {
   for (const int size : {m, topk, total, world}) {
-    if (size < 1) throw std::invalid_argument("sizes must be positive, got " + std::to_string(size));
+    if (size < 1)
+      throw std::invalid_argument("sizes must be positive, got " + std::to_string(size));
   }
   if (first_expert < 0 || local < 0 || local > total - first_expert) {
     throw std::invalid_argument("experts [" + std::to_string(first_expert) + ", +" +

@@ -20,12 +20,14 @@ void check(const Choices& c) {
   }
 }
 
-// FNV-1a over whole values: it tells ranks with different choices apart, and guards against nothing
-// that is made to deceive it.
+// Tells ranks with different choices apart, and guards against nothing that is made to deceive it.
 std::uint32_t checksum_of(const Choices& c) {
-  std::uint64_t sum = 14695981039346656037ull;
-  const auto add = [&sum](std::int64_t value) {
-    sum = (sum ^ static_cast<std::uint64_t>(value)) * 1099511628211ull;
+  std::uint64_t sum = 0;
+  const auto add = [&sum](std::int64_t value) {  // the steps of splitmix64
+    sum += static_cast<std::uint64_t>(value) + 0x9e3779b97f4a7c15ull;
+    sum = (sum ^ (sum >> 30)) * 0xbf58476d1ce4e5b9ull;
+    sum = (sum ^ (sum >> 27)) * 0x94d049bb133111ebull;
+    sum ^= sum >> 31;
   };
   add(c.m);
   add(c.topk);

@@ -19,11 +19,11 @@ struct Choices {
 
 struct Routing {
   std::vector<int> offsets;
-  std::vector<int> tokens;               // by routed row
-  std::vector<std::int64_t> choices;     // by routed row: token * topk + choice
-  std::vector<std::int64_t> rows;        // [m, topk]: the routed row, -1: none on this rank
-  std::uint32_t checksum = 0;            // of all choices; equal on ranks with equal choices
-  RowMap map{};                          // points into this object, so that must not be copied
+  std::vector<int> tokens;            // by routed row
+  std::vector<std::int64_t> choices;  // by routed row: token * topk + choice
+  std::vector<std::int64_t> rows;     // [m, topk]: the routed row, -1: none on this rank
+  std::uint32_t checksum = 0;         // of all choices; equal on ranks with equal choices
+  RowMap map{};                       // points into this object, so that must not be copied
 
   Routing(const Choices& choices, int first_expert, int experts, int world);
   Routing(const Routing&) = delete;

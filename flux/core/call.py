@@ -272,7 +272,9 @@ class CallChecker:
         return bias.contiguous()
 
 
-def rows_of_call(spec: OpSpec, world: int, rank: int, x_rows: int, m: int | None) -> tuple[int, int]:
+def rows_of_call(
+    spec: OpSpec, world: int, rank: int, x_rows: int, m: int | None
+) -> tuple[int, int]:
     """Return (global rows, rows of x that are not padding)."""
     gathers = spec.op.gathers
     if m is None:

@@ -39,7 +39,7 @@ class OpSpec:
     ``n`` and ``k`` are global sizes, in elements. ``dtype`` is that of x and the weights:
     float8_e4m3fn with a ``scaling`` other than ``none``.
 
-    A mixture of experts has ``experts`` (0: one dense weight), of which each token chooses
+    A mixture of experts has ``experts`` (None: one dense weight), of which each token chooses
     ``topk``; groups of W/``ep`` ranks have equal parts of them, and divide n or k. ``gated``: the
     activation of one half of a product's columns multiplies the other half.
 
@@ -64,7 +64,7 @@ class OpSpec:
     activation: str = "none"
     scaling: str = "none"
     fast_accum: bool = False
-    experts: int = 0
+    experts: int | None = None
     topk: int = 0
     ep: int = 1
     gated: bool = False
@@ -77,7 +77,7 @@ class OpSpec:
     travelling_row: tuple[int, torch.dtype] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        vars(self).update(label=GROUPED_LABELS[self.op] if self.experts else self.op.label)
+        vars(self).update(label=self.op.label if self.experts is None else GROUPED_LABELS[self.op])
         if self.dtype not in DTYPES:
             names = ", ".join(dtypes.DTYPES)
             raise TypeError(f"{self.label}: dtype must be one of {names}, got {self.dtype}")
@@ -104,9 +104,9 @@ class OpSpec:
                     f"{self.label}: {name} must be a positive integer up to {MAX_SIZE}, "
                     f"got {values if len(values) != 1 else values[0]!r}"
                 )
-        if (self.op.reduces or self.experts) and len(self.n) != 1:
+        if (self.op.reduces or self.experts is not None) and len(self.n) != 1:
             raise ValueError(f"{self.label}: n must be one size, got {self.n}")
-        if self.experts:
+        if self.experts is not None:
             self._check_experts()
         if self.reduce not in ("sum", "avg"):
             raise ValueError(f"{self.label}: reduce must be 'sum' or 'avg', got {self.reduce!r}")
@@ -130,6 +130,7 @@ class OpSpec:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= MAX_SIZE:
                 raise ValueError(f"{self.label}: {name} must be a positive integer, got {value!r}")
+        assert self.experts is not None
         if self.topk > self.experts or self.ep > self.experts:
             raise ValueError(
                 f"{self.label}: topk and ep must be at most experts = {self.experts}, got "
@@ -155,6 +156,7 @@ class OpSpec:
 
     def local_experts(self, world: int, rank: int) -> tuple[int, int]:
         """Return the experts of ``rank``: the first, and how many."""
+        assert self.experts is not None
         group = rank // (world // self.ep)
         first = _C.core.row_begin(self.experts, self.ep, group)
         return first, _C.core.row_count(self.experts, self.ep, group)

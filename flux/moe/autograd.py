@@ -1,11 +1,11 @@
 """``torch.ops.flux`` for mixtures of experts, and their backward: the mirror image, fused in turn.
 
-    AGGroupedGemm   dx     = scatter(sum over choices of dy @ w)    GroupedGemmRS, beside a gather of
-                             x that began before
-                    dw[e]  = dy[rows of e].T @ gather(x)[tokens of e]   while the last tokens travel
-    GroupedGemmRS   dx     = p * (gather(dz)[token] @ w)            AGGroupedGemm, whose dz is kept
-                    dw[e]  = (p * gather(dz)[tokens of e]).T @ x[rows of e]
-                    dp     = sum over ranks of x . (gather(dz)[token] @ w)     all_reduce of [M, topk]
+    AGGroupedGemm   dx    = scatter(sum over choices of dy @ w)    GroupedGemmRS, beside a gather
+                            of x that began before
+                    dw[e] = dy[rows of e].T @ gather(x)[tokens of e]    while tokens travel
+    GroupedGemmRS   dx    = p * (gather(dz)[token] @ w)            AGGroupedGemm, whose dz is kept
+                    dw[e] = (p * gather(dz)[tokens of e]).T @ x[rows of e]
+                    dp    = sum over ranks of x . (gather(dz)[token] @ w)    all_reduce, [M, topk]
     GroupedGemmAR   as GroupedGemmRS; dz is the same on all ranks, so nothing is gathered
 
 A bias of GroupedGemmRS is a parameter that ranks share: each gets its whole gradient.
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 from flux.core.backend import OverlapHooks
 from flux.moe.ops import AGGroupedGemm, GroupedGemmRS, GroupedOp, Operands
@@ -144,13 +143,14 @@ def _gather_grads(
     weights: Tensors,
     experts: torch.Tensor,
     d_gathered: Grad,
-    need_x: bool,
-    need_w: bool,
+    needed: Sequence[bool],
     handle: int,
 ) -> list[torch.Tensor]:
-    """Return dx [own rows, K] if needed, then the gradients of the weights if needed."""
+    """Return the gradients that are needed of x [own rows, K], the weights and the bias."""
     op, m = _op(handle), experts.shape[0]
+    need_x, need_w, need_b = needed
     routing = op.routing(experts)
+    dbs = [_bias_grad(dy, routing, _local_experts(op))] if need_b else []
     mirror = _mirror(op, GroupedGemmRS, m, x.dtype) if need_x and d_gathered is None else None
     wait = op._unfused.start_gather(x[: op.own_rows(m)], m) if need_w else None
     dws: list[torch.Tensor] = []
@@ -161,14 +161,15 @@ def _gather_grads(
             dws.extend(_weight_grads(op, dy, routed, routing, weights))
 
     if mirror is not None:
-        return [*mirror.overlapped(dy, weights, experts, OverlapHooks(multiply)), *dws]
+        return [*mirror.overlapped(dy, weights, experts, OverlapHooks(multiply)), *dws, *dbs]
     multiply()
     if not need_x:
-        return dws
-    partial = torch.empty_like(cast(torch.Tensor, d_gathered))
+        return [*dws, *dbs]
+    of_tokens = cast(torch.Tensor, d_gathered)
+    partial = torch.empty_like(of_tokens)
     of_experts = Experts(_each(op, weights, transposed=True), None, routing)
     SumProduct(op.spec, of_experts, None, 0)(dy, 0, m, partial, None)
-    return [op._unfused.scatter_rows(partial + d_gathered), *dws]
+    return [op._unfused.scatter_rows(partial + of_tokens), *dws, *dbs]
 
 
 def _sum_grads(
@@ -208,7 +209,7 @@ def _sum_grads(
             op._unfused.sum_over_ranks(dp)
         grads.append(dp.view(m, -1).to(probs[0].dtype))
     if need_b:
-        grads.append(_bias_grad(weighted, routing, op.spec.local_experts(op.world, op.rank)[1]))
+        grads.append(_bias_grad(weighted, routing, _local_experts(op)))
     return grads
 
 
@@ -220,7 +221,7 @@ def _scattered_back(
     routing: Routing,
     multiply: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dz of all tokens, [M, N], and with ``multiply`` dz @ w of the routed rows [R, K/tp]."""
+    """Return dz of all tokens, [M, N], and with ``multiply`` dz @ w of routed rows, [R, K/tp]."""
     m = experts.shape[0]
     if op.kind.scatters and multiply:
         mirror = _mirror(op, AGGroupedGemm, m, dz.dtype)
@@ -232,6 +233,10 @@ def _scattered_back(
     if multiply:
         GatherProduct(op.spec, Experts(each, None, routing), 0)(full, 0, m, dh, None)
     return full, dh
+
+
+def _local_experts(op: GroupedOp) -> int:
+    return int(op.spec.local_experts(op.world, op.rank)[1])
 
 
 def _bias_grad(dy: torch.Tensor, routing: Routing, experts: int) -> torch.Tensor:
@@ -248,13 +253,14 @@ def _gather_grads_fake(
     weights: Tensors,
     experts: torch.Tensor,
     d_gathered: Grad,
-    need_x: bool,
-    need_w: bool,
+    needed: Sequence[bool],
     handle: int,
 ) -> list[torch.Tensor]:
-    rows = own_rows(_op(handle), experts.shape[0])
-    dx = [x.new_empty(rows, x.shape[1])] if need_x else []
-    return dx + [w.new_empty(w.shape) for w in weights if need_w]
+    op = _op(handle)
+    rows = own_rows(op, experts.shape[0])
+    grads = [x.new_empty(rows, x.shape[1])] if needed[0] else []
+    grads += [w.new_empty(w.shape) for w in weights if needed[1]]
+    return grads + ([dy.new_empty(_local_experts(op), dy.shape[1])] if needed[2] else [])
 
 
 def _sum_grads_fake(
@@ -268,7 +274,7 @@ def _sum_grads_fake(
     handle: int,
 ) -> list[torch.Tensor]:
     op = _op(handle)
-    bias = (op.spec.local_experts(op.world, op.rank)[1], dz.shape[1])
+    bias = (_local_experts(op), dz.shape[1])
     grads = [x.new_empty(x.shape)] if needed[0] else []
     grads += [w.new_empty(w.shape) for w in weights if needed[1]]
     grads += [probs[0].new_empty(probs[0].shape)] if needed[2] else []
@@ -288,7 +294,7 @@ for _name in ("grouped_gemm_rs", "grouped_gemm_ar"):
     define(f"{_name}{_SUM} -> Tensor", _sum, _sum_fake, ordered=True, flops=_sum_flops)
 define(
     "ag_grouped_gemm_grads(Tensor dy, Tensor x, Tensor[] weights, Tensor experts, "
-    "Tensor? d_gathered, bool need_x, bool need_w, int handle) -> Tensor[]",
+    "Tensor? d_gathered, bool[] needed, int handle) -> Tensor[]",
     _gather_grads,
     _gather_grads_fake,
     ordered=True,
@@ -309,32 +315,33 @@ def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor])
     x, weights, biases, experts, return_gathered, handle = inputs
     ctx.save_for_backward(x, experts, *weights)
     ctx.biased, ctx.gathered, ctx.handle = len(biases), return_gathered, handle
+    ctx.shape = output[0].shape
 
 
 def _backward_gather(
     ctx: Any, saved: Tensors, needed: Sequence[Any], grads: Sequence[Grad]
 ) -> tuple[Any, ...]:
-    op = _op(ctx.handle)
     x, experts, *weights = saved
-    need_x, need_w, need_b = bool(needed[0]), list(needed[1]), any(needed[2])
-    routing = op.routing(experts)
-    dy = grads[0]
-    if dy is None:
-        dy = x.new_zeros(routing.rows, _columns(op, weights))
+    need_w = list(needed[1])
+    needs = [bool(needed[0]), any(need_w), any(needed[2])]
+    dy = x.new_zeros(ctx.shape) if grads[0] is None else grads[0]
     delivered: Any = iter(())
-    if need_x or any(need_w):
-        d_gathered = grads[1] if ctx.gathered else None
-        options = (d_gathered, need_x, any(need_w), ctx.handle)
+    if any(needs):
+        options = (grads[1] if ctx.gathered else None, needs, ctx.handle)
         delivered = iter(call("ag_grouped_gemm_grads", dy, x, weights, experts, *options))
-    dx = next(delivered) if need_x else None
-    dws = [next(delivered) for _ in weights] if any(need_w) else [None] * len(weights)
+    dx = next(delivered) if needs[0] else None
+    dws = _where(need_w, delivered)
+    dbs = [next(delivered) if needs[2] else None] * ctx.biased
     padding = 0 if dx is None else x.shape[0] - dx.shape[0]
     if dx is not None and padding > 0:
         dx = torch.cat([dx, dx.new_zeros(padding, dx.shape[1])])
-    experts_here = op.spec.local_experts(op.world, op.rank)[1]
-    dbs = [_bias_grad(dy, routing, experts_here) if need_b else None] * ctx.biased
-    dws = [dw if need else None for dw, need in zip(dws, need_w, strict=True)]
     return dx, dws, dbs, None, None, None
+
+
+def _where(needed: Sequence[bool], delivered: Any) -> list[Grad]:
+    """Return the gradients of the weights, of which none or all are delivered."""
+    grads = [next(delivered) if any(needed) else None for _ in needed]
+    return [grad if need else None for grad, need in zip(grads, needed, strict=True)]
 
 
 def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -357,10 +364,9 @@ def _backward_sum(
         else ()
     )
     dx = next(grads) if needs[0] else None
-    dws = [next(grads) for _ in weights] if needs[1] else [None] * len(weights)
+    dws = _where(need_w, grads)
     dps = [next(grads) if needs[2] else None] * ctx.weighted
     dbs = [next(grads) if needs[3] else None] * ctx.biased
-    dws = [dw if need else None for dw, need in zip(dws, need_w, strict=True)]
     return dx, dws, dbs, None, dps, None
 
 

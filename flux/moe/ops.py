@@ -24,6 +24,7 @@ import torch.distributed as dist
 from flux.core.backend import OverlapHooks
 from flux.core.call import Call, CallChecker, rows_of_call
 from flux.core.knobs import Knobs, Op
+from flux.core.spec import OpSpec
 from flux.core.topology import Topology
 from flux.moe.product import Experts, GatherProduct, SumProduct
 from flux.moe.routing import Routing
@@ -58,10 +59,12 @@ class Operands:
 class GroupedChecker(CallChecker):
     """Checks the calls of an op of a mixture of experts on one rank."""
 
-    def __init__(self, spec: Any, world: int, rank: int, device: torch.device) -> None:
+    def __init__(self, spec: OpSpec, world: int, rank: int, device: torch.device) -> None:
         super().__init__(spec, world, rank, device)
         (columns,) = self.columns
         self.rows_of_weight = columns * (2 if spec.gated else 1)
+        assert spec.experts is not None
+        self.total = spec.experts
         self.first, self.count = spec.local_experts(world, rank)
         self.adds_bias = rank % (world // spec.ep) == 0
 
@@ -112,7 +115,7 @@ class GroupedChecker(CallChecker):
                 f"{label}: experts must be [M, topk = {spec.topk}], got {list(experts.shape)}"
             )
         try:
-            return Routing(experts, spec.experts, self.first, self.count, self.world)
+            return Routing(experts, self.total, self.first, self.count, self.world)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{label}: {error}") from None
 
@@ -128,7 +131,7 @@ class GroupedChecker(CallChecker):
                 f"{spec.label}: weights must be one tensor {[self.count, *shape]}, or "
                 f"{self.count} of {shape}, got {len(weights)}"
             )
-        ready = []
+        ready: list[torch.Tensor] = []
         for weight in weights:
             weight = self._tensor("weight", weight, spec.dtype)
             expected = [self.count, *shape] if one else shape
@@ -226,8 +229,8 @@ class GroupedOp(TensorParallelOp):
 
     def routing(self, experts: torch.Tensor) -> Routing:
         """Return the routed rows of this rank for the experts of all tokens, [M, topk]. Local."""
-        first, count = self.spec.local_experts(self.world, self.rank)
-        return Routing(experts, self.spec.experts, first, count, self.world)
+        checker = cast(GroupedChecker, self._checker)
+        return Routing(experts, checker.total, checker.first, checker.count, self.world)
 
     @property
     def adds_bias(self) -> bool:
@@ -321,7 +324,7 @@ class AGGroupedGemm(GroupedOp):
 
 
 class GroupedGemmRS(GroupedOp):
-    """``z[t] = reduce_scatter(sum of probs * (x[r] @ weight[expert of r].T + bias), r of token t)``.
+    """``z[t] = reduce_scatter(sum over r of token t: probs * (x[r] @ weight[expert of r].T + b))``.
 
     The products of a token's experts are weighted and summed in float32 (float64 of float64), in
     the order of the choices. Tokens leave for their owner as soon as they are complete, and the own

@@ -1,10 +1,10 @@
 """Grouped products on the CPU: one GEMM for each expert that has routed rows.
 
     GatherProduct   y[row] = activation(x[token of row] @ w[expert].T + b[expert])
-    SumProduct      z[token] = sum over its routed rows: p[row] * (y[row] @ w[expert].T + b[expert])
+    SumProduct      z[token] = sum over its routed rows: p[row] * (x[row] @ w[expert].T + b[expert])
 
-They are called for slabs of tokens, as rows arrive or before rows leave (``GroupedProduct``). A slab
-follows from the schedule alone, and experts and choices are summed in their order, so results are
+They are called for slabs of tokens, as rows arrive or before rows leave (``GroupedProduct``). Slabs
+follow from the schedule alone, and experts and choices are summed in their order, so results are
 bitwise equal from run to run.
 """
 

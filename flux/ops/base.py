@@ -118,10 +118,11 @@ class TensorParallelOp:
             places = places_of(exchange, backend)
             placement: Placement | None = None
             try:
-                columns = tuple(n) if isinstance(n, (list, tuple)) else (n,)
-                sizes = (max_m, cast("tuple[int, ...]", columns), k, dtype)
+                columns = cast(
+                    "tuple[int, ...]", tuple(n) if isinstance(n, (list, tuple)) else (n,)
+                )
                 how = (transpose_weight, reduce, activation, scaling, fast_accum)
-                spec = OpSpec(self.kind, *sizes, *how, **of_experts)
+                spec = OpSpec(self.kind, max_m, columns, k, dtype, *how, **of_experts)
                 if isinstance(tuning, Knobs):
                     knobs = tuning
                 elif fixed is None and tuning not in ("cache", "off"):

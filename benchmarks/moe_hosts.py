@@ -1,0 +1,142 @@
+"""Ops of mixtures of experts, between hosts and on one: fused against gather or scatter of gloo.
+
+    python benchmarks/moe_hosts.py [--layouts 2x1 2x2 1x2] [--rate 1gbit] [--repeats 9]
+
+Hosts are network namespaces of this machine (flux/launch/hosts.py; needs root and iproute2).
+float32, one thread per rank. The unfused path is gloo's all_gather_into_tensor,
+reduce_scatter_tensor or all_reduce, and the same grouped product; the ways are interleaved, behind
+a barrier each time, and the time of a call is that of the slowest rank. `share` is the part of the
+unfused time that is not the product. Raw samples go to benchmarks/results/hosts/moe.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import keep, markdown
+from multi_host import RESULTS
+from one_shot import Ways, interleaved
+
+from flux import Knobs
+from flux.launch.hosts import Hosts
+from flux.launch.spawn import run_ranks
+from flux.machine import host
+from flux.moe import AGGroupedGemm, GroupedGemmAR, GroupedGemmRS
+
+# M, hidden, ffn, experts, topk: Comet's and Flux's shapes with every size divided.
+SHAPES = [(2048, 1024, 1024, 8, 2), (2048, 1024, 512, 16, 4), (1024, 2048, 512, 8, 2)]
+OPS: dict[str, Any] = {"ag": AGGroupedGemm, "rs": GroupedGemmRS, "ar": GroupedGemmAR}
+Task = tuple[list[str], list[tuple[int, ...]], int, list[int]]
+
+
+def measure(task: Task, rank: int, progress: Any) -> list[dict[str, Any]]:
+    names, shapes, repeats, eps = task
+    world, results = dist.get_world_size(), []
+    torch.set_num_threads(1)
+    for m, hidden, ffn, experts, topk in shapes:
+        generator = torch.Generator().manual_seed(m + experts)
+        choices = torch.rand(m, experts, generator=generator).topk(topk).indices
+        for ep in eps:
+            for name in names:
+                sizes = (ffn, hidden) if name == "ag" else (hidden, ffn)
+                times = one(OPS[name], m, sizes, choices, experts, ep, repeats, world)
+                shape = {"m": m, "hidden": hidden, "ffn": ffn, "experts": experts, "topk": topk}
+                results.append({"op": name, **shape, "ep": ep, **times})
+    return results
+
+
+def one(
+    kind: Any,
+    m: int,
+    sizes: tuple[int, int],
+    choices: torch.Tensor,
+    experts: int,
+    ep: int,
+    repeats: int,
+    world: int,
+) -> dict[str, Any]:
+    """Return times of an op by way, and the path that it chose."""
+    n, k = sizes
+    of_experts = {"experts": experts, "topk": choices.shape[1], "ep": ep}
+    tunings = {"flux": "cache", "unfused": Knobs(path="unfused")}
+    ops = {
+        way: kind(max_m=m, n=n, k=k, tuning=tuning, **of_experts)
+        for way, tuning in tunings.items()
+    }
+    op = ops["flux"]
+    routing = op.routing(choices)
+    gathers = kind is AGGroupedGemm
+    x = torch.randn(op.own_rows(m) if gathers else routing.rows, op.spec.local_k(world, op.rank))
+    count = op.spec.local_experts(world, op.rank)[1]
+    w = torch.randn(count, op.spec.local_n(world, op.rank)[0], x.shape[1])
+    options = {} if gathers else {"probs": torch.rand(m, choices.shape[1])}
+    ways: Ways = {way: lambda op=op: op(x, w, choices, **options) for way, op in ops.items()}
+    # The product alone: a world of one, with this rank's part of every expert.
+    rows = torch.randn(routing.rows, x.shape[1])
+    out = rows.new_empty(routing.rows, w.shape[1])
+    groups = routing.groups(0, m)
+
+    def product() -> None:
+        for expert, begin, end in groups:
+            torch.mm(rows[begin:end], w[expert].t(), out=out[begin:end])
+
+    ways["product"] = product
+    times = interleaved(ways, repeats)
+    everybody: list[Any] = [None] * world
+    dist.all_gather_object(everybody, times)
+    slowest = {way: [max(t) for t in zip(*(e[way] for e in everybody), strict=True)] for way in ways}
+    path = op.schedule(m).knobs.path
+    for each in ops.values():
+        each.close()
+    return {"path": path, "us": slowest}
+
+
+def row(run: dict[str, Any]) -> list[str]:
+    us = {way: statistics.median(times) for way, times in run["us"].items()}
+    ratios = [a / b for a, b in zip(run["us"]["flux"], run["us"]["unfused"], strict=True)]
+    share = 1 - us["product"] / us["unfused"]
+    return [
+        run["layout"],
+        run["op"],
+        "x".join(str(run[key]) for key in ("m", "hidden", "ffn", "experts", "topk")),
+        str(run["ep"]),
+        run["path"],
+        f"{us['flux'] / us['unfused']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+        f"{us['unfused'] / 1e3:.1f}",
+        f"{us['flux'] / 1e3:.1f}",
+        f"{share:.0%}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layouts", nargs="+", default=["2x1", "2x2", "1x2"])
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--ops", nargs="+", default=list(OPS), choices=OPS)
+    parser.add_argument("--shapes", nargs="+", help="MxHIDDENxFFNxEXPERTSxTOPK")
+    parser.add_argument("--repeats", type=int, default=9)
+    args = parser.parse_args()
+    shapes = [tuple(map(int, s.split("x"))) for s in args.shapes or []] or SHAPES
+    results = []
+    for layout in args.layouts:
+        hosts, each = map(int, layout.split("x"))
+        task = (args.ops, shapes, args.repeats, sorted({1, hosts * each}))
+        with Hosts(hosts, None if hosts == 1 else args.rate) as made:
+            places = made.placed([rank // each for rank in range(hosts * each)])
+            runs = run_ranks(measure, task, hosts * each, places=places)
+        results += [{"layout": layout, "rate": args.rate if hosts > 1 else "none", **r} for r in runs]
+        for run in results[-len(runs) :]:
+            print(" ".join(row(run)), flush=True)
+    document = {"device": host.device(), "versions": host.versions(), "runs": results}
+    keep(document, RESULTS / "moe.json")
+    header = ["hosts x ranks", "op", "M x hidden x ffn x experts x topk", "ep", "path"]
+    header += ["flux/unfused", "unfused ms", "flux ms", "share"]
+    print(markdown(header, [row(run) for run in results]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Ops of mixtures of experts on CPU ranks, against float64."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from flux import Knobs, PeerTimeoutError
+from flux.moe import AGGroupedGemm, GroupedGemmRS
+from harness import STRESS, fresh_ranks, more, run_ranks
+from moe_cases import MOE_OPS, ROUTINGS, MoeCase, MoeInputs, random_moe_case
+from op_cases import same_bits
+
+OPS = tuple(MOE_OPS)
+SMALL = MoeCase("gather", 24, 12, 10, experts=6, topk=2)
+
+
+def _random(rank: int, world: int, op: str, cases: int) -> int:
+    calls = 0
+    for seed in range(cases):
+        rng = random.Random(f"{op} {world} {seed}")
+        case = random_moe_case(rng, op, world)
+        try:
+            built = case.build()
+        except ValueError as error:
+            assert "straddle" in str(error) or "swizzle" in str(error), error
+            continue
+        with built:
+            for _ in range(4):
+                m = rng.choice((1, case.max_m, rng.randint(1, case.max_m)))
+                inputs = MoeInputs(case, m, world, rng.choice(ROUTINGS), rng.randrange(1 << 20))
+                y = inputs.check(built, rank)
+                x, weights, experts, options = inputs.arguments(rank)
+                assert same_bits(y, built(x, weights, experts, **options))
+                calls += 2
+    return calls
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, *more(8)])
+@pytest.mark.parametrize("op", OPS)
+def test_random_routings(op: str, world: int) -> None:
+    assert all(calls > 50 for calls in run_ranks(world, _random, op, 25 * STRESS))
+
+
+def _gradients(rank: int, world: int, ep: int, ends: str) -> None:
+    """One layer of two ops beside the same layer in float64 on one rank, all gradients."""
+    torch.manual_seed(world * 10 + ep)
+    m, experts, topk, n, k = 29, 7, 3, 12, 10
+    choices = torch.rand(m, experts).topk(topk).indices
+    choices[torch.rand(m, topk) < 0.2] = -1
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64)
+
+    whole = [draw(m, k), draw(experts, n, k), draw(experts, k, n), draw(experts, n)]
+    whole += [draw(experts, k), draw(m, topk).abs()]
+    x, w1, w2, b1, b2, p = (t.clone().requires_grad_() for t in whole)
+    out = []
+    for t in range(m):
+        terms = [x.new_zeros(k)]
+        for j, e in enumerate(choices[t].tolist()):
+            if e >= 0:
+                terms.append(p[t, j] * (w2[e] @ torch.tanh(w1[e] @ x[t] + b1[e]) + b2[e]))
+        out.append(torch.stack(terms).sum(0))
+    wanted, outside = torch.stack(out), draw(m, k)
+    (wanted * outside).sum().backward()
+
+    sizes: dict[str, Any] = {"max_m": m, "experts": experts, "topk": topk, "ep": ep}
+    sizes["dtype"] = torch.float64
+    first = MOE_OPS["gather"](n=n, k=k, **sizes)
+    second = MOE_OPS[ends](n=k, k=n, transpose_weight=True, **sizes)
+    inputs = MoeInputs(MoeCase("gather", m, n, k, experts, topk, ep), m, world, "random", 1)
+    here, part = inputs.part(rank)
+    e, own = slice(here.start, here.stop), inputs_rows(m, world, rank)
+    local = [x[own], w1[e, part], w2[e, :, part].transpose(1, 2), b1[e, part], b2[e], p]
+    mine = [t.detach().clone().contiguous().requires_grad_() for t in local]
+
+    def layer(*tensors: torch.Tensor) -> torch.Tensor:
+        xs, one, two, bias, last, weights = tensors
+        hidden = torch.tanh(first(xs, one, choices, bias))
+        result: torch.Tensor = second(hidden, list(two.unbind()), choices, weights, last)
+        return result
+
+    rows = own if ends == "scatter" else slice(None)
+    for run in (layer, lambda *t: checkpoint(layer, *t, use_reentrant=False)):
+        for tensor in mine:
+            tensor.grad = None
+        z = run(*mine)
+        torch.testing.assert_close(z, wanted[rows], rtol=1e-10, atol=1e-10)
+        (z * outside[rows]).sum().backward()
+        grads = [x.grad[own], w1.grad[e, part], w2.grad[e, :, part].transpose(1, 2)]
+        grads += [b1.grad[e, part], b2.grad[e], p.grad]
+        for tensor, grad in zip(mine, grads, strict=True):
+            torch.testing.assert_close(tensor.grad, grad, rtol=1e-9, atol=1e-9)
+    first.close()
+    second.close()
+
+
+def inputs_rows(m: int, world: int, rank: int) -> slice:
+    chunk = -(-m // world)
+    return slice(min(m, rank * chunk), min(m, (rank + 1) * chunk))
+
+
+@pytest.mark.parametrize("ends", ["scatter", "reduce"])
+@pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 1), (3, 3), (4, 2)])
+def test_gradients_of_a_layer(world: int, ep: int, ends: str) -> None:
+    run_ranks(world, _gradients, ep, ends)
+
+
+def _gathered(rank: int, world: int) -> None:
+    """A loss of the gathered tokens as well as of the result."""
+    inputs = MoeInputs(replace(SMALL, dtype=torch.float64), 17, world, "dropped", 5)
+    x, weights, experts, options = inputs.arguments(rank)
+    x.requires_grad_()
+    with inputs.case.build() as op:
+        y, full = op(x, weights, experts, return_gathered=True, **options)
+        assert torch.equal(full, inputs.x)
+        (y.sum() * (rank + 1) + (full * full).sum()).backward()
+    whole = inputs.x.clone().requires_grad_()
+    total = whole.new_zeros(())
+    for r in range(world):
+        part, columns = inputs.part(r)
+        for e in part:
+            tokens = [t for t, _ in inputs.chosen(e)]
+            total = total + (r + 1) * (whole[tokens] @ inputs.weight[e, columns].t()).sum()
+        total = total + (whole * whole).sum()
+    (grad,) = torch.autograd.grad(total, whole)
+    own = inputs_rows(17, world, rank)
+    torch.testing.assert_close(x.grad, grad[own], rtol=1e-9, atol=1e-9)
+
+
+def test_gathered_tokens_have_gradients() -> None:
+    run_ranks(3, _gathered)
+
+
+def _refusals(rank: int, world: int) -> None:
+    with SMALL.build(timeout_s=20) as op:
+        good = MoeInputs(SMALL, 24, world, "random", 1)
+        x, weights, experts, options = good.arguments(rank)
+        other = experts.clone()
+        if rank == 1:
+            other[3, 0] = (other[3, 0] + 1) % SMALL.experts
+        with pytest.raises(ValueError, match="different tokens, routing"):
+            op(x, weights, other, **options)
+        bad = [
+            (x, weights, experts[:, :1], r"experts must be \[M, topk = 2\]"),
+            (x, weights, experts + SMALL.experts, "below 6"),
+            (x, weights, experts.float(), "must be integers"),
+            (x[:, :-1], weights, experts, "x must be"),
+            (x, weights[:-1], experts, "weight must be"),
+            (x, list(weights)[1:], experts, "6 of"),
+            (x, weights.double(), experts, "weight must be torch.float32"),
+        ]
+        for one in bad:
+            *arguments, text = one if rank == 0 else (x, weights, experts, "rank 0 refused")
+            with pytest.raises((ValueError, TypeError), match=text):
+                op(*arguments, **options)
+        good.check(op, rank)
+
+
+def test_bad_input_is_refused_on_all_ranks_and_the_op_goes_on() -> None:
+    run_ranks(2, _refusals)
+
+
+def _constructors(rank: int, world: int) -> None:
+    for change, text in (
+        ({"ep": 2}, "ep must divide the world of 3"),
+        ({"topk": 7}, "at most experts = 6"),
+        ({"experts": 0}, "experts must be a positive integer, got 0"),
+        ({"gated": True}, "needs an activation"),
+        ({"dtype": torch.float8_e4m3fn}, "float8"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            SMALL.build(**change)
+    with pytest.raises(ValueError, match=r"topk|experts"):
+        SMALL.build(topk=1 + rank % 2)
+
+
+def test_constructors_name_what_is_wrong() -> None:
+    run_ranks(3, _constructors)
+
+
+def _killed(rank: int, world: int, op: str) -> None:
+    case = replace(SMALL, op=op)
+    inputs = MoeInputs(case, 24, world, "random", 2)
+    built = case.build(timeout_s=60)
+    inputs.check(built, rank)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerTimeoutError, match="rank 1"):
+        for _ in range(2):
+            inputs.check(built, rank)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_survivors_of_a_killed_rank_raise(op: str) -> None:
+    with fresh_ranks(3) as ranks:
+        ranks.start(_killed, op)
+        outcomes = ranks.collect(40)
+    assert [o is not None and o.ok for o in outcomes] == [True, False, True], outcomes
+
+
+def _compiled(rank: int, world: int) -> None:
+    m, sizes = 18, {"max_m": 18, "experts": 6, "topk": 2, "timeout_s": 60.0}
+    first, second = AGGroupedGemm(n=12, k=10, **sizes), GroupedGemmRS(n=10, k=12, **sizes)
+    a = MoeInputs(replace(SMALL, bias=False), m, world, "random", 4)
+    x, w1, experts, _ = a.arguments(rank)
+    w2 = w1.transpose(1, 2).contiguous()
+    probs = torch.rand(m, 2, generator=torch.Generator().manual_seed(1))
+
+    def layer(*tensors: torch.Tensor) -> torch.Tensor:
+        xs, one, two, choices, p = tensors
+        return second(torch.nn.functional.silu(first(xs, one, choices)), two, choices, p)
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (layer, compiled):
+        leaves = [t.clone().requires_grad_() for t in (x, w1, w2)]
+        z = run(*leaves, experts, probs)
+        z.square().sum().backward()
+        results.append([z.detach(), *(leaf.grad for leaf in leaves)])
+    for eager, graph in zip(*results, strict=True):
+        torch.testing.assert_close(eager, graph)
+    first.close()
+    second.close()
+
+
+def test_a_layer_compiles_into_one_graph() -> None:
+    run_ranks(2, _compiled)
+
+
+def _slow_ranks(rank: int, world: int) -> None:
+    """Pauses around every move and signal change no bit."""
+    case = replace(SMALL, op="scatter", max_m=60, knobs=Knobs(tile=(7, 12), comm_tile_rows=5))
+    inputs = MoeInputs(case, 60, world, "random", 8)
+    with case.build() as op:
+        wanted = inputs.check(op, rank)
+        op._backend.engine.set_delay(2e-4, rank + 1)
+        for _ in range(5):
+            assert same_bits(inputs.check(op, rank), wanted)
+
+
+def test_late_signals_change_nothing() -> None:
+    run_ranks(3, _slow_ranks)

@@ -1,0 +1,89 @@
+"""Routed rows: the native maps against plain loops, for thousands of random splits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from flux import _C
+from flux.moe import Routing
+from harness import STRESS
+from moe_cases import brute_force, owner_of
+
+
+def draw(rng: random.Random) -> tuple[torch.Tensor, int]:
+    total, m = rng.randint(1, 9), rng.randint(1, 24)
+    topk = rng.randint(1, 4)
+    least = rng.choice((-1, 0, total - 1))
+    experts = [[rng.randint(least, total - 1) for _ in range(topk)] for _ in range(m)]
+    return torch.tensor(experts), total
+
+
+def test_maps_equal_plain_loops() -> None:
+    rng = random.Random(42)
+    for _ in range(2000 * STRESS):
+        experts, total = draw(rng)
+        m, world = experts.shape[0], rng.randint(1, 9)
+        first = rng.randint(0, total - 1)
+        count = rng.randint(0, total - first)
+        routing = Routing(experts, total, first, count, world)
+        tokens, choices, rows = brute_force(experts, first, count)
+        assert routing.rows == len(tokens)
+        assert routing.tokens.tolist() == tokens
+        assert routing.choices.tolist() == choices
+        assert routing.positions.tolist() == rows
+        begin = rng.randint(0, m)
+        end = rng.randint(begin, m)
+        groups = routing.groups(begin, end)
+        inside = [row for row, token in enumerate(tokens) if begin <= token < end]
+        assert [row for _, b, e in groups for row in range(b, e)] == inside
+        assert all(b < e for _, b, e in groups)
+        chosen = experts.reshape(-1)
+        assert all(int(chosen[choices[b]]) == first + expert for expert, b, _ in groups)
+
+
+def test_runs_of_owners_follow_each_other() -> None:
+    """Offsets by expert and owner: the rows of a chunk are found without a search."""
+    rng = random.Random(7)
+    for _ in range(500):
+        experts, total = draw(rng)
+        m, world = experts.shape[0], rng.randint(1, 9)
+        routing = Routing(experts, total, world=world)
+        offsets = routing._native.offsets
+        assert len(offsets) == total * world + 1
+        for owner in range(world):
+            begin, end = _C.core.row_begin(m, world, owner), _C.core.row_end(m, world, owner)
+            runs = [
+                (e, offsets[e * world + owner], offsets[e * world + owner + 1])
+                for e in range(total)
+            ]
+            assert [run for run in runs if run[1] < run[2]] == routing.groups(begin, end)
+            for _, first, last in runs:
+                owners = [owner_of(m, world, int(t)) for t in routing.tokens[first:last]]
+                assert owners == [owner] * (last - first)
+
+
+def test_equal_choices_have_equal_checksums() -> None:
+    rng = random.Random(3)
+    seen: dict[int, list[list[int]]] = {}
+    for _ in range(3000):
+        experts, total = draw(rng)
+        checksum = Routing(experts, total).checksum
+        assert checksum == Routing(experts.to(torch.int32), total, 0, 0, 3).checksum
+        assert seen.setdefault(checksum, experts.tolist()) == experts.tolist()
+
+
+@pytest.mark.parametrize(
+    ("experts", "error", "text"),
+    [
+        (torch.zeros(3), TypeError, "must be integers"),
+        (torch.zeros(3, dtype=torch.int64), ValueError, r"must be \[M, topk\]"),
+        (torch.zeros(0, 2, dtype=torch.int64), ValueError, r"got \[0, 2\]"),
+        (torch.tensor([[0, 1], [5, 4]]), ValueError, "below 5, got 5 for token 1"),
+    ],
+)
+def test_bad_experts_are_named(experts: torch.Tensor, error: type, text: str) -> None:
+    with pytest.raises(error, match=text):
+        Routing(experts, 5)
