@@ -64,8 +64,7 @@ def one(
     of_experts = {"experts": experts, "topk": choices.shape[1], "ep": ep}
     tunings = {"flux": "cache", "unfused": Knobs(path="unfused")}
     ops = {
-        way: kind(max_m=m, n=n, k=k, tuning=tuning, **of_experts)
-        for way, tuning in tunings.items()
+        way: kind(max_m=m, n=n, k=k, tuning=tuning, **of_experts) for way, tuning in tunings.items()
     }
     op = ops["flux"]
     routing = op.routing(choices)
@@ -88,7 +87,9 @@ def one(
     times = interleaved(ways, repeats)
     everybody: list[Any] = [None] * world
     dist.all_gather_object(everybody, times)
-    slowest = {way: [max(t) for t in zip(*(e[way] for e in everybody), strict=True)] for way in ways}
+    slowest = {
+        way: [max(t) for t in zip(*(e[way] for e in everybody), strict=True)] for way in ways
+    }
     path = op.schedule(m).knobs.path
     for each in ops.values():
         each.close()
@@ -128,7 +129,9 @@ def main() -> None:
         with Hosts(hosts, None if hosts == 1 else args.rate) as made:
             places = made.placed([rank // each for rank in range(hosts * each)])
             runs = run_ranks(measure, task, hosts * each, places=places)
-        results += [{"layout": layout, "rate": args.rate if hosts > 1 else "none", **r} for r in runs]
+        results += [
+            {"layout": layout, "rate": args.rate if hosts > 1 else "none", **r} for r in runs
+        ]
         for run in results[-len(runs) :]:
             print(" ".join(row(run)), flush=True)
     document = {"device": host.device(), "versions": host.versions(), "runs": results}

@@ -34,11 +34,9 @@ class GroupedProduct(Protocol):
     Attributes:
         rows: of its own matrix, which is sorted by expert: the result of an AllGather's product,
             the input of the others.
-        digest: of the routing and of the shapes that ranks must agree on.
     """
 
     rows: int
-    digest: int
 
     def __call__(
         self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None
@@ -70,6 +68,7 @@ class Call:
         scale_weights: one per weight, [columns] or [1]; empty without scaling.
         gemm: the caller's product, in place of a weight.
         grouped: the product of a mixture of experts, in place of a weight.
+        digest: equal on all ranks of a call that fits together.
     """
 
     m: int
@@ -81,17 +80,12 @@ class Call:
     scale_weights: tuple[torch.Tensor, ...] = ()
     gemm: Gemm | None = None
     grouped: GroupedProduct | None = None
+    digest: int = 0
 
     @property
     def out_rows(self) -> int:
         """Rows of an AllGather's results."""
         return self.m if self.grouped is None else self.grouped.rows
-
-    def digest(self, spec: OpSpec) -> int:
-        """Return a number that is equal on all ranks of a call that fits together."""
-        if self.grouped is not None:
-            return self.grouped.digest
-        return spec.digest(self.m, spec.op.reduces and self.biases[0] is not None)
 
     def rows_of_x(self, rows: slice | None) -> torch.Tensor:
         """Return these rows of x, None: all; a mixture of experts finds its own rows."""
@@ -192,7 +186,8 @@ class CallChecker:
                 )
             ready.append(weight)
             dense.append(None if bias is None else self._bias(bias, n))
-        call = Call(m, x, ready, self.columns, tuple(dense))
+        digest = spec.digest(m, dense[0] is not None)
+        call = Call(m, x, ready, self.columns, tuple(dense), digest=digest)
         if spec.scaling != "none" or scales:
             scale_x, *of_weights = self._scales(scales, x.shape[0])
             call.scale_x = scale_x[:rows] if spec.scaling == "row" else scale_x
@@ -226,7 +221,8 @@ class CallChecker:
             if len(self._tried) >= MAX_TRIED:
                 self._tried.clear()
             self._tried[id(gemm)] = weakref.ref(gemm)
-        return Call(m, x, (), self.columns, (bias,), gemm=gemm)
+        digest = self.spec.digest(m, bias is not None)
+        return Call(m, x, (), self.columns, (bias,), gemm=gemm, digest=digest)
 
     def _scales(self, scales: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
         """Return the scales of x and of each weight, each contiguous and of shape [length]."""
@@ -325,6 +321,7 @@ class CachedCall:
     out_rows: int
     columns: int
     bias_ptr: int
+    digest: int
 
     def is_like(self, x: torch.Tensor, weight: object, bias: object, m: int | None) -> bool:
         """Return whether a call with these arguments differs only in the contents of tensors.
@@ -399,6 +396,7 @@ class CachedCalls:
             out_rows,
             call.columns[0],
             0 if bias is None else address_of(bias),
+            call.digest,
         )
 
     def find(

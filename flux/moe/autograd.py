@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 
+from flux import _C
 from flux.core.backend import OverlapHooks
 from flux.moe.ops import AGGroupedGemm, GroupedGemmRS, GroupedOp, Operands
 from flux.moe.product import Experts, GatherProduct, SumProduct
@@ -168,7 +169,7 @@ def _gather_grads(
     of_tokens = cast(torch.Tensor, d_gathered)
     partial = torch.empty_like(of_tokens)
     of_experts = Experts(_each(op, weights, transposed=True), None, routing)
-    SumProduct(op.spec, of_experts, None, 0)(dy, 0, m, partial, None)
+    SumProduct(op.spec, of_experts, None)(dy, 0, m, partial, None)
     return [op._unfused.scatter_rows(partial + of_tokens), *dws, *dbs]
 
 
@@ -231,7 +232,7 @@ def _scattered_back(
     each = _each(op, weights, transposed=True)
     dh = dz.new_empty(routing.rows, each[0].shape[0])
     if multiply:
-        GatherProduct(op.spec, Experts(each, None, routing), 0)(full, 0, m, dh, None)
+        GatherProduct(op.spec, Experts(each, None, routing))(full, 0, m, dh, None)
     return full, dh
 
 
@@ -281,6 +282,38 @@ def _sum_grads_fake(
     return grads + ([dz.new_empty(bias)] if needed[3] else [])
 
 
+def _gather_choices(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:
+    """Gather own rows [own, topk] into all M rows."""
+    op = _op(handle)
+    full: torch.Tensor = op._unfused.gather_rows(x, m)
+    return full.clone() if op.world == 1 else full
+
+
+def _gather_choices_fake(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:
+    return x.new_empty(m, x.shape[1])
+
+
+def _setup_choices(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, ctx.m, ctx.handle = inputs
+    ctx.rows = x.shape[0]
+
+
+def _backward_choices(
+    ctx: Any, saved: Tensors, needed: Sequence[Any], grad: torch.Tensor
+) -> tuple[Any, ...]:
+    op = _op(ctx.handle)
+    begin = _C.core.row_begin(ctx.m, op.world, op.rank)
+    return grad[begin : begin + ctx.rows].clone(), None, None
+
+
+define(
+    "gather_choices(Tensor x, SymInt m, int handle) -> Tensor",
+    _gather_choices,
+    _gather_choices_fake,
+    ordered=True,
+    setup=_setup_choices,
+    backward=_backward_choices,
+)
 _SUM = "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, Tensor[] probs, int handle)"
 define(
     "ag_grouped_gemm(Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, "

@@ -29,6 +29,7 @@ from flux.core.topology import Topology
 from flux.moe.product import Experts, GatherProduct, SumProduct
 from flux.moe.routing import Routing
 from flux.ops.base import TensorParallelOp
+from flux.ops.transforms import call
 
 Weights = torch.Tensor | Sequence[torch.Tensor]
 
@@ -100,11 +101,11 @@ class GroupedChecker(CallChecker):
         x = x if x.stride(1) == 1 or x.numel() == 0 else x.contiguous()
         digest = (routing.checksum ^ (probs is not None)) & 0x7FFFFFFF
         if spec.op.gathers:
-            product: Any = GatherProduct(spec, Experts(ready, bias, routing), digest)
+            product: Any = GatherProduct(spec, Experts(ready, bias, routing))
         else:
             once = bias if self.adds_bias else None
-            product = SumProduct(spec, Experts(ready, once, routing), probs, digest)
-        return Call(m, x, (), self.columns, (None,), grouped=product)
+            product = SumProduct(spec, Experts(ready, once, routing), probs)
+        return Call(m, x, (), self.columns, (None,), grouped=product, digest=digest)
 
     def _routing(self, experts: object) -> Routing:
         label, spec = self.spec.label, self.spec
@@ -231,6 +232,29 @@ class GroupedOp(TensorParallelOp):
         """Return the routed rows of this rank for the experts of all tokens, [M, topk]. Local."""
         checker = cast(GroupedChecker, self._checker)
         return Routing(experts, checker.total, checker.first, checker.count, self.world)
+
+    def gather_choices(
+        self, experts: torch.Tensor, probs: torch.Tensor, m: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather what a router chose for the own tokens, as calls take it. Collective.
+
+        Args:
+            experts: integers [own rows, topk].
+            probs: floating-point [own rows, topk]; its gradient is that of the own rows, which each
+                rank gets whole from GroupedGemmRS.
+            m: global tokens; None: own rows times the world.
+
+        Returns:
+            experts int64 [M, topk] and probs [M, topk], the same on all ranks.
+
+        Raises:
+            PeerTimeoutError: a peer died or stalled.
+        """
+        rows = experts.shape[0] * self.world if m is None else m
+        wide = experts.to(torch.int64)
+        return call("gather_choices", wide, rows, self.handle), call(
+            "gather_choices", probs, rows, self.handle
+        )
 
     @property
     def adds_bias(self) -> bool:

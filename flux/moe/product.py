@@ -50,11 +50,10 @@ class Experts:
 class GatherProduct:
     """``GroupedProduct`` of tokens that are gathered: rows of the result are routed rows."""
 
-    def __init__(self, spec: OpSpec, experts: Experts, digest: int) -> None:
+    def __init__(self, spec: OpSpec, experts: Experts) -> None:
         self._spec = spec
         self._experts = experts
         self.rows = experts.routing.rows
-        self.digest = digest
 
     def __call__(
         self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None
@@ -82,17 +81,13 @@ class SumProduct:
         spec: of the op.
         experts: operands.
         probs: [M, topk], the weights of a token's experts; None: 1.
-        digest: see ``GroupedProduct``.
     """
 
-    def __init__(
-        self, spec: OpSpec, experts: Experts, probs: torch.Tensor | None, digest: int
-    ) -> None:
+    def __init__(self, spec: OpSpec, experts: Experts, probs: torch.Tensor | None) -> None:
         self._experts = experts
         self._probs = probs
         self._wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
         self.rows = experts.routing.rows
-        self.digest = digest
 
     def __call__(
         self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None

@@ -381,7 +381,7 @@ class TensorParallelOp:
         if backend is None:
             return self._unfused.run(call, gather, hooks)
         if schedule.knobs.path == "unfused":
-            met = backend.meet(schedule, call.digest(self.spec))
+            met = backend.meet(schedule, call.digest)
             return self._unfused.run(call, gather, hooks, met)
         # 4. Execute.
         return backend.run(schedule, call, gather, hooks)

@@ -115,6 +115,24 @@ def test_gradients_of_a_layer(world: int, ep: int, ends: str) -> None:
     run_ranks(world, _gradients, ep, ends)
 
 
+def _choices(rank: int, world: int) -> None:
+    """What routers chose is gathered; each rank's gradient is that of its own rows."""
+    m, sizes = 10, {"n": 4, "k": 4, "experts": 5, "topk": 3}
+    whole = torch.arange(m * 3).view(m, 3)
+    own = inputs_rows(m, world, rank)
+    probs = whole[own].double().requires_grad_()
+    with MOE_OPS["gather"](max_m=m, **sizes) as op:
+        experts, full = op.gather_choices(whole[own].int(), probs, m)
+        assert torch.equal(experts, whole) and torch.equal(full, whole.double())
+        full.square().sum().backward()
+        assert probs.grad is not None and torch.equal(probs.grad, 2 * probs.detach())
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_choices_are_gathered(world: int) -> None:
+    run_ranks(world, _choices)
+
+
 def _gathered(rank: int, world: int) -> None:
     """A loss of the gathered tokens as well as of the result."""
     inputs = MoeInputs(replace(SMALL, dtype=torch.float64), 17, world, "dropped", 5)

@@ -200,7 +200,8 @@ class CpuBackend:
         if last is None:
             return None
         weights = (weight,) if isinstance(weight, torch.Tensor) else ()
-        call = Call(last.m, x, weights, (last.columns,), (cast("torch.Tensor | None", bias),))
+        biases = (cast("torch.Tensor | None", bias),)
+        call = Call(last.m, x, weights, (last.columns,), biases, digest=last.digest)
         if not weights:
             call.gemm = cast(Gemm, weight)
         if self.spec.op.gathers:
@@ -224,18 +225,17 @@ class CpuBackend:
         outs = [self.empty(call.out_rows, columns) for columns in call.columns]
         x_full = x.new_empty(call.m, spec.k, dtype=spec.dtype) if gather else None
         multiply = Multiplier(spec, call)
-        digest = call.digest(spec)
         plan = self._plan(schedule)
         engine.begin(
             schedule.native,
-            digest,
+            call.digest,
             plan.threaded,
             self.timeout_s,
             x=address_of(x),
             x_stride=x.stride(0) * x.itemsize,
         )
         if self.network is not None:
-            self._begin_network(self.network, schedule, digest, x=x)
+            self._begin_network(self.network, schedule, call.digest, x=x)
         if not plan.threaded:
             self._await(engine.finish)
         if hooks is not None and plan.first_foreign < 0:
@@ -291,10 +291,9 @@ class CpuBackend:
         out = self.empty(call.m if spec.op.all_reduces else plan.own_rows, spec.n[0])
         sums = out[:0] if plan.direct else self.empty(call.m, spec.n[0])
         bias = call.biases[0]
-        digest = call.digest(spec)
         engine.begin(
             schedule.native,
-            digest,
+            call.digest,
             plan.threaded,
             self.timeout_s,
             partial=0 if plan.direct else address_of(sums),
@@ -303,7 +302,7 @@ class CpuBackend:
             scale=1.0 / self.world if spec.reduce == "avg" else 1.0,
         )
         if self.network is not None:
-            self._begin_network(self.network, schedule, digest, partial=sums, out=out)
+            self._begin_network(self.network, schedule, call.digest, partial=sums, out=out)
         if plan.direct:  # the first tile may land in a peer's buffer: it must have finished with it
             self._await(engine.wait_entries)
         multiply = Multiplier(spec, call)

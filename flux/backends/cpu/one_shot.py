@@ -131,7 +131,7 @@ class OneShot:
         except DisagreementError:
             # The ranks meet in the engine instead, where they find out what differs.
             self._engine.epoch -= 1
-            backend.meet(schedule, call.digest(spec))()
+            backend.meet(schedule, call.digest)()
             raise RuntimeError(f"{spec.label}: ranks chose different paths") from None
         except PeerTimeoutError as error:
             culprit = getattr(error, "culprit", self._rank)
@@ -176,7 +176,7 @@ class OneShot:
             self._stamp(Work.gemm)
         self._run(
             Collective.all_reduce if spec.op.all_reduces else Collective.reduce_scatter,
-            call.digest(spec),
+            call.digest,
             partial,
             out,
             schedule,
@@ -242,7 +242,7 @@ class OneShot:
         self._begin()
         self._run(
             Collective.all_gather,
-            call.digest(spec),
+            call.digest,
             x,
             gathered,
             schedule,
