@@ -26,32 +26,33 @@ M, D, F, EXPERTS, TOPK, STEPS = 512, 64, 128, 8, 2, 60
 class MixtureOfExperts(nn.Module):
     """One rank's part of a layer, with the router that every rank has whole."""
 
-    def __init__(self, world: int, rank: int, ep: int) -> None:
+    def __init__(self, rank: int, ep: int) -> None:
         super().__init__()
         sizes = {"max_m": M, "experts": EXPERTS, "topk": TOPK, "ep": ep}
         self.up = AGGroupedGemm(n=F, k=D, **sizes)
         self.down = GroupedGemmRS(n=D, k=F, **sizes)
-        experts, tp = EXPERTS // ep, world // ep
         self.router = nn.Linear(D, EXPERTS, bias=False)  # the same on every rank
         torch.manual_seed(rank + 1)
-        self.w1 = nn.Parameter(torch.randn(experts, F // tp, D) / D**0.5)
-        self.w2 = nn.Parameter(torch.randn(experts, D, F // tp) / F**0.5)
+        experts, part = len(self.up.local_experts), self.up.local_part
+        self.w1 = nn.Parameter(torch.randn(experts, part.stop - part.start, D) / D**0.5)
+        self.w2 = nn.Parameter(torch.randn(experts, D, part.stop - part.start) / F**0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         probs, experts = self.router(x).softmax(-1).topk(TOPK)
-        experts, probs = self.up.gather_choices(experts, probs)
+        experts, probs = self.up.gather_choices(experts, probs, M)
         hidden = silu(self.up(x, self.w1, experts))
         return self.down(hidden, self.w2, experts, probs)
 
 
 def main(rank: int, world: int) -> None:
     torch.manual_seed(0)
-    own = slice(rank * (M // world), (rank + 1) * (M // world))
+    chunk = -(-M // world)
+    own = slice(rank * chunk, (rank + 1) * chunk)
     x, teacher = torch.randn(M, D)[own], torch.randn(D, D)
     wanted = torch.tanh(x @ teacher)
     for ep in (1, world):
         torch.manual_seed(0)
-        layer = MixtureOfExperts(world, rank, ep)
+        layer = MixtureOfExperts(rank, ep)
         optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
         losses = []
         for _ in range(STEPS):

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from flux import _C
 from flux.core.backend import OverlapHooks
 from flux.core.call import Call, CallChecker, rows_of_call
 from flux.core.knobs import Knobs, Op
@@ -232,6 +233,22 @@ class GroupedOp(TensorParallelOp):
         """Return the routed rows of this rank for the experts of all tokens, [M, topk]. Local."""
         checker = cast(GroupedChecker, self._checker)
         return Routing(experts, checker.total, checker.first, checker.count, self.world)
+
+    @property
+    def local_experts(self) -> range:
+        """This rank's experts."""
+        checker = cast(GroupedChecker, self._checker)
+        return range(checker.first, checker.first + checker.count)
+
+    @property
+    def local_part(self) -> slice:
+        """This rank's part of each expert's n (AGGroupedGemm) or k."""
+        parts, size = self.world // self.spec.ep, self.spec.k
+        if self.kind.gathers:
+            (size,) = self.spec.n
+        part = self.rank % parts
+        bounds = (_C.core.row_begin(size, parts, part), _C.core.row_end(size, parts, part))
+        return slice(*bounds)
 
     def gather_choices(
         self, experts: torch.Tensor, probs: torch.Tensor, m: int | None = None

@@ -17,6 +17,7 @@ LAST_WORDS = {
     "03_two_layer_mlp.py": "agree with one process's PyTorch",
     "04_layers.py": "agree on all 6 losses",
     "05_inference.py": "decode the same tokens",
+    "06_mixture_of_experts.py": "of 3 ranks: loss",
 }
 
 
