@@ -97,7 +97,9 @@ struct Event {
 };
 Event* event_of(cudaEvent_t event) { return reinterpret_cast<Event*>(event); }
 
-bool of_device(cudaMemcpyKind kind, bool target) {
+// Whether one side of a copy is memory of the device. With cudaMemcpyDefault its address tells.
+bool of_device(const void* memory, cudaMemcpyKind kind, bool target) {
+  if (kind == cudaMemcpyDefault) return machine()->is_known(memory) != 0;
   return kind == cudaMemcpyDeviceToDevice ||
          kind == (target ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost);
 }
@@ -174,8 +176,8 @@ cudaError_t cudaMemset(void* memory, int value, std::size_t bytes) {
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
   if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
-  return keep(result(
-      machine()->copy(to, of_device(kind, true), from, of_device(kind, false), bytes, stream)));
+  return keep(result(machine()->copy(to, of_device(to, kind, true), from,
+                                     of_device(from, kind, false), bytes, stream)));
 }
 cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind) {
   const cudaError_t status = cudaMemcpyAsync(to, from, bytes, kind, nullptr);
