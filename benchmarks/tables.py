@@ -37,6 +37,7 @@ import plan_hosts
 import reliability
 import scale
 import serving
+import tile_scheduler
 from common import (
     LINK_NAMES,
     RESULTS,
@@ -117,6 +118,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "op_simulator_paper": of(op_simulator.ranges_table, op_simulator.RESULT),
     "op_simulator_sweeps": of(op_simulator.sweeps_table, op_simulator.RESULT),
     "few_rows": of(few_rows.table, few_rows.RESULT),
+    "tile_scheduler": of(tile_scheduler.table, tile_scheduler.RESULT),
     "plan_hosts": of(plan_hosts.table, plan_hosts.RESULT),
     "plan_hosts_says": of(plan_hosts.conclusion, plan_hosts.RESULT),
     "dhelix_paper": of(dhelix_paper.table, dhelix_paper.RESULT),

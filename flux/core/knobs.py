@@ -98,6 +98,7 @@ class Store(IntEnum):
 
 PATHS = ("fused", "medium", "unfused", "one_shot", "in_kernel")
 REDUCES = ("local", "in_flight")
+TILE_SCHEDULERS = ("static", "dynamic")
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "path": PATHS,
@@ -106,6 +107,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "swizzle": tuple(s.name for s in Swizzle),
     "store": tuple(s.name for s in Store),
     "reduce": REDUCES,
+    "tile_scheduler": TILE_SCHEDULERS,
 }
 
 
@@ -145,6 +147,9 @@ class Knobs:
         sm_margin: CUDA: multiprocessors that kernels that wait for peers leave to other streams'
             kernels; None: 8, or a 16th of fewer than 128. With 0 two streams can wait for each
             other through a peer, and the reduction of GemmRS begins while the GEMM ends.
+        tile_scheduler: CUDA: ``static`` (each block of a GEMM has tiles of its own) | ``dynamic``
+            (blocks that run claim them one by one, so other kernels that hold multiprocessors cost
+            no whole wave; kernels of stream-K have no such variant).
     """
 
     path: str = "fused"
@@ -158,6 +163,7 @@ class Knobs:
     reduce: str | None = None
     copy_streams: int | None = None
     sm_margin: int | None = None
+    tile_scheduler: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

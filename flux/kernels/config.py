@@ -10,7 +10,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from flux.core.dtypes import BY_SHORT
-from flux.core.knobs import REDUCES
+from flux.core.knobs import REDUCES, TILE_SCHEDULERS
 from flux.core.problem import ACTIVATIONS, SCALINGS
 
 OPS = ("gemm", "ag_gemm", "gemm_rs")
@@ -31,6 +31,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "activation": ACTIVATIONS,
     "scaling": SCALINGS,
     "reduce": REDUCES,
+    "tile_scheduler": TILE_SCHEDULERS,
 }
 _EXTENTS = {"tile": 3, "cluster": 2, "warps": 2}
 
@@ -64,6 +65,8 @@ class GemmConfig:
             where TMA needs 16 bytes.
         promoted: of e4m3, whose sums a tensor core keeps to some 14 bits: whether they are added to
             float32 registers after every 128 of K. Other dtypes are summed in float32 anyway.
+        tile_scheduler: ``static`` (a block's tiles follow from its number) | ``dynamic`` (running
+            blocks claim tiles one by one). Stream-K has a scheduler of its own.
     """
 
     op: str
@@ -80,6 +83,7 @@ class GemmConfig:
     warps: tuple[int, int] | None = None
     alignment: int = 0
     promoted: bool = False
+    tile_scheduler: str = "static"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -120,6 +124,7 @@ class GemmConfig:
             (self.activation, "none"),
             (self.scaling, "none"),
             (self.reduce, "local"),
+            (self.tile_scheduler, "static"),
         ):
             if value != default:
                 parts.append(value)

@@ -100,6 +100,7 @@ def _kernel(config: GemmConfig, name: str) -> str:
         _enumerator("Activation", config.activation),
         _enumerator("Scaling", config.scaling),
         _enumerator("Reduce", config.reduce),
+        _enumerator("TileScheduler", config.tile_scheduler),
         f"static constexpr bool kPromoted = {str(config.promoted).lower()};",
         f"static constexpr int kWarpsM = {warps_m}, kWarpsN = {warps_n};",
         f"static constexpr int kAlignment = {config.alignment_elements};",

@@ -187,6 +187,10 @@ def _reason_illegal_data(config: GemmConfig) -> str | None:
         return f"gemm_rs sums over ranks first: activation must be none, got {config.activation}"
     if config.reduce == "in_flight" and (config.op, config.arch) != ("gemm_rs", "90a"):
         return f"reduce in_flight is for gemm_rs on sm_90a, not {config.op} on sm_{config.arch}"
+    if config.tile_scheduler == "dynamic" and (
+        config.op == "gemm" or config.schedule == "stream_k"
+    ):
+        return f"tile_scheduler dynamic is not for {config.op} with schedule {config.schedule}"
     return None
 
 

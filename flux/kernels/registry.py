@@ -106,10 +106,11 @@ class Registry:
         scaling: str = "none",
         fast_accum: bool = False,
         reduce: str | None = "local",
+        tile_scheduler: str | None = "static",
     ) -> list[BuiltKernel]:
         """Return the kernels that can solve ``problem`` on such a GPU, by name.
 
-        ``reduce`` None: any.
+        ``reduce`` or ``tile_scheduler`` None: any.
         """
         wanted: dict[str, object] = {
             "op": op,
@@ -119,8 +120,8 @@ class Registry:
             "scaling": scaling,
             "fast_accum": fast_accum,
         }
-        if reduce is not None:
-            wanted["reduce"] = reduce
+        optional = {"reduce": reduce, "tile_scheduler": tile_scheduler}
+        wanted |= {name: value for name, value in optional.items() if value is not None}
         return [
             kernel
             for _, kernel in sorted(self.kernels.items())

@@ -79,6 +79,9 @@ def _default_sm90() -> Iterator[GemmConfig]:
         yield _sm90(op, (64, 128), "pingpong")
     yield _sm90("ag_gemm", (64, 64), "pingpong")
     yield _sm90("gemm_rs", (128, 256), "cooperative", (2, 1), reduce="in_flight")
+    # Where other kernels hold multiprocessors.
+    for op, columns in product(FUSED, (256, 192)):
+        yield replace(_sm90(op, (128, columns), "cooperative", (2, 1)), tile_scheduler="dynamic")
     # Baselines that the fused kernels are compared with.
     yield _sm90("gemm", (128, 128), "pingpong", (2, 1))
     yield _sm90("gemm", (64, 128), "pingpong")
@@ -119,7 +122,10 @@ def _full_sm90() -> Iterator[GemmConfig]:
             (False, True),
         ):
             base = _sm90(op, tile, schedule, cluster, dtype, scaling, reduce, promoted)
-            yield from _legal([replace(base, weight=weight, activation=activation)])
+            base = replace(base, weight=weight, activation=activation)
+            yield from _legal([base])
+            if (weight, activation, reduce) == ("nk", "none", "local"):
+                yield from _legal([replace(base, tile_scheduler="dynamic")])
 
 
 def _sm80(
@@ -151,7 +157,9 @@ def _minimal_sm80() -> Iterator[GemmConfig]:
 def _default_sm80() -> Iterator[GemmConfig]:
     yield from _minimal_sm80()
     for op in FUSED:
-        yield _sm80(op, (128, 256, 32), (2, 4), 3)
+        large = _sm80(op, (128, 256, 32), (2, 4), 3)
+        yield large
+        yield replace(large, tile_scheduler="dynamic")
         # Decode: few rows, so parallelism comes from splitting K.
         yield _sm80(op, (64, 128, 32), (2, 2), 4, "stream_k")
         yield _sm80(op, (16, 128, 64), (1, 4), 4, "stream_k")
@@ -187,6 +195,8 @@ def _full_sm80() -> Iterator[GemmConfig]:
             replace(base, activation=activation)
             for activation in (("none", "gelu", "silu") if op == "ag_gemm" else ("none",))
         )
+        if weight == "nk":
+            yield from _legal([replace(base, tile_scheduler="dynamic")])
         if tile[:2] in ((128, 128), (64, 64)):
             yield from _legal(
                 replace(base, alignment=alignment, stages=2 if alignment == 1 else stages)

@@ -51,6 +51,10 @@ def simulate_op(
     direction: options.Direction = None,
     comm_tile_rows: options.CommTileRows = None,
     swizzle: options.Swizzle = None,
+    tile_scheduler: Annotated[
+        str | None, typer.Option(help="Knob tile_scheduler: static | dynamic.")
+    ] = None,
+    taken: Annotated[int, typer.Option(min=0, help="Multiprocessors that other kernels hold.")] = 0,
     trace: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write a Chrome trace of the three methods to FILE."),
@@ -84,8 +88,9 @@ def simulate_op(
             direction=direction,
             comm_tile_rows=comm_tile_rows,
             swizzle=swizzle,
+            tile_scheduler=tile_scheduler,
         )
-        comparison = compared(problem, described, fixed, gemm_ms)
+        comparison = compared(problem, described, fixed, gemm_ms, taken)
     except (ValueError, TypeError) as error:
         refuse(str(error))
     if trace is not None:
@@ -108,9 +113,16 @@ def _dtype(text: str) -> str:
 
 
 def compared(
-    problem: Problem, cluster: Cluster, fixed: object, gemm_ms: float | None = None
+    problem: Problem,
+    cluster: Cluster,
+    fixed: object,
+    gemm_ms: float | None = None,
+    taken: int = 0,
 ) -> OrderComparison:
     """Return all methods, and flux with every order and direction that ``fixed`` leaves open.
+
+    Of ``taken`` multiprocessors, which other kernels hold, the GEMMs of paths fused and in_kernel
+    are told.
 
     Raises:
         ValueError: as ``flux.opsim.simulator.simulate``.
@@ -122,7 +134,7 @@ def compared(
 
     assert isinstance(fixed, Knobs)
     runs = [
-        (op_simulator.simulate(problem, cluster, knobs, gemm_ms=gemm_ms), orders)
+        (op_simulator.simulate(problem, cluster, knobs, gemm_ms=gemm_ms, taken=taken), orders)
         for knobs, orders in op_simulator.legal_knobs(problem, cluster, fixed)
     ]
     return OrderComparison(
@@ -132,10 +144,17 @@ def compared(
         flux=sorted(runs, key=lambda run: run[0].total_ms),
         gemm_given=gemm_ms is not None,
         in_kernel=(
-            op_simulator.simulate(problem, cluster, Knobs(path="in_kernel"), gemm_ms=gemm_ms)
+            op_simulator.simulate(
+                problem,
+                cluster,
+                Knobs(path="in_kernel", tile_scheduler=fixed.tile_scheduler),
+                gemm_ms=gemm_ms,
+                taken=taken,
+            )
             if kernels_can_push(problem)
             else None
         ),
+        taken=taken,
     )
 
 

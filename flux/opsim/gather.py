@@ -72,6 +72,7 @@ class _Gather:
         call, machine = self._call, self._call.machine
         lane = f"SM {block}"
         visits = call.schedules[rank].visits
+        yield from tiles.start(block)
         for index in tiles.of_block(block):
             visit = visits[index]
             start = machine.now_us
@@ -91,6 +92,7 @@ class _Gather:
             yield call.tile_us
             name = f"tile {visit.row_begin}, {visit.col_begin}"
             call.log.add(rank, lane, Kind.gemm, name, start, machine.now_us)
+        tiles.end()
         machine.arrive(self._ends[rank])
 
     def _remote(self, rank: int, visit: Visit) -> Iterable[int]:

@@ -91,7 +91,8 @@ class SimulatedCall:
         schedules: by rank.
         hosts: of each rank.
         routes: by (source, destination).
-        blocks: blocks that run at once; a cluster of thread blocks counts as one.
+        blocks: blocks of the GEMM; a cluster of thread blocks counts as one.
+        late: of them, those that find room when others end: other kernels hold multiprocessors.
         tile_us: time of one GEMM tile; path medium: of one GEMM, with its launch.
         machine: runs the processes.
         log: of what happened.
@@ -104,6 +105,7 @@ class SimulatedCall:
     hosts: tuple[int, ...]
     routes: Mapping[tuple[int, int], Route]
     blocks: int
+    late: int
     tile_us: float
     machine: SimulatedMachine
     log: Log = field(default_factory=Log)
@@ -131,29 +133,46 @@ class SimulatedCall:
 
     def tiles_of(self, rank: int) -> TileQueue:
         """Return the queue that hands this rank's tiles to its blocks."""
-        persistent = self.kernel.arch == "90a"
-        return TileQueue(len(self.schedules[rank].visits), self.blocks, persistent=persistent)
+        claims = self.kernel.tile_scheduler == "dynamic"
+        # CUTLASS 2.x's stream-K starts a block for each tile, the next one when one ends.
+        claims |= (self.kernel.arch, self.kernel.schedule) == ("80", "stream_k")
+        return TileQueue(self, len(self.schedules[rank].visits), claims)
 
 
 class TileQueue:
-    """Hands GEMM tiles to blocks, in the order of the schedule.
+    """Hands a rank's GEMM tiles to its blocks, in the order of the schedule.
 
-    sm_90a: block b computes tiles b, b + blocks, ... (a persistent kernel, tile_scheduler.cuh).
-    sm_80: the device starts a block for the next tile when one ends.
+    Args:
+        call: the call.
+        tiles: how many.
+        claims: whether blocks claim the next tile (``tile_scheduler`` dynamic); else block b
+            computes tiles b, b + blocks, ...
     """
 
-    def __init__(self, tiles: int, blocks: int, *, persistent: bool) -> None:
-        self._tiles, self._blocks, self._persistent = tiles, blocks, persistent
+    def __init__(self, call: SimulatedCall, tiles: int, claims: bool) -> None:
+        self._call, self._tiles, self._claims = call, tiles, claims
         self._next = 0
+        self._late = deque(Flag() for _ in range(call.late))
+        self._room = deque(self._late)
 
     def of_block(self, block: int) -> Iterator[int]:
         """Yield the numbers of the tiles that a block computes."""
-        if self._persistent:
-            yield from range(block, self._tiles, self._blocks)
+        if not self._claims:
+            yield from range(block, self._tiles, self._call.blocks)
             return
         while self._next < self._tiles:
             self._next += 1
             yield self._next - 1
+
+    def start(self, block: int) -> Process:
+        """Wait for a multiprocessor."""
+        if block >= self._call.blocks - self._call.late:
+            yield self._late.popleft()
+
+    def end(self) -> None:
+        """Leave a block's multiprocessor to the next one."""
+        if self._room:
+            self._call.machine.raise_(self._room.popleft())
 
 
 class Stores:

@@ -78,6 +78,7 @@ def _block(
 ) -> Process:
     machine, lane = call.machine, f"SM {block}"
     visits = call.schedules[rank].visits
+    yield from tiles.start(block)
     for index in tiles.of_block(block):
         visit, start = visits[index], machine.now_us
         for owner in _owners(call, visit.row_begin, visit.row_end):
@@ -89,4 +90,5 @@ def _block(
         yield call.tile_us
         name = f"tile {visit.row_begin}, {visit.col_begin}"
         call.log.add(rank, lane, Kind.gemm, name, start, machine.now_us)
+    tiles.end()
     machine.arrive(end)

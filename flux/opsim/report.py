@@ -42,6 +42,7 @@ class OrderComparison:
         in_kernel: the GEMM's blocks push the rows; None where that path does not exist.
         flux: pairs of a call and the names of the orders that make its schedule; fastest first.
         gemm_given: whether the GEMM's time was given; else it is the roofline's.
+        taken: multiprocessors that other kernels hold.
     """
 
     cluster: Cluster
@@ -50,6 +51,7 @@ class OrderComparison:
     flux: Sequence[tuple[Simulated, tuple[str, ...]]]
     gemm_given: bool = False
     in_kernel: Simulated | None = None
+    taken: int = 0
 
     @property
     def calls(self) -> list[Simulated]:
@@ -80,8 +82,8 @@ def document(comparison: OrderComparison, command: list[str] | None = None) -> d
     """Return the object of `flux bench op --json` with "simulated": true.
 
     What only a measurement has (errors, skew, CPU time) is null. Added: ``cluster``, ``gemm_from``
-    (``given`` | ``roofline``), ``kernel``, and ``schedules``: every order and direction with its
-    figures, the fastest first.
+    (``given`` | ``roofline``), ``taken_multiprocessors``, ``kernel``, and ``schedules``: every
+    order and direction with its figures, the fastest first.
     """
     unfused, problem = comparison.unfused, comparison.unfused.problem
     methods = {}
@@ -116,6 +118,7 @@ def document(comparison: OrderComparison, command: list[str] | None = None) -> d
         "device": comparison.cluster.device.name,
         "versions": {"flux": __version__},
         "gemm_from": "given" if comparison.gemm_given else "roofline",
+        "taken_multiprocessors": comparison.taken,
         "kernel": None if kernel is None else kernel.name,
         "methods": methods,
         "schedules": schedules,

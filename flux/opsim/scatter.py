@@ -110,6 +110,7 @@ class _Scatter:
         visits, lane = call.schedules[rank].visits, f"SM {block}"
         ahead = call.kernel.schedule == "pingpong"
         before: list[Flag] = []  # stores that a pingpong kernel, or a copy engine, still makes
+        yield from tiles.start(block)
         for index in tiles.of_block(block):
             visit = visits[index]
             start = machine.now_us
@@ -131,6 +132,7 @@ class _Scatter:
         machine.raise_(self._idle[rank])
         for stored in before:
             yield stored
+        tiles.end()
         machine.arrive(self._gemm[rank])
 
     def _store(self, rank: int, piece: LinkPiece) -> Flag:

@@ -11,8 +11,10 @@ and the time of the whole GEMM, measured or modelled; no time of an overlapped c
 
 The GEMM is cut into the tiles of its kernel. The blocks that run at once take W = ceil(tiles /
 blocks) tiles each, and a tile takes the whole GEMM's time / W. So a call that never waits takes
-exactly the time of the GEMM, in which the last, partly filled wave is contained. Transfers use the
-memory that the GEMM reads too, which makes it longer (flux/select/cost.py).
+exactly the time of the GEMM, in which the last, partly filled wave is contained. It is that of a
+GEMM on all multiprocessors, times what the busiest block has more to do because of the margin that
+kernels that wait leave. Transfers use the memory that the GEMM reads too, which makes it longer
+(flux/select/cost.py). Blocks for which other kernels leave no room start when others end.
 
 path = medium is that of TransformerEngine's userbuffers: a tile is a whole GEMM of one rank's rows,
 with a launch, a kernel and waves of its own, and copies between neighbours, or of partials to their
@@ -48,10 +50,12 @@ from flux.opsim.scatter import scatter_processes
 from flux.select.chunks import chunk_gemm_ms
 from flux.select.cost import gemm_beside_transfers_ms, library_ms
 from flux.select.cost import gemm_ms as modelled_gemm_ms
-from flux.select.hardware import blocks_per_wave
+from flux.select.cycles import CLAIM
+from flux.select.hardware import CYCLES_PER_MS, blocks_per_wave
 from flux.select.heuristic import resolved, untuned
 from flux.select.kernel import chunk_kernel, default_kernel
 from flux.select.schedule import make_schedule
+from flux.select.share import gemm_units, slowdown
 
 MOST_TILES = 200_000
 """GEMM tiles of all ranks that one simulation runs; more take over a minute."""
@@ -178,6 +182,7 @@ def simulate(
     *,
     kernel: GemmConfig | None = None,
     gemm_ms: float | None = None,
+    taken: int = 0,
 ) -> Simulated:
     """Run one call in virtual time. Pure: equal arguments, equal result.
 
@@ -188,6 +193,7 @@ def simulate(
         kernel: of the GEMM; by default ``default_kernel``, of path medium ``chunk_kernel``.
         gemm_ms: time of the whole GEMM of one rank, alone; by default the roofline of
             flux/select/cost.py.
+        taken: multiprocessors that other kernels hold all the time.
 
     Raises:
         ValueError: the cluster has no GPUs or too few, no kernel supports the shape, the knobs are
@@ -203,7 +209,7 @@ def simulate(
     _check_knobs(problem, knobs)
     whole = modelled_gemm_ms(problem, cluster) if gemm_ms is None else gemm_ms
     medium = knobs.path == "medium"
-    of_whole = whole, kernel or default_kernel(problem, cluster)
+    of_whole = whole, kernel or default_kernel(problem, cluster, knobs)
     kernel = kernel or (chunk_kernel(problem, cluster, of_whole) if medium else of_whole[1])
     if knobs.path == "fused" and knobs.order is None:
         knobs = replace(knobs, order=untuned(problem, cluster).order)
@@ -211,12 +217,16 @@ def simulate(
     _check_size(problem, full)
     schedules = [_schedule(problem, topology, full, kernel, rank) for rank in range(problem.world)]
     tiles = max(len(schedule.visits) for schedule in schedules)
-    blocks, alone, raster, start_us = 1, whole, full.raster, 0.0
+    alone, raster, start_us, units = whole, full.raster, 0.0, gemm_units(problem, cluster, full)
+    blocks, late = 1, 0
     if not medium:
-        size = kernel.cluster[0] * kernel.cluster[1]
-        blocks = min(max(blocks_per_wave(kernel, cluster.device.units) // size, 1), tiles)
+        blocks = _blocks(kernel, units, tiles)
+        late = blocks - _blocks(kernel, min(units, cluster.device.units - taken), tiles)
+        alone *= slowdown(problem, cluster, full, kernel)
+        if kernel.tile_scheduler == "dynamic" and kernel.arch == "80":  # others claim ahead
+            start_us = 1e3 * CLAIM["80"] / CYCLES_PER_MS
     elif problem.world > 1:
-        alone = tiles * chunk_gemm_ms(problem, cluster.device, kernel, of_whole)
+        alone = tiles * chunk_gemm_ms(problem, cluster.device, kernel, of_whole, units)
         raster, start_us = None, LAUNCH_US
     waves = ceil_div(tiles, blocks)
     busy = gemm_beside_transfers_ms(problem, cluster, kernel, raster, alone)
@@ -235,6 +245,7 @@ def simulate(
         hosts=topology.hosts,
         routes=routes,
         blocks=blocks,
+        late=late,
         tile_us=1e3 * busy / waves + start_us,
         machine=SimulatedMachine(fabric.capacity),
     )
@@ -257,6 +268,11 @@ def simulate(
         blocks=blocks,
         _log=call.log,
     )
+
+
+def _blocks(kernel: GemmConfig, units: int, tiles: int) -> int:
+    size = kernel.cluster[0] * kernel.cluster[1]
+    return min(max(blocks_per_wave(kernel, max(units, 1)) // size, 1), tiles)
 
 
 def _resolved(problem: Problem, knobs: Knobs, kernel: GemmConfig) -> Knobs:
@@ -313,7 +329,7 @@ def legal_knobs(
     fixed = fixed or Knobs()
     _check(problem, cluster, None)
     _check_knobs(problem, fixed)
-    topology, kernel = topology_of(problem, cluster), default_kernel(problem, cluster)
+    topology, kernel = topology_of(problem, cluster), default_kernel(problem, cluster, fixed)
     pulls = problem.op.gathers and problem.nodes == 1
     directions = [d.name for d in Direction] if pulls else ["push"]
     by_schedule: dict[object, tuple[Knobs, list[str]]] = {}

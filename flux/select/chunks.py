@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def chunk_gemm_ms(
-    problem: Problem, device: DeviceSpec, kernel: GemmConfig, whole: tuple[float, GemmConfig]
+    problem: Problem,
+    device: DeviceSpec,
+    kernel: GemmConfig,
+    whole: tuple[float, GemmConfig],
+    units: int,
 ) -> float:
     """Return the time of a GEMM of M/W rows with all of the local weight, alone.
 
@@ -31,24 +35,25 @@ def chunk_gemm_ms(
         problem: op and sizes of the whole call.
         device: of one rank.
         kernel: of this GEMM.
-        whole: time of the whole GEMM, in ms, and its kernel.
+        whole: time of the whole GEMM, in ms, on all multiprocessors, and its kernel.
+        units: multiprocessors that this one has.
     """
     from flux.kernels.legality import GemmProblem
 
     gemm = GemmProblem.of(problem)
     part = replace(gemm, m=problem.chunk)
     whole_ms, whole_kernel = whole
-    depth = busiest_depth(kernel, part, device.units)
+    depth = busiest_depth(kernel, part, units)
     of_whole = busiest_depth(whole_kernel, gemm, device.units) * _area(whole_kernel)
     speed = device.memory_gbs * 1e6
-    from_l2 = depth * bytes_per_k(kernel, part) * device.units / (L2_TO_MEMORY * speed)
+    from_l2 = depth * bytes_per_k(kernel, part) * units / (L2_TO_MEMORY * speed)
     if kernel.arch == "80" and kernel.alignment_elements * kernel.itemsize < 16:
         from_l2 *= UNALIGNED
     share = max(depth * _area(kernel) / of_whole, part.m / gemm.m)
     busy = max(whole_ms * share, from_l2)
     moved = kernel.itemsize * (part.m + part.n) * part.k + kernel.output_itemsize * part.m * part.n
     memory = moved / speed
-    fixup = cycles(kernel, part, device.units).fixup / CYCLES_PER_MS
+    fixup = cycles(kernel, part, units).fixup / CYCLES_PER_MS
     return max(busy, memory) + UNHIDDEN * min(busy, memory) + fixup
 
 

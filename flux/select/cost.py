@@ -47,20 +47,18 @@ from flux.select.hardware import (
     LIBRARY_LATENCY_US,
     LIBRARY_SHARE,
     NETWORK_CALL_US,
-    NETWORK_CPU_MS_PER_MB,
-    ONE_SHOT_US,
     SIGNAL_US,
     SLAB_COST_ROWS,
     UNHIDDEN,
     blocks_per_wave,
 )
 from flux.select.heuristic import ONE_SHOTS, resolved
+from flux.select.one_shot import network_cpu_ms, one_shot_exposed_ms, one_shot_ms
+from flux.select.share import gemm_units, slowdown
 
 if TYPE_CHECKING:
     from flux.kernels.config import GemmConfig
 
-TWO_PHASES_BYTES = 64 << 10
-"""As in csrc/cpu/collectives.cpp."""
 TILE = (128, 256)
 """Rows and columns of a GEMM's tile on a GPU, where no kernel is known."""
 
@@ -78,8 +76,12 @@ def memory_ms(device: DeviceSpec, nbytes: float, share: float = 1.0) -> float:
     return nbytes / (device.memory_gbs * 1e6 * share)
 
 
-def gemm_ms(problem: Problem, cluster: Cluster, rows: int | None = None) -> float:
+def gemm_ms(
+    problem: Problem, cluster: Cluster, rows: int | None = None, slower: float = 1.0
+) -> float:
     """Return the time of a whole local GEMM of ``rows`` rows; by default all rows.
+
+    ``slower``: time of multiplying over that on all multiprocessors.
 
     Roofline: the larger of operations / (peak * share) and bytes / memory bandwidth. Waves are not
     counted: kernels are ranked by cycles, which count them, and the mean error against the GEMM
@@ -88,7 +90,7 @@ def gemm_ms(problem: Problem, cluster: Cluster, rows: int | None = None) -> floa
     """
     m = problem.m if rows is None else rows
     shape, device = (m, *problem.local), cluster.device
-    return _roofline_ms(shape, problem.dtype, problem.itemsize, device, waves=1.0, share=1.0)
+    return _roofline_ms(shape, problem.dtype, problem.itemsize, device, slower, share=1.0)
 
 
 def sliced_gemm_ms(
@@ -149,7 +151,9 @@ def traffic_ms(problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: i
     (n, k), (rows, columns) = problem.local, kernel.cluster_tile
     down, across = ceil_div(problem.m, rows), ceil_div(n, columns)
     size = kernel.cluster[0] * kernel.cluster[1]
-    clusters = min(max(blocks_per_wave(kernel, cluster.device.units) / size, 1.0), down * across)
+    clusters = min(
+        max(blocks_per_wave(kernel, gemm_units(problem, cluster)) / size, 1.0), down * across
+    )
     band = min(raster, down)
     wide = min(max(clusters / band, 1.0), across)
     high = max(band, clusters / wide)  # the rest of a wave is in other bands
@@ -304,59 +308,6 @@ def transfer_ms(problem: Problem, cluster: Cluster) -> float:
     return max(inside, across / bytes_per_ms(cluster.network.gbs) / share)
 
 
-def one_shot_ms(problem: Problem, cluster: Cluster) -> float:
-    """Return the time of the collective of path = one_shot, on a CPU.
-
-    Inside a host each rank copies its part in and the result out. Between hosts every byte travels
-    once; a sum of few bytes goes to each host whole, a larger one in parts and back.
-    """
-    lanes, hosts = ceil_div(problem.world, problem.nodes), problem.nodes
-    nbytes = problem.m * problem.row_bytes
-    if problem.op.all_reduces:
-        whole = hosts == 2 or nbytes < TWO_PHASES_BYTES
-        across = nbytes * (hosts - 1) if whole else 2 * nbytes * (hosts - 1) / hosts
-    else:
-        across = (hosts - 1) * lanes * problem.chunk * problem.row_bytes
-    inside = 0.0 if lanes == 1 else 3 * nbytes / bytes_per_ms(cluster.link.gbs)
-    latency_us = ONE_SHOT_US + (cluster.network.latency_us if hosts > 1 else 0.0)
-    across_ms = max(across / bytes_per_ms(cluster.network.gbs), network_cpu_ms(problem))
-    return across_ms + inside + latency_us * 1e-3
-
-
-def _one_shot_exposed_ms(
-    problem: Problem, cluster: Cluster, knobs: Knobs, whole: float, comm: float
-) -> float:
-    """Return the time that a call of path = one_shot takes beyond its GEMM, which may be cut.
-
-    One core multiplies, sends and receives. A sum's first message leaves behind the first slab, and
-    an AllGather's last slab follows the last message. Ranks that share memory, and those of an
-    AllReduce, have no rows of their own to multiply while the last round is on the wire.
-    """
-    assert knobs.tile is not None and knobs.comm_tile_rows is not None
-    if knobs.tile[0] >= problem.m:
-        return comm
-    alone = problem.world == problem.nodes
-    rounds = ceil_div(problem.chunk, knobs.comm_tile_rows)
-    if problem.op.all_reduces:
-        slabs = rounds
-    elif rounds > 1 or (alone and problem.op.reduces):
-        slabs = rounds * (problem.world - 1) + 1
-    else:
-        slabs = 2 if problem.op.gathers else 1
-    cut = whole * (slabs - 1) * SLAB_COST_ROWS / problem.m
-    slab = (whole + cut) / slabs
-    tail = 0.0 if problem.op.gathers or (alone and not problem.op.all_reduces) else comm / rounds
-    busy = network_cpu_ms(problem)
-    return max(cut + busy + tail, comm + slab - whole)
-
-
-def network_cpu_ms(problem: Problem) -> float:
-    """Return the time of a core, on a CPU, to send and receive a rank's bytes between hosts."""
-    hosts, passes = problem.nodes, 2 if problem.op.all_reduces else 1
-    rows = passes * (hosts - 1) * problem.chunk
-    return NETWORK_CPU_MS_PER_MB * rows * problem.row_bytes * 1e-6
-
-
 # -- calls -----------------------------------------------------------------------------------------
 
 
@@ -395,9 +346,11 @@ def predict(
         if kind == "cpu" and problem.nodes > 1:
             comm = max(comm, network_cpu_ms(problem))
         return Prediction(whole, comm, comm)
+    alone = whole
+    whole = gemm_ms(problem, cluster, slower=slowdown(problem, cluster, knobs, kernel))
     if knobs.path == "one_shot":
         comm = one_shot_ms(problem, cluster)
-        return Prediction(whole, comm, _one_shot_exposed_ms(problem, cluster, knobs, whole, comm))
+        return Prediction(whole, comm, one_shot_exposed_ms(problem, cluster, knobs, whole, comm))
     if knobs.path == "in_kernel":
         comm = pushed_ms(problem, cluster)
         return Prediction(whole, comm, comm + raster_ms(problem, cluster, kernel, knobs.raster))
@@ -410,7 +363,8 @@ def predict(
         # Plans do without the model of kernels behind it.
         from flux.select.chunks import chunk_gemm_ms
 
-        part = chunk_gemm_ms(problem, cluster.device, kernel, (whole, kernel))
+        units = gemm_units(problem, cluster, knobs)
+        part = chunk_gemm_ms(problem, cluster.device, kernel, (alone, kernel), units)
         part += LAUNCH_US[kind] * 1e-3
         step = max(part, comm / (world - 1) + latency * 1e-3)
         return Prediction(whole, comm, max(0.0, (world - 1) * step + part - whole))

@@ -37,12 +37,20 @@ PROMOTED_DEPTH = 128
 """Depth of K after which sums of float8 are promoted: CUTLASS's interval of 4 multiplications."""
 ADDS_PER_CYCLE = 128
 """Float32 additions of a multiprocessor."""
+EXPOSED_ADDS = 0.44
+"""Share of the additions that two warp groups of a tile do not hide. On an H100
+GEMMs of M = 2048 and 8192 took 1.10 to 1.12 of those that promote nothing and multiply as much,
+where the additions are 0.25 of the multiplying (benchmarks/results/h100/kernels_e4m3.json)."""
 FIXUP_BYTES = 24
 """Bytes per cycle of partial sums, added by atomic operations in L2 (about 5.5 TB/s in total)."""
 FIXUP_LINK = 2500
 """Cycles from one part of a tile to the next part, which waits for it: 1 to 2 us."""
 FILL = 1800
 """Cycles from the start of a block to its first multiplication: about 1 us."""
+CLAIM = {"90a": 1800, "80": 1200}
+"""Cycles in which a dynamic tile scheduler claims a tile and nothing multiplies: an atomic addition
+in L2 and a barrier. On sm_90a of the first tile, since a warp claims the others ahead; on sm_80 of
+each tile. Our assumption."""
 CLEAR = 3500
 """Cycles of the memset that stream-K puts before the kernel if tiles are shared: 2 us."""
 MIN_UNIT = 8  # k tiles that CUTLASS's stream-K gives a block at least
@@ -139,6 +147,7 @@ class Cycles:
         load: loads of the slowest block; the longer of ``multiply`` and ``load`` counts.
         store: epilogues that no multiplication hides.
         fixup: adding up parts of shared tiles, and clearing their barriers before.
+        claim: claims of tiles, with a dynamic tile scheduler.
         memory: A, B and the result, read and written once.
     """
 
@@ -146,14 +155,15 @@ class Cycles:
     load: float
     store: float
     fixup: float
+    claim: float
     memory: float
 
     @property
     def total(self) -> float:
-        """Cycles of the launch. Blocks and memory overlap; ``store`` and ``fixup`` come on top."""
+        """Cycles of the launch. Blocks and memory overlap; the other parts come on top."""
         busy = max(self.multiply, self.load)
         overlapped = max(busy, self.memory) + UNHIDDEN * min(busy, self.memory)
-        return FILL + overlapped + self.store + self.fixup
+        return FILL + overlapped + self.store + self.fixup + self.claim
 
     @property
     def limit(self) -> str:
@@ -167,7 +177,7 @@ def cycles(config: GemmConfig, problem: GemmProblem, sm_count: int) -> Cycles:
 
     * Waves: a block computes its tiles one after the other, and the slowest block counts.
     * Promotion: the accumulators are added to others. Nothing multiplies meanwhile with pingpong,
-    whose warp groups take turns; else the other warp group does.
+    whose warp groups take turns; else the other warp group does, in part.
     * Loads: all blocks share L2's bandwidth; a few blocks are limited by their own ports.
     * Epilogues: exposed once per tile; once per launch with pingpong, where one warp group
     multiplies while the other stores.
@@ -181,7 +191,7 @@ def cycles(config: GemmConfig, problem: GemmProblem, sm_count: int) -> Cycles:
     multiply = k_tiles * tile_k * tile_m * tile_n * config.itemsize / (MACS_PER_CYCLE * 2)
     if config.promoted:
         adds = k_tiles * tile_k / PROMOTED_DEPTH * tile_m * tile_n / ADDS_PER_CYCLE
-        multiply += adds if config.schedule == "pingpong" else UNHIDDEN * adds
+        multiply += adds if config.schedule == "pingpong" else EXPOSED_ADDS * adds
     busy = 1.0 if work.shared else min(1.0, work.tiles / sm_count)
     load = bytes_per_k(config, problem) * max(1 / PORT_BYTES, busy / L2_BYTES)
     if config.arch == "80" and config.alignment_elements * config.itemsize < 16:
@@ -191,6 +201,9 @@ def cycles(config: GemmConfig, problem: GemmProblem, sm_count: int) -> Cycles:
     fixup = 0.0
     if work.shared:
         fixup = CLEAR + 2 * 4 * tile_m * tile_n / FIXUP_BYTES + (work.parts - 1) * FIXUP_LINK
+    claim = 0.0
+    if config.tile_scheduler == "dynamic":
+        claim = CLAIM[config.arch] * (work.whole if config.arch == "80" else 1)
     m, n, k = problem.m, problem.n, problem.k
     moved = (m * k + n * k) * config.itemsize + m * n * config.output_itemsize
     return Cycles(
@@ -198,11 +211,26 @@ def cycles(config: GemmConfig, problem: GemmProblem, sm_count: int) -> Cycles:
         load=k_tiles * tile_k * load,
         store=stores * store,
         fixup=fixup,
+        claim=claim,
         memory=moved / (DRAM_BYTES * sm_count),
     )
 
 
-def cost(config: GemmConfig, problem: GemmProblem, sm_count: int) -> float:
-    """Return the modelled cycles of the GEMM; only ratios between kernels are meaningful."""
-    total = cycles(config, problem, sm_count).total
+def cost(config: GemmConfig, problem: GemmProblem, sm_count: int, taken: int = 0) -> float:
+    """Return the modelled cycles of the GEMM; only ratios between kernels are meaningful.
+
+    Args:
+        config: the kernel.
+        problem: the GEMM.
+        sm_count: multiprocessors of its grid.
+        taken: of these, held by other kernels when it starts. Blocks that find no room start when
+            others end. They claim what is left; with a static tile scheduler they have as much to
+            do as the others.
+    """
+    if config.tile_scheduler == "dynamic":
+        total = cycles(config, problem, max(sm_count - taken, 1)).total
+    else:
+        work = divide(config, problem, sm_count)
+        late = min(work.tiles, work.blocks) > sm_count - taken
+        total = cycles(config, problem, sm_count).total * (2 if late else 1)
     return total if config.arch == "90a" else total / SM80_SHARE

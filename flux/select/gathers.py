@@ -15,6 +15,7 @@ from flux.select.hardware import (
     STORE_SHARE,
     blocks_per_wave,
 )
+from flux.select.share import gemm_units
 
 if TYPE_CHECKING:
     from flux.kernels.config import GemmConfig
@@ -54,4 +55,4 @@ def waves(problem: Problem, cluster: Cluster, kernel: GemmConfig) -> int:
     """Return how many tiles the busiest block computes. In the last wave all rows must be there."""
     rows, columns = kernel.tile[:2]
     tiles = ceil_div(problem.m, rows) * ceil_div(problem.local[0], columns)
-    return ceil_div(tiles, blocks_per_wave(kernel, cluster.device.units))
+    return ceil_div(tiles, blocks_per_wave(kernel, gemm_units(problem, cluster)))

@@ -67,8 +67,9 @@ our assumption."""
 SLAB_COST_ROWS = 50.0
 """A GEMM cut into slabs packs its weight again for each slab. The cost equals that of this many
 more rows (5% of 1024 rows, 10% of 512, 20% of 256: flux/select/heuristic.py)."""
-SIGNAL_US = {"cpu": 3.0, "cuda": 1.0}
-"""Time to raise a signal of a communication tile, and for a poll to see it."""
+SIGNAL_US = {"cpu": 3.0, "cuda": 1.6}
+"""Time to raise a signal of a communication tile, and for a poll to see it. GPUs: a stream writes
+one in that time on an H100 (benchmarks/results/h100/streams.json)."""
 ENGINE_US = 60.0
 """Time to hand copies to another thread, on a CPU: two wake-ups."""
 NETWORK_CALL_US = 800.0

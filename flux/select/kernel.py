@@ -20,6 +20,7 @@ from flux.machine.cluster import Cluster
 from flux.select import nvidia_heuristics
 from flux.select.chunks import chunk_gemm_ms
 from flux.select.cycles import cost
+from flux.select.share import gemm_units, taken_units
 
 if TYPE_CHECKING:
     from flux.kernels.registry import BuiltKernel
@@ -52,18 +53,19 @@ def choose(
     problem: GemmProblem,
     sm_count: int,
     capability: tuple[int, int] | None = None,
+    taken: int = 0,
 ) -> BuiltKernel | None:
     """Return the candidate of least cost (``best_of``); None if there are no candidates.
 
     With FLUX_KERNEL_CHOICE=nvidia and a ``capability``, nvidia-matmul-heuristics ranks them, if it
-    is installed and knows the GPU.
+    is installed and knows the GPU; it knows nothing of multiprocessors that are ``taken``.
     """
     configs = [kernel.config for kernel in candidates]
     rank: Callable[[GemmConfig], float] | None = None
     if capability is not None and KERNEL_CHOICE.get() == "nvidia":
         rank = nvidia_heuristics.ranking(configs, problem, sm_count, capability)
     if rank is None:
-        rank = partial(cost, problem=problem, sm_count=sm_count)
+        rank = partial(cost, problem=problem, sm_count=sm_count, taken=taken)
     return candidates[best_of(configs, [rank(config) for config in configs])] if configs else None
 
 
@@ -73,8 +75,16 @@ def _warn_once(text: str) -> None:
         warnings.warn(text, stacklevel=2)
 
 
-def default_configs(problem: Problem, arch: str) -> list[GemmConfig]:
-    """Return the kernels of the default set that can do a problem, for ``arch`` 80 or 90a."""
+def default_configs(
+    problem: Problem, arch: str, tile_scheduler: str | None = "static"
+) -> list[GemmConfig]:
+    """Return the kernels of the default set that can do a problem.
+
+    Args:
+        problem: the op and its sizes.
+        arch: ``80`` | ``90a``.
+        tile_scheduler: of the kernels; None: any.
+    """
     gemm = GemmProblem.of(problem)
     short = dtypes.DTYPES[problem.dtype].short
     return [
@@ -82,21 +92,24 @@ def default_configs(problem: Problem, arch: str) -> list[GemmConfig]:
         for config in config_set("default", [arch])
         if (config.op, config.dtype) == (problem.op.kernel, short)
         and (config.weight, config.activation, config.reduce) == ("nk", "none", "local")
+        and tile_scheduler in (None, config.tile_scheduler)
         and config.scaling in ("none", "tensor")
         and not config.fast_accum
         and is_legal(config, gemm)
     ]
 
 
-def default_kernel(problem: Problem, cluster: Cluster) -> GemmConfig:
+def default_kernel(problem: Problem, cluster: Cluster, knobs: Knobs | None = None) -> GemmConfig:
     """Return the kernel of the default set that the op would choose on this GPU.
 
     Raises:
         ValueError: there is no kernel for the dtype, or none supports the shape.
     """
-    configs = _supported(problem, cluster)
-    gemm = GemmProblem.of(problem)
-    costs = [cost(config, gemm, cluster.device.units) for config in configs]
+    knobs = knobs or Knobs()
+    taken = taken_units(knobs, cluster.device.units, problem.nodes)
+    configs = _supported(problem, cluster, _scheduler(knobs, None, taken))
+    gemm, units = GemmProblem.of(problem), gemm_units(problem, cluster, knobs)
+    costs = [cost(config, gemm, units, taken) for config in configs]
     return configs[best_of(configs, costs)]
 
 
@@ -111,14 +124,15 @@ def chunk_kernel(problem: Problem, cluster: Cluster, whole: tuple[float, GemmCon
     Raises:
         ValueError: as ``default_kernel``.
     """
-    configs, device = _supported(problem, cluster), cluster.device
-    times = [chunk_gemm_ms(problem, device, config, whole) for config in configs]
+    configs, device = _supported(problem, cluster, "static"), cluster.device
+    units = gemm_units(problem, cluster)
+    times = [chunk_gemm_ms(problem, device, config, whole, units) for config in configs]
     return configs[best_of(configs, times)]
 
 
-def _supported(problem: Problem, cluster: Cluster) -> list[GemmConfig]:
+def _supported(problem: Problem, cluster: Cluster, tile_scheduler: str | None) -> list[GemmConfig]:
     arch = "90a" if cluster.device.arch == "sm_90" else "80"
-    configs = default_configs(problem, arch)
+    configs = default_configs(problem, arch, tile_scheduler)
     if configs:
         return configs
     n, k = problem.local
@@ -161,6 +175,15 @@ def problems(spec: OpSpec, world: int, n: int) -> list[GemmProblem]:
     return [GemmProblem(spec.max_m, max(n, 1), k, world) for k in sorted(depths, reverse=True)]
 
 
+def _scheduler(knobs: Knobs, preferred: GemmConfig | None, taken: int) -> str | None:
+    """Return the tile scheduler of the kernels to choose from; None: the model chooses that too."""
+    if knobs.tile_scheduler is not None:
+        return knobs.tile_scheduler
+    if preferred is not None:
+        return preferred.tile_scheduler
+    return None if taken else "static"
+
+
 def op_kernel(
     spec: OpSpec,
     world: int,
@@ -170,11 +193,13 @@ def op_kernel(
     sm_count: int,
     preferred: GemmConfig | None = None,
     traced: bool = False,
+    taken: int = 0,
 ) -> OpKernel:
     """Return the best kernel for ``n`` columns.
 
     It is ``preferred``, in the variant that the op wants, if it is built and can do it; else the
-    one that the model chooses. ``traced``: of a trace build.
+    one that the model chooses. ``traced``: of a trace build. ``taken``: multiprocessors that other
+    kernels may hold when it starts (``cost``).
 
     Raises:
         ValueError: no kernel that is built can do it.
@@ -192,6 +217,7 @@ def op_kernel(
         "scaling": spec.scaling,
         "fast_accum": spec.fast_accum,
         "reduce": knobs.reduce or "local",
+        "tile_scheduler": _scheduler(knobs, preferred, taken),
     }
 
     def best(activation: str) -> BuiltKernel | None:
@@ -216,7 +242,7 @@ def op_kernel(
                 f"{spec.label}: the tuned kernel {preferred.name} is not built, or does not "
                 f"support {alternatives[0]}: another kernel runs ({builders} it)"
             )
-        return choose(suited, alternatives[0], sm_count, device.capability)
+        return choose(suited, alternatives[0], sm_count, device.capability, taken)
 
     kernel = best(spec.activation)
     if kernel is not None:
@@ -227,7 +253,9 @@ def op_kernel(
             f"{spec.activation} runs as a separate kernel after {kernel.symbol}"
         )
         return OpKernel(kernel, activate_after=True)
-    options = ", ".join(f"{name} = {value}" for name, value in wanted.items())
+    options = ", ".join(
+        f"{name} = {'any' if value is None else value}" for name, value in wanted.items()
+    )
     raise ValueError(
         f"{spec.label}: no built kernel supports {alternatives[0]} in {dtype} ({options}) on "
         f"compute capability {device.capability}: run `{build}`"

@@ -32,6 +32,7 @@ from flux.select.cycles import cost
 from flux.select.heuristic import ONE_SHOTS, kernels_can_push, resolved, untuned
 from flux.select.kernel import best_of
 from flux.select.schedule import make_schedule
+from flux.select.share import gemm_units
 
 ALWAYS = ("unfused", "medium", "default")
 """Candidates that are always measured, so that the winner is never slower than not fusing."""
@@ -364,9 +365,9 @@ def _kernel_speeds(
     """Return the kernel that the model chooses, and each kernel's time relative to it."""
     if not configs:
         return None, {}
-    gemm = GemmProblem.of(problem)
-    units = cluster.device.units
-    costs = [cost(config, gemm, units) for config in configs]
-    best = best_of(configs, costs)
+    gemm, units = GemmProblem.of(problem), gemm_units(problem, cluster)
+    best = best_of(configs, [cost(config, gemm, units) for config in configs])
+    # On all multiprocessors: ``predict`` counts the margin.
+    costs = [cost(config, gemm, cluster.device.units) for config in configs]
     speeds = {c.name: value / costs[best] for c, value in zip(configs, costs, strict=True)}
     return configs[best], speeds

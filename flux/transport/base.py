@@ -31,29 +31,6 @@ def sm_share(device: Device, sharing: int) -> int:
     return device.sm_count if sharing == 1 else max(1, (device.sm_count - SPARE) // sharing)
 
 
-BESIDE = 8
-"""Most blocks that run beside a GEMM between nodes: sums for other nodes, and network kernels.
-Eight blocks move more bytes than the network of a GPU does."""
-
-
-MARGIN = 8
-"""Multiprocessors that are left at most, by default."""
-
-
-def beside(sm_share: int) -> int:
-    """Return how many of these blocks ``sm_share`` multiprocessors can spare."""
-    return max(1, min(BESIDE, sm_share // 16))
-
-
-def margin(sm_count: int) -> int:
-    """Return the multiprocessors that kernels that wait for peers leave to other kernels.
-
-    A kernel of another stream may be what a peer is waiting for. Nothing must keep it from a
-    multiprocessor until this rank's own wait is over.
-    """
-    return min(MARGIN, sm_count // 16) or int(sm_count > 1)
-
-
 def first_signal(world: int) -> int:
     """Return the words of a pad before its signals or flags.
 

@@ -75,7 +75,8 @@ def test_all_knobs_are_set_and_equal_on_all_ranks(op: str, path: str) -> None:
         assert len({s.knobs for s in schedules}) == 1
         knobs = schedules[0].knobs
         unset = {f.name for f in dataclasses.fields(knobs) if getattr(knobs, f.name) is None}
-        assert unset <= {"sm_margin", *(["store"] if op == "ag_gemm" else [])}  # one is of GPUs
+        of_gpus = {"sm_margin", "tile_scheduler"}
+        assert unset <= of_gpus | ({"store"} if op == "ag_gemm" else set())
         assert knobs.path == path
         assert 1 <= knobs.comm_tile_rows <= -(-m // 4)
 

@@ -27,6 +27,7 @@ from flux.select import nvidia_heuristics
 from flux.select.cycles import GemmWork, cost, cycles, divide
 from flux.select.hardware import blocks_per_wave
 from flux.select.kernel import best_of, choose, op_kernel
+from flux.select.share import taken_units
 
 SMS = 132
 TALL = GemmConfig("ag_gemm", "90a", "bf16", (128, 256, 64), "cooperative", cluster=(2, 1))
@@ -208,6 +209,37 @@ def test_few_rows_are_bound_by_reading_the_weight() -> None:
     assert parts.limit == "memory" and parts.memory > 6144 * 12288 * 2 / (16 * SMS)
     assert parts.total >= parts.memory
     assert cycles(TALL, many, SMS).limit == "multiply"
+
+
+def scheduler(knobs: Knobs, taken: int, built_ones: str = "", m: int = 8192) -> str:
+    """Return the tile scheduler of the kernel that an AGGemm takes of the default set."""
+    configs = [c for c in config_set("default", ["90a"]) if built_ones in c.tile_scheduler]
+    kernels = {kernel.symbol: kernel for kernel in built(configs)}
+    device: Any = SimpleNamespace(registry=Registry((), kernels, (), (), ()), capability=(9, 0))
+    n, k = PAPER["ag_gemm"]
+    spec = OpSpec(Op.ag_gemm, m, (8 * n,), k, torch.bfloat16, False, "sum")
+    return op_kernel(spec, 8, n, device, knobs, SMS, taken=taken).built.config.tile_scheduler
+
+
+def test_tiles_are_claimed_where_other_kernels_hold_multiprocessors() -> None:
+    for taken, expected in ((0, "static"), (1, "dynamic"), (24, "dynamic")):
+        assert scheduler(Knobs(), taken) == expected
+        assert scheduler(Knobs(), taken, built_ones="static") == "static"
+        assert scheduler(Knobs(tile_scheduler="static"), taken) == "static"
+    assert scheduler(Knobs(), 24, m=64) == "static"  # few blocks, which fit beside them
+    assert scheduler(Knobs(tile_scheduler="dynamic"), 0) == "dynamic"
+    with pytest.raises(ValueError, match=r"tile_scheduler = dynamic.*run `flux compile`"):
+        scheduler(Knobs(tile_scheduler="dynamic"), 0, built_ones="static")
+    assert taken_units(Knobs(), 132, 1) == 0
+    assert taken_units(Knobs(sm_margin=24), 132, 1) == 24 and taken_units(Knobs(), 132, 2) == 8
+
+
+def test_claims_cost_little_and_late_blocks_a_whole_wave() -> None:
+    problem = GemmProblem(8192, *PAPER["ag_gemm"])
+    dynamic = replace(TALL, tile_scheduler="dynamic")
+    assert 1 < cost(dynamic, problem, SMS) / cost(TALL, problem, SMS) < 1.005
+    assert cost(TALL, problem, SMS, taken=1) == 2 * cost(TALL, problem, SMS)
+    assert cost(dynamic, problem, SMS, taken=24) == cost(dynamic, problem, SMS - 24)
 
 
 def test_ampere_gpus_and_virtual_shares_have_a_choice() -> None:

@@ -406,8 +406,9 @@ def test_the_struct_holds_the_config(config: GemmConfig) -> None:
     }
     chosen = dict(re.findall(r"= flux::(\w+)::k(\w+);", text))
     for kind, value in chosen.items():
-        assert getattr(config, kind.lower()) == re.sub(r"(?<!^)(?=[A-Z])", "_", value).lower()
-    assert set(chosen) == {"Schedule", "Activation", "Scaling", "Reduce"}
+        field, chosen_value = (re.sub(r"(?<!^)(?=[A-Z])", "_", s).lower() for s in (kind, value))
+        assert getattr(config, field) == chosen_value
+    assert set(chosen) == {"Schedule", "Activation", "Scaling", "Reduce", "TileScheduler"}
     assert f"kTransposedWeight = {'true' if config.weight == 'kn' else 'false'};" in text
     assert f"kPromoted = {'true' if config.promoted else 'false'};" in text
     (header,) = re.findall('#include "(.*)"', text)

@@ -25,6 +25,7 @@ from flux.select.chunks import chunk_gemm_ms
 from flux.select.cost import gemm_ms, library_ms
 from flux.select.hardware import PUSH_US
 from flux.select.kernel import default_configs, default_kernel
+from flux.select.share import gemm_units
 from flux.trace.chrome import read_chrome
 
 H800 = load_cluster("flux-h800")
@@ -72,7 +73,7 @@ def test_infinite_links_expose_only_fixed_costs_and_passes_over_own_memory(
         link=replace(cluster.link, latency_us=0.0),
         device=replace(cluster.device, memory_gbs=1e9),
     )
-    call = simulate(problem(op), cluster, gemm_ms=5.0)
+    call = simulate(problem(op), cluster, Knobs(sm_margin=0), gemm_ms=5.0)
     fixed_us = 10 * (LAUNCH_US + RAISE_US)  # entry, launches, and signals that nothing hides
     assert 0.0 < 1e3 * call.ect_ms < fixed_us
 
@@ -273,7 +274,8 @@ def test_without_links_medium_takes_its_w_gemms(op: str, on: str) -> None:
     call = simulate(shape, cluster, MEDIUM)
     assert call.kernel is not None and (call.waves, call.blocks) == (8, 1)
     of_whole = call.gemm_ms, default_kernel(shape, cluster)
-    gemms = 8 * chunk_gemm_ms(shape, cluster.device, call.kernel, of_whole)
+    units = gemm_units(shape, cluster)
+    gemms = 8 * chunk_gemm_ms(shape, cluster.device, call.kernel, of_whole, units)
     assert gemms + 8e-3 * LAUNCH_US < call.total_ms < 1.25 * gemms + 0.1
     assert simulate(shape, cluster, MEDIUM, gemm_ms=9.0).total_ms > 9.0
 
@@ -283,11 +285,12 @@ def test_a_chunk_costs_full_waves_and_the_weight() -> None:
     wide = Problem(Op.ag_gemm, 8192, 49152, 12288, "bfloat16", 8)
     kernel = next(k for k in default_configs(wide, "90a") if k.tile == (128, 256, 64))
     whole = gemm_ms(wide, H800), kernel
-    part = chunk_gemm_ms(wide, H800.device, kernel, whole)
+    part = chunk_gemm_ms(wide, H800.device, kernel, whole, 132)
     assert part == pytest.approx(whole[0] * 2 / 12, rel=0.05)
     few = replace(wide, m=64)
     weight_ms = 2 * 6144 * 12288 / (H800.device.memory_gbs * 1e6)
-    assert chunk_gemm_ms(few, H800.device, kernel, (gemm_ms(few, H800), kernel)) > weight_ms
+    of_few = gemm_ms(few, H800), kernel
+    assert chunk_gemm_ms(few, H800.device, kernel, of_few, 132) > weight_ms
     # So at few rows medium is slower than no overlap at all (Flux paper, figure 14).
     library, ring = unfused(few, A100), simulate(few, A100, MEDIUM)
     assert ring.total_ms > 1.33 * simulate(few, A100).total_ms and ring.ect_ms > library.ect_ms

@@ -34,12 +34,9 @@ def problem_of(op: str) -> Problem:
     return Problem(op, 256, (512,), 512, torch.bfloat16)
 
 
-def built(
-    ranks: VirtualWorld, device: PtxDevice, op: str, reduce: str = "local", path: str = "fused"
-) -> list[Any]:
+def built(ranks: VirtualWorld, device: PtxDevice, op: str, knobs: Knobs | None = None) -> list[Any]:
     """Return the op of each rank, which is a GPU of its own."""
     device.set_copy_delay(10_000)
-    knobs = Knobs(path=path) if op == "ag_gemm" else Knobs(reduce=reduce)
     return [problem_of(op).build(ranks.rank(r), tuning=knobs) for r in range(ranks.world)]
 
 
@@ -48,15 +45,15 @@ def call(
     ranks: VirtualWorld,
     op: str,
     rows: Sequence[int],
-    reduce: str = "local",
-    in_path: str = "fused",
+    knobs: Knobs | None = None,
 ) -> None:
     """Call an op on all ranks, once for each number of rows, one behind the other."""
     everything = [Inputs(problem_of(op), m, ranks.world, seed=m) for m in rows]
     # What kernels add up in flight may err by more.
-    path = "unfused" if reduce != "local" else "two_levels" if ranks.nodes > 1 else "fused"
+    summed = "local" if knobs is None else knobs.reduce or "local"
+    path = "unfused" if summed != "local" else "two_levels" if ranks.nodes > 1 else "fused"
     with ranks:
-        ops = built(ranks, device, op, reduce, in_path)
+        ops = built(ranks, device, op, knobs)
         for _ in range(2):  # the first one reads the PTX: copies may be done before kernels start
             outs = call_on_and_on(ranks, ops, everything)
             device.finish()
@@ -112,7 +109,7 @@ def make_calls(device: PtxDevice, kernels: Path, bug: Bug) -> None:
         if bug.captured:
             replay(device, bug.op, bug.rows)
         else:
-            call(device, ranks_for(bug, device, kernels), bug.op, bug.rows, bug.reduce, bug.path)
+            call(device, ranks_for(bug, device, kernels), bug.op, bug.rows, bug.knobs)
 
 
 def make_calls_without_bug(device: PtxDevice, kernels: Path) -> None:
@@ -123,7 +120,7 @@ def make_calls_without_bug(device: PtxDevice, kernels: Path) -> None:
                 call(device, VirtualWorld(2, device), op, rows)
                 call(device, nodes_of(device, kernels), op, rows)
             if op == "gemm_rs" and device.capability >= (9, 0):
-                call(device, SwitchedWorld(2, device), op, (131,), "in_flight")
+                call(device, SwitchedWorld(2, device), op, (131,), Knobs(reduce="in_flight"))
             if seed % 8 == 0:
                 call(device, VirtualWorld(2, device), op, (131, 256))  # and again: 256 before 131
                 call(device, nodes_of(device, kernels), op, (131, 256))
@@ -188,6 +185,8 @@ def test_a_bug_is_found(request: pytest.FixtureRequest, name: str) -> None:
     bug = BUGS[name]
     minimal = bug.reduce == "local" or bug.switch
     fixture = "ptx_kernels" if minimal else "in_flight_kernels"
+    if bug.tile_scheduler == "dynamic":
+        fixture = "dynamic_kernels"
     kernels = request.getfixturevalue(fixture)
     assert_reports(bug, error_of(kernels, bug.arch, bug))
 

@@ -7,10 +7,12 @@
 #include "cuda/arguments.h"
 #include "cuda/gather.cuh"
 #include "cuda/gemm/meet.cuh"
+#include "cuda/gemm/tile_counter.cuh"
 
 namespace flux {
 
 enum class Schedule { kCooperative, kPingpong, kStreamK, kMultistage };
+enum class TileScheduler { kStatic, kDynamic };
 enum class Activation { kNone, kGelu, kSilu };
 enum class Scaling { kNone, kTensor, kRow };
 enum class Reduce { kLocal, kInFlight };

@@ -25,7 +25,8 @@ import torch
 from flux import _C
 from flux.backends.cuda import nvtx
 from flux.backends.cuda.operands import Fit, of_zeros, row_step
-from flux.backends.cuda.setup import choose_kernels, cluster_tile, sums_by_switch
+from flux.backends.cuda.refusals import check_possible, reason_untraceable
+from flux.backends.cuda.setup import choose_kernels, cluster_tile, margin_of, sums_by_switch
 from flux.backends.cuda.waits import StreamWaits
 from flux.backends.cuda.workspaces import Workspaces
 from flux.backends.epilogue import ACTIVATE, spoil
@@ -45,7 +46,8 @@ from flux.core.topology import Topology
 from flux.kernels import loading
 from flux.kernels.registry import BuiltKernel
 from flux.select.heuristic import IN_KERNEL_ROWS, most_comm_tiles
-from flux.transport.base import WORD, DeviceTransport, Peers, beside, margin
+from flux.select.share import beside
+from flux.transport.base import WORD, DeviceTransport, Peers
 from flux.transport.device import Device
 from flux.transport.watch import Watch
 
@@ -115,7 +117,7 @@ class CudaBackend:
         self.sums_by_switch = sums_by_switch(spec, transport, knobs)
         if self.sums_by_switch:
             knobs = replace(knobs, reduce="local")  # as far as kernels and memory are concerned
-        self.margin = self._margin(knobs)
+        self.margin = margin_of(spec, transport, knobs)
         self.sm_count = max(1, self.sm_count - self.margin)
         sizes = (knobs, choice.kernel)
         chosen = choose_kernels(spec, transport, self.sm_count, *sizes)
@@ -205,26 +207,6 @@ class CudaBackend:
             margin=self.margin,
             pushed_bytes=self.layout.pushed_bytes,
         )
-
-    def _margin(self, knobs: Knobs) -> int:
-        """Return the multiprocessors that this rank's kernels leave to other streams.
-
-        By default none where fewer than all are its own: the others are left as well.
-
-        Raises:
-            ValueError: kernels on the copy stream would have no room.
-        """
-        forwards = self.spec.op.gathers and knobs.direction != "pull"
-        forwards &= knobs.path == "medium" or knobs.order not in (None, "direct")
-        if knobs.sm_margin == 0 and forwards:
-            raise ValueError(
-                f"{self.spec.label}: sm_margin must be 1 or more where rows are pushed on, got 0 "
-                f"with order = {knobs.order}: kernels wait for them beside the GEMM"
-            )
-        if knobs.sm_margin is not None:
-            return knobs.sm_margin
-        alone = self.world > 1 and self.nodes == 1 and self.sm_count == self.device.sm_count
-        return margin(self.sm_count) if alone else 0
 
     @on_its_device
     def _touch_peers(self) -> None:
@@ -401,7 +383,7 @@ class CudaBackend:
         self._waits.look()
         stream = self.device.current_stream()
         try:
-            self._check_possible(schedule)
+            check_possible(self, schedule)
         except ValueError:
             self.refusals += 1
             raise
@@ -409,29 +391,6 @@ class CudaBackend:
             self.recorder.began(self.rank, schedule)
         self._waits.streams.add(stream)
         return stream
-
-    def _check_possible(self, schedule: TileSchedule) -> None:
-        if self.recorder is not None and self.capturing():
-            raise ValueError(
-                f"{self.spec.label}: calls that are traced cannot be captured into a CUDA graph"
-            )
-        if self.recorder is not None and schedule.knobs.path == "in_kernel":
-            raise ValueError(
-                f"{self.spec.label}: calls of path in_kernel cannot be traced: no stream moves "
-                "their rows; use path = fused"
-            )
-        if self.nodes > 1 and self.capturing():
-            raise ValueError(
-                f"{self.spec.label}: calls cannot be captured into a CUDA graph where ranks are on "
-                "several nodes"
-            )
-        if not self.peers.idle:
-            if self.capturing():
-                raise ValueError(
-                    f"{self.spec.label}: calls cannot be captured into a CUDA graph where the host "
-                    "acts for the peers, as in loopback"
-                )
-            self.peers.check(schedule.shape[0])
 
     def _address(self, tensor: torch.Tensor) -> int:
         self.device.keep(tensor)
@@ -505,14 +464,7 @@ class CudaBackend:
 
     def reason_untraceable(self, fused: bool) -> str | None:
         """Return why calls cannot be traced: a capture, or kernels of no trace build."""
-        if self.capturing():
-            return f"{self.spec.label}: calls that are traced cannot be captured into a CUDA graph"
-        if fused and not all(kernel.traces for kernel in self.kernels):
-            return (
-                f"{self.spec.label}: its kernels are not from a trace build: run `flux "
-                "compile --trace`, then create the op with FLUX_TRACE=1"
-            )
-        return None
+        return reason_untraceable(self, fused)
 
     def abandon(self) -> Iterable[object]:
         """Leave streams and NCCL's communicator to the parent of this forked child."""

@@ -9,6 +9,7 @@ from flux.core.knobs import ClusterTile, Knobs
 from flux.core.spec import OpSpec
 from flux.kernels.config import GemmConfig
 from flux.select.kernel import OpKernel, op_kernel
+from flux.select.share import margin, taken_units
 from flux.transport.base import DeviceTransport
 
 SWITCH_BYTES = 16  # that a multicast access takes
@@ -22,6 +23,27 @@ def sums_by_switch(spec: OpSpec, transport: DeviceTransport, knobs: Knobs) -> bo
     row = spec.row_elements * spec.itemsize
     wanted = spec.op.reduces and knobs.reduce == "in_flight"
     return wanted and transport.multicast and row % SWITCH_BYTES == 0
+
+
+def margin_of(spec: OpSpec, transport: DeviceTransport, knobs: Knobs) -> int:
+    """Return the multiprocessors that this rank's kernels leave to other streams.
+
+    By default none where fewer than all are its own: the others are left as well.
+
+    Raises:
+        ValueError: kernels on the copy stream would have no room.
+    """
+    forwards = spec.op.gathers and knobs.direction != "pull"
+    forwards &= knobs.path == "medium" or knobs.order not in (None, "direct")
+    if knobs.sm_margin == 0 and forwards:
+        raise ValueError(
+            f"{spec.label}: sm_margin must be 1 or more where rows are pushed on, got 0 "
+            f"with order = {knobs.order}: kernels wait for them beside the GEMM"
+        )
+    if knobs.sm_margin is not None:
+        return knobs.sm_margin
+    every, mine = transport.device.sm_count, transport.sm_share
+    return margin(mine) if transport.world > 1 and transport.nodes == 1 and mine == every else 0
 
 
 def choose_kernels(
@@ -52,7 +74,8 @@ def choose_kernels(
             f"{transport.rank} {problem}; use reduce = local"
         )
     kernels = []
-    args = (transport.device, knobs, sm_count, preferred, TRACE.get())
+    taken = taken_units(knobs, transport.sm_share, transport.nodes)
+    args = (transport.device, knobs, sm_count, preferred, TRACE.get(), taken)
     try:
         for n in spec.local_n(transport.world, transport.rank):
             kernels.append(op_kernel(spec, transport.world, n, *args))
@@ -74,6 +97,7 @@ def cluster_tile(
     world = transport.world
     columns = spec.local_n(world, 0)
     if columns != spec.local_n(world, transport.rank):
-        args = (transport.device, knobs, sm_count, preferred, TRACE.get())
+        taken = taken_units(knobs, transport.sm_share, transport.nodes)
+        args = (transport.device, knobs, sm_count, preferred, TRACE.get(), taken)
         configs = [op_kernel(spec, world, n, *args).built.config for n in columns]
     return ClusterTile.of([config.cluster_tile for config in configs])

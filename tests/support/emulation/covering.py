@@ -27,8 +27,9 @@ def covering(arch: str, ops: Sequence[str] = FUSED, of: str = "full") -> list[Ge
     """Return few configs of a set that have all values which any of them has.
 
     The one with the most new values comes next; of equal ones that with the most new pairs of
-    values, and of these that which the set lists first, which is the more common one. Promoted ones
-    come last: they differ from others in the mainloop alone.
+    values, and of these that which the set lists first, which is the more common one. Those that
+    differ from others in one part alone come last: promoted ones in the mainloop, dynamic ones in
+    the tile scheduler.
     """
     configs = [config for config in config_set(of, [arch]) if config.op in ops]
     values = {config: values_of(config) for config in configs}
@@ -40,7 +41,8 @@ def covering(arch: str, ops: Sequence[str] = FUSED, of: str = "full") -> list[Ge
     def gain(config: GemmConfig) -> tuple[int, int]:
         return len(values[config] & missing), len(pairs[config] - seen)
 
-    for candidates in ([config for config in configs if not config.promoted], configs):
+    static = [config for config in configs if config.tile_scheduler == "static"]
+    for candidates in ([config for config in static if not config.promoted], static, configs):
         missing = set().union(*[values[config] for config in candidates])
         missing.difference_update(*[values[config] for config in chosen])
         while missing:

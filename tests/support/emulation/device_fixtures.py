@@ -51,6 +51,11 @@ def _build_in_flight_kernels(_: Path) -> Path:
     return _build_kernels("emulated-in-flight", configs)
 
 
+def _build_dynamic_kernels(_: Path) -> Path:
+    configs = [c for c in config_set("default") if c.tile_scheduler == "dynamic"]
+    return _build_kernels("emulated-dynamic", configs)
+
+
 def _build_float8_kernels(_: Path) -> Path:
     configs = [
         c
@@ -81,6 +86,12 @@ def ptx_kernels(pytestconfig: pytest.Config) -> Path:
 def in_flight_kernels(pytestconfig: pytest.Config) -> Path:
     """The kernels that add up in flight, likewise."""
     return _built_or_skipped(pytestconfig, "in-flight-kernels", _build_in_flight_kernels)
+
+
+@pytest.fixture(scope="session")
+def dynamic_kernels(pytestconfig: pytest.Config) -> Path:
+    """The kernels whose blocks claim their tiles, likewise."""
+    return _built_or_skipped(pytestconfig, "dynamic-kernels", _build_dynamic_kernels)
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,7 @@ class EmulatedRegistry(Registry):
     """Kernels that do every problem."""
 
     def candidates(self, op: str, dtype: str, *_: object, **wanted: object) -> list[BuiltKernel]:
+        wanted = {name: value for name, value in wanted.items() if value is not None}
         wanted |= {"op": op, "dtype": dtype}
         return [
             kernel

@@ -143,6 +143,7 @@ def plans(config: GemmConfig) -> Iterator[Plan]:
                 knobs_of(rng, world),
                 reduce=config.reduce,
                 direction="push" if nodes > 1 else ("push", "pull")[number % 2],
+                tile_scheduler=config.tile_scheduler,
             )
             topology = topology_of(rng, world)
             if nodes > 1:

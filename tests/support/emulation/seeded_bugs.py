@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flux import Knobs
+
 PAGE = Path(__file__).parents[2] / "ptx" / "seeded_bugs.md"
 
 SM80, SM90, REDUCE = "sm806kernel", "device_kernel", "reduce_kernelIN7cutlass10bfloat16_tELi8"
@@ -36,6 +38,7 @@ class Bug:
         switch: whether ranks are behind an NVLink switch.
         puts: whether each rank is a node, which libflux_nvshmem connects.
         path: the knob of the op.
+        tile_scheduler: the knob of the op.
         idle: whether kernels wait for what never comes: their own timeouts are not waited for.
     """
 
@@ -54,6 +57,14 @@ class Bug:
     puts: bool = False
     idle: bool = False
     path: str = "fused"
+    tile_scheduler: str = "static"
+
+    @property
+    def knobs(self) -> Knobs:
+        """The knobs of the op."""
+        if self.op == "ag_gemm":
+            return Knobs(path=self.path, tile_scheduler=self.tile_scheduler)
+        return Knobs(reduce=self.reduce, tile_scheduler=self.tile_scheduler)
 
     def edit(self, text: str) -> str:
         """Return the text with the bug, where it has the kernel."""
@@ -152,6 +163,11 @@ def _meet(arch: str, pattern: str, change: str, error: str, at: str, **more: Any
 
 def _pushed(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
     return _ag80(pattern, change, error, at, path="in_kernel", **more)
+
+
+def _claimed(arch: str, pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
+    op, kernel = more.pop("op", "ag_gemm"), SM80 if arch == "80" else SM90
+    return Bug(arch, op, kernel, pattern, change, error, at, tile_scheduler="dynamic", **more)
 
 
 def _node(kernel: str, pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
@@ -414,6 +430,24 @@ BUGS = {
     ),
     "words of pushed rows read relaxed": _pushed(
         r"ld\.acquire\.sys", "ld.relaxed.sys", PUSHED, CP_ASYNC
+    ),
+    # -- kernels whose blocks claim their tiles
+    "a claimed tile is read without a barrier": _claimed(
+        "80",
+        r"(st\.shared\.u32[^;]*;(?:(?!bar\.sync)[^;])*?)bar\.sync\s+0;",
+        r"\1",
+        BARRIER,
+        r"st\.shared",
+    ),
+    "tiles passed to the cluster relaxed": _claimed(
+        "90a",
+        r"mbarrier\.arrive\.release\.cluster\.shared::cluster",
+        "mbarrier.arrive.relaxed.cluster.shared::cluster",
+        r"missing is barrier\.cluster, or a release and an acquire of scope \.cluster",
+        r"ld\.shared",
+    ),
+    "the counter of tiles is not set back": _claimed(
+        "80", r"atom\.global\.exch\.b32[^;]*;", "", NEVER_COMES, POLLS, op="gemm_rs", idle=True
     ),
     # -- libflux_nvshmem: the sums of nodes
     "a relay without a fence before its put": _node(

@@ -1,5 +1,6 @@
 """Flux's minimal kernels under many seeds: each decides sizes, knobs, and the order of all warps,
-transfers and products.
+transfers and products. In a third of the calls blocks claim their tiles, some on too few
+multiprocessors for the grids of all ranks.
 
     python tests/support/emulation/seeds.py --seeds 10000 --out benchmarks/results/ptx/seeds.json
     python tests/support/emulation/seeds.py --arch 90a --first 4711 --seeds 1    # one of them again
@@ -28,6 +29,7 @@ if __name__ == "__main__":
 
 from every_kernel import Plan, build_kernels, built_ops, device_with, minimal, only, worst  # noqa: E402
 from flux.core.dtypes import BY_SHORT  # noqa: E402
+from flux.core.knobs import TILE_SCHEDULERS  # noqa: E402
 from flux.kernels.build import find_tools  # noqa: E402
 from flux.kernels.config import ARCHS, GemmConfig  # noqa: E402
 from flux.kernels.registry import Registry  # noqa: E402
@@ -37,12 +39,19 @@ from reference import Inputs, Problem  # noqa: E402
 from virtual_cases import call_all, knobs_of, topology_of  # noqa: E402
 
 
+def configs(arch: str) -> list[GemmConfig]:
+    """The kernels of the minimal set, with each tile scheduler."""
+    return [replace(c, tile_scheduler=s) for s in TILE_SCHEDULERS for c in minimal(arch)]
+
+
 def plan_of(seed: int, arch: str) -> tuple[GemmConfig, Plan]:
     """What a seed asks for: small, so that it takes a tenth of a second."""
-    rng = random.Random(f"{seed} {arch}")
+    rng, of_tiles = random.Random(f"{seed} {arch}"), random.Random(f"{seed} {arch} tiles")
     op = rng.choice(["ag_gemm", "gemm_rs", "gemm_ar"])
     (config,) = (c for c in minimal(arch) if c.op == ("ag_gemm" if op == "ag_gemm" else "gemm_rs"))
     world = rng.choice([2, 2, 2, 3, 4])
+    if of_tiles.random() < 0.3:
+        config = replace(config, tile_scheduler="dynamic")
     rows = rng.choice([1, world, rng.randint(2, 40), rng.randint(40, 150)])
     columns, depth = 8 * rng.randint(1, 20), 8 * rng.randint(1, 12)
     shared = {"ag_gemm": (columns * world, depth)}.get(op, (columns, depth * world))
@@ -61,12 +70,25 @@ def plan_of(seed: int, arch: str) -> tuple[GemmConfig, Plan]:
         knobs = replace(knobs, path="medium", comm_tile_rows=None, order=None, swizzle=None)
     elif op == "ag_gemm" and rng.random() < 0.4:
         knobs = replace(knobs, path="in_kernel", direction=None, order=None, comm_tile_rows=None)
+    knobs = replace(knobs, tile_scheduler=config.tile_scheduler)
+    if op == "ag_gemm" and knobs.path == "fused" and of_tiles.random() < 0.5:
+        knobs = replace(knobs, direction="push", order="direct")
     return config, Plan(problem, world, knobs, topology, (rows,), seed)
 
 
+def has_late_blocks(plan: Plan) -> bool:
+    """Return whether blocks of a call may find no room before others end.
+
+    They claim tiles, and wait for what copies bring alone: for no kernel of a peer.
+    """
+    k = plan.knobs
+    way = (k.tile_scheduler, k.path, k.direction, k.order)
+    return plan.problem.gathers and way == ("dynamic", "fused", "push", "direct")
+
+
 def kind_of(plan: Plan) -> str:
-    """Name of the op and the path of a plan."""
-    return f"{plan.problem.op} {plan.knobs.path}"
+    """Name of the op, the path and the tile scheduler of a plan."""
+    return f"{plan.problem.op} {plan.knobs.path} {plan.knobs.tile_scheduler}"
 
 
 def run_seed(device: Any, registry: Registry, seed: int, arch: str) -> str:
@@ -83,6 +105,9 @@ def run_seed(device: Any, registry: Registry, seed: int, arch: str) -> str:
     device.cuda.seed = 1 + 1000 * seed
     device.take_turns(device.cuda.seed)
     with only(device, built, plan.world), VirtualWorld(plan.world, device) as ranks:
+        if has_late_blocks(plan):
+            cluster = config.cluster[0] * config.cluster[1]
+            device.cuda.multiprocessors = cluster * (1 + seed % plan.world)
         ops = built_ops(plan, ranks)
         inputs = Inputs(plan.problem, plan.rows[0], plan.world, seed, bias=seed % 2 == 0)
         outs = call_all(ranks, ops, inputs, plan.problem.gathers and seed % 3 == 0)
@@ -99,7 +124,7 @@ def run_seeds(arch: str, seeds: range) -> Iterator[tuple[int, str, str]]:
 
     After a fault a new device goes on.
     """
-    registry = build_kernels(minimal(arch))
+    registry = build_kernels(configs(arch))
     waiting = iter(seeds)
     seed = next(waiting, None)
     while seed is not None:

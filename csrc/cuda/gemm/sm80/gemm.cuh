@@ -24,6 +24,7 @@ struct BlockParams {
   CommTiling tiling{};
   int tile_m = 0;
   int buffer = 0;  // of the gathered rows, where there are two: a batch of CUTLASS
+  int slot = 0;    // dynamic tile scheduler: the one that the block has claimed
   FluxSync sync{};
   ScatterTargets targets{};
 #ifdef FLUX_TRACE
@@ -89,6 +90,13 @@ struct OrderedSwizzle : cutlass::gemm::threadblock::GemmIdentityThreadblockSwizz
   CUTLASS_DEVICE cutlass::gemm::GemmCoord get_tile_offset(int) const { return tile_of_slot(slot); }
 };
 
+// The block's next slot, for all of its threads.
+CUTLASS_DEVICE int claim_slot(std::uint32_t* counter, int slots) {
+  if (threadIdx.x == 0) block_params().slot = claim_tile(counter, slots, gridDim.x);
+  __syncthreads();
+  return block_params().slot;
+}
+
 // Stream-K: CUTLASS says which slots, or which parts of them, a block computes.
 struct OrderedStreamKSwizzle : cutlass::gemm::threadblock::ThreadblockSwizzleStreamK {
   using Base = cutlass::gemm::threadblock::ThreadblockSwizzleStreamK;
@@ -109,6 +117,7 @@ struct Types {
   using Warp = cutlass::gemm::GemmShape<C::kTileM / C::kWarpsM, C::kTileN / C::kWarpsN, C::kTileK>;
   using Instruction = cutlass::gemm::GemmShape<16, 8, 16>;
   static constexpr bool kStreamK = C::kSchedule == flux::Schedule::kStreamK;
+  static constexpr bool kDynamic = C::kTileScheduler == flux::TileScheduler::kDynamic;
   using Swizzle = std::conditional_t<kStreamK, OrderedStreamKSwizzle, OrderedSwizzle>;
   using Threads =
       cutlass::epilogue::threadblock::OutputTileThreadLayout<Tile, Warp, Output, C::kAlignment, 1>;
@@ -182,6 +191,7 @@ struct Params {
   BlockParams block;
   FluxGather gather;
   int rank;
+  std::uint32_t* counter;  // of a dynamic tile scheduler
 };
 
 // C is there for the name alone: profiles and the compiler's report show it.
@@ -206,14 +216,17 @@ __global__ void __launch_bounds__(Base::kThreadCount)
   if constexpr (kStreamK) {
     Base::invoke(params.base, storage);
   } else {
+    constexpr bool kDynamic = Types<C>::kDynamic;
     const int slots = params.block.map.rows * params.block.map.columns;
+    int slot = kDynamic ? claim_slot(params.counter, slots) : blockIdx.x;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int slot = blockIdx.x; slot < slots; slot += gridDim.x) {
+    while (slot < slots) {
       OrderedSwizzle swizzle;
       swizzle.slot = slot;
       Base().run_with_swizzle(params.base, storage, swizzle);
       // The next tile's operands come to where this one's epilogue still reads its results.
       __syncthreads();
+      slot = kDynamic ? claim_slot(params.counter, slots) : slot + gridDim.x;
     }
   }
   leave_tile({-1, -1});
@@ -272,7 +285,8 @@ struct Launcher {
     Params out{typename Base::Params(arguments, with.sm_count, with.blocks_per_sm),
                {},
                args.gather,
-               args.order.rank};
+               args.order.rank,
+               static_cast<std::uint32_t*>(args.workspace)};
     BlockParams& at = out.block;
     at.map = tile_map(tile_order(args, kOp, C::kTileM, C::kTileN));
     at.signals = kOp == OpKind::kAGGemm ? args.signals : nullptr;
@@ -311,12 +325,14 @@ struct Launcher {
   }
 
   static std::uint64_t workspace_bytes(FluxGemmArgs const& args) {
-    if constexpr (kStreamK) {
-      Resources with;
-      if (resources(args, &with) != 0) return 0;
-      return params(args, with).base.get_workspace_size();
-    }
-    return 0;
+    Resources with;
+    if (!kStreamK) return Types<C>::kDynamic ? kCounterBytes : 0;
+    return resources(args, &with) != 0 ? 0 : workspace_bytes(params(args, with));
+  }
+
+  static std::uint64_t workspace_bytes(Params const& p) {
+    const std::uint64_t bytes = kStreamK ? p.base.get_workspace_size() : 0;
+    return bytes == 0 && !Types<C>::kDynamic ? 0 : kCounterBytes + bytes;
   }
 
   static int launch(FluxGemmArgs const& args, void* stream) {
@@ -329,9 +345,10 @@ struct Launcher {
     Params p = params(args, with);
     dim3 grid(shared_blocks(p.block.map.rows * p.block.map.columns, with.sm_count, with.device_sms,
                             with.blocks_per_sm));
+    if (workspace_bytes(p) > args.workspace_bytes) return FLUX_TOO_SMALL;
     if constexpr (kStreamK) {
-      if (p.base.get_workspace_size() > args.workspace_bytes) return FLUX_TOO_SMALL;
-      if (p.base.init_workspace(args.workspace, queue) != cutlass::Status::kSuccess) {
+      auto* behind_counter = static_cast<char*>(args.workspace) + kCounterBytes;
+      if (p.base.init_workspace(behind_counter, queue) != cutlass::Status::kSuccess) {
         return FLUX_REFUSED;
       }
       grid = p.base.get_grid_dims();

@@ -26,9 +26,8 @@ struct AGGemmParts {
   using Visitor = visit::Activated<C>;
   using Epilogue = sm90::Epilogue<C, typename Visitor::Node>;
   using Mainloop = WaitingMainloop<sm90::Mainloop<C, Epilogue>, C::kTileM>;
-  using Kernel = GatheringKernel<
-      C, sm90::Kernel<C, Mainloop, Epilogue,
-                      std::conditional_t<Types<C>::kStreamK, OrderedStreamK, OrderedPersistent>>>;
+  using Kernel =
+      GatheringKernel<C, sm90::Kernel<C, Mainloop, Epilogue, typename Types<C>::TileScheduler>>;
 
   static bool accepts(FluxGemmArgs const& args) { return args.order.world <= kMaxRuns; }
   static void complete(typename Kernel::Arguments& out, FluxGemmArgs const& args) {
@@ -39,7 +38,7 @@ struct AGGemmParts {
     out.scheduler = scheduler_arguments<typename Kernel::TileScheduler>(
         tile_map(
             tile_order(args, OpKind::kAGGemm, C::kTileM * C::kClusterM, C::kTileN * C::kClusterN)),
-        args.sync);
+        args);
   }
   static void set_sync(typename Kernel::Params& params, FluxSync const& sync) {
     params.mainloop.waits.sync = sync;

@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "cuda/gemm/kernel.cuh"
+#include "cuda/gemm/sm90/dynamic_scheduler.cuh"
 #include "cuda/gemm/sm90/stamped.cuh"
 #include "cuda/gemm/sm90/tile_scheduler.cuh"
 #include "cuda/launch_cache.h"
@@ -35,6 +36,10 @@ struct Types {
   static constexpr int kAlignmentD = 16 / sizeof(Output);
   static constexpr bool kPingpong = C::kSchedule == flux::Schedule::kPingpong;
   static constexpr bool kStreamK = C::kSchedule == flux::Schedule::kStreamK;
+  static constexpr bool kDynamic = C::kTileScheduler == flux::TileScheduler::kDynamic;
+  using TileScheduler = std::conditional_t<
+      kStreamK, OrderedStreamK,
+      std::conditional_t<kDynamic, OrderedDynamic<kPingpong ? 2 : 1>, OrderedPersistent>>;
   // fp8: CUTLASS promotes sums from the tensor core's own precision to fp32, unless told to be fast.
   static constexpr bool kFast = sizeof(Element) == 1 && !C::kPromoted;
   using MainloopSchedule = std::conditional_t<
@@ -163,7 +168,17 @@ struct Activated<C, Activation::kSilu> : WithFunction<C, cutlass::epilogue::thre
 // of registers and spills.
 template <class C, class Mainloop, class Epilogue, class Scheduler>
 struct Kernel : cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop,
-                                                     Epilogue, Scheduler> {};
+                                                     Epilogue, Scheduler> {
+  using Base = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop,
+                                                    Epilogue, Scheduler>;
+  CUTLASS_DEVICE void operator()(typename Base::Params const& params, char* memory) {
+    if constexpr (Base::IsSchedDynamicPersistent) {
+      auto& shared = *reinterpret_cast<typename Base::SharedStorage*>(memory);
+      Base::TileScheduler::claim_first(params.scheduler, shared.scheduler);
+    }
+    Base::operator()(params, memory);
+  }
+};
 
 // Launches a GemmUniversal kernel, as GemmUniversalAdapter of CUTLASS does, but what that asks of the
 // driver for each launch (attributes of the kernel, tensor maps) is asked once: by prepare(), or for
@@ -213,7 +228,7 @@ struct Launcher {
   static std::uint64_t workspace_bytes(FluxGemmArgs const& args) {
     cutlass::KernelHardwareInfo info;
     if (hardware(args, &info) != 0) return 0;
-    return Kernel::get_workspace_size(arguments(args, info));
+    return workspace_bytes(arguments(args, info));
   }
 
   static int launch(FluxGemmArgs const& args, void* stream) {
@@ -227,12 +242,12 @@ struct Launcher {
       const Arguments given = arguments(args, info);
       if (!params) {
         if (!Kernel::can_implement(given)) return FLUX_REFUSED;
-        if (Kernel::get_workspace_size(given) > args.workspace_bytes) return FLUX_TOO_SMALL;
-        params = Kernel::to_underlying_arguments(given, args.workspace);
+        if (workspace_bytes(given) > args.workspace_bytes) return FLUX_TOO_SMALL;
+        params = Kernel::to_underlying_arguments(given, behind_counter(args));
         cache().keep(key, *params);
       }
       // Stream-K counts in its workspace, from zero in each launch.
-      const auto status = Kernel::initialize_workspace(given, args.workspace, queue);
+      const auto status = Kernel::initialize_workspace(given, behind_counter(args), queue);
       if (status != cutlass::Status::kSuccess) return failure(cudaGetLastError());
     }
     Parts::set_sync(*params, args.sync);
@@ -276,6 +291,14 @@ struct Launcher {
   static std::atomic<int>* clusters_of() {
     static std::atomic<int> count[kDevices];
     return count;
+  }
+
+  static std::uint64_t workspace_bytes(Arguments const& given) {
+    const std::uint64_t bytes = Kernel::get_workspace_size(given);
+    return bytes == 0 && !Types<C>::kDynamic ? 0 : kCounterBytes + bytes;
+  }
+  static void* behind_counter(FluxGemmArgs const& args) {
+    return args.workspace == nullptr ? nullptr : static_cast<char*>(args.workspace) + kCounterBytes;
   }
 
   static int failure(cudaError_t error) {

@@ -43,8 +43,7 @@ struct GemmRSParts {
   using Visitor = cutlass::epilogue::fusion::Sm90EVT<Store, typename visit::Scaled<C>::Node>;
   using Epilogue = SlimEpilogue<sm90::StoringEpilogue<C, Visitor, EpilogueTile, kBuffers>>;
   using Kernel =
-      sm90::Kernel<C, sm90::Mainloop<C, Epilogue>, Epilogue,
-                   std::conditional_t<Types<C>::kStreamK, OrderedStreamK, OrderedPersistent>>;
+      sm90::Kernel<C, sm90::Mainloop<C, Epilogue>, Epilogue, typename Types<C>::TileScheduler>;
 
   static bool accepts(FluxGemmArgs const& args) {
     return args.order.world <= FLUX_MAX_WORLD && args.guard_rows >= kGuardRows;
@@ -55,7 +54,7 @@ struct GemmRSParts {
     out.scheduler = scheduler_arguments<typename Kernel::TileScheduler>(
         tile_map(
             tile_order(args, OpKind::kGemmRS, C::kTileM * C::kClusterM, C::kTileN * C::kClusterN)),
-        args.sync);
+        args);
   }
   static void set_sync(typename Kernel::Params& params, FluxSync const& sync) {
     params.epilogue.thread.op_1.targets.sync = sync;

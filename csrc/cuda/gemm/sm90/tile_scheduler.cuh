@@ -31,13 +31,15 @@ class OrderedTileScheduler : public Base {
 #endif
   };
   struct WorkTileInfo : Base::WorkTileInfo {
-    int slot_m = 0;
-    int slot_n = 0;
+    int slot = 0;  // one register of the main loop; its row and column would be two
 
-    CUTLASS_HOST_DEVICE typename Base::WorkTileInfo of_base() const {
+    CUTLASS_DEVICE typename Base::WorkTileInfo of_base(TileMap const& map) const {
       typename Base::WorkTileInfo info = *this;
-      info.M_idx = slot_m;
-      info.N_idx = slot_n;
+      const auto in_cluster = cute::block_id_in_cluster();
+      info.M_idx =
+          slot / map.columns * cute::size<0>(ClusterShape{}) + static_cast<int>(in_cluster.x);
+      info.N_idx =
+          slot % map.columns * cute::size<1>(ClusterShape{}) + static_cast<int>(in_cluster.y);
       return info;
     }
   };
@@ -65,7 +67,7 @@ class OrderedTileScheduler : public Base {
 
   // As the schedulers of CUTLASS do it: first the rest of this unit, then the next one.
   CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo work) {
-    typename Base::WorkTileInfo info = work.of_base();
+    typename Base::WorkTileInfo info = work.of_base(*map_);
     if (Base::continue_current_work(info)) return cute::make_tuple(ordered(info), true);
     Base::advance_to_next_work();
     return cute::make_tuple(get_current_work(), true);
@@ -79,10 +81,10 @@ class OrderedTileScheduler : public Base {
   CUTLASS_DEVICE static void fixup(Params const& params, WorkTileInfo const& work,
                                    Accumulators& accumulators, std::uint32_t barriers,
                                    std::uint32_t barrier) {
-    Base::fixup(params, work.of_base(), accumulators, barriers, barrier);
+    Base::fixup(params, work.of_base(params.map), accumulators, barriers, barrier);
 #ifdef FLUX_TRACE
     // Of stream-K, what another block finishes ends here; the rest with its epilogue.
-    if (!Base::compute_epilogue(work.of_base(), params)) {
+    if (!Base::compute_epilogue(work.of_base(params.map), params)) {
       end_tile<false>(params.sync, {FLUX_TRACE_PART, work.M_idx, work.N_idx, 0});
     }
 #endif
@@ -92,14 +94,13 @@ class OrderedTileScheduler : public Base {
   CUTLASS_DEVICE WorkTileInfo ordered(typename Base::WorkTileInfo const& info) const {
     WorkTileInfo work;
     static_cast<typename Base::WorkTileInfo&>(work) = info;
-    work.slot_m = info.M_idx;
-    work.slot_n = info.N_idx;
     if (!work.is_valid()) return work;
     constexpr int kClusterM = cute::size<0>(ClusterShape{});
     constexpr int kClusterN = cute::size<1>(ClusterShape{});
     const int row = info.M_idx / kClusterM;
     const int column = info.N_idx / kClusterN;
-    const TileCoord tile = tile_at(*map_, row * map_->columns + column);
+    work.slot = row * map_->columns + column;
+    const TileCoord tile = tile_at(*map_, work.slot);
     work.M_idx = tile.m * kClusterM + info.M_idx % kClusterM;
     work.N_idx = tile.n * kClusterN + info.N_idx % kClusterN;
     return work;
@@ -111,18 +112,22 @@ class OrderedTileScheduler : public Base {
 // Tags with which GemmUniversal selects it.
 struct OrderedPersistent {};
 struct OrderedStreamK {};
+template <int kStages>
+struct OrderedDynamic {};  // dynamic_scheduler.cuh
 
 // Row by row, so that slots are what the map expects.
 template <class Scheduler>
-typename Scheduler::Arguments scheduler_arguments(TileMap const& map,
-                                                  [[maybe_unused]] FluxSync const& sync) {
+typename Scheduler::Arguments scheduler_arguments(TileMap const& map, FluxGemmArgs const& given) {
   typename Scheduler::Arguments args{};
 #ifdef FLUX_TRACE
-  args.sync = sync;
+  args.sync = given.sync;
 #endif
   args.max_swizzle_size = 1;
   args.raster_order = Scheduler::RasterOrderOptions::AlongN;
   args.map = map;
+  if constexpr (Scheduler::IsDynamicPersistent) {
+    args.counter = static_cast<std::uint32_t*>(given.workspace);
+  }
   return args;
 }
 

@@ -1,0 +1,65 @@
+"""Predict path one_shot of CPUs, and what sending between hosts takes from their cores."""
+
+from __future__ import annotations
+
+from flux.core.integers import ceil_div
+from flux.core.knobs import Knobs
+from flux.core.problem import Problem
+from flux.machine.cluster import Cluster, bytes_per_ms
+from flux.select.hardware import NETWORK_CPU_MS_PER_MB, ONE_SHOT_US, SLAB_COST_ROWS
+
+TWO_PHASES_BYTES = 64 << 10
+"""As in csrc/cpu/collectives.cpp."""
+
+
+def one_shot_ms(problem: Problem, cluster: Cluster) -> float:
+    """Return the time of the collective of path = one_shot, on a CPU.
+
+    Inside a host each rank copies its part in and the result out. Between hosts every byte travels
+    once; a sum of few bytes goes to each host whole, a larger one in parts and back.
+    """
+    lanes, hosts = ceil_div(problem.world, problem.nodes), problem.nodes
+    nbytes = problem.m * problem.row_bytes
+    if problem.op.all_reduces:
+        whole = hosts == 2 or nbytes < TWO_PHASES_BYTES
+        across = nbytes * (hosts - 1) if whole else 2 * nbytes * (hosts - 1) / hosts
+    else:
+        across = (hosts - 1) * lanes * problem.chunk * problem.row_bytes
+    inside = 0.0 if lanes == 1 else 3 * nbytes / bytes_per_ms(cluster.link.gbs)
+    latency_us = ONE_SHOT_US + (cluster.network.latency_us if hosts > 1 else 0.0)
+    across_ms = max(across / bytes_per_ms(cluster.network.gbs), network_cpu_ms(problem))
+    return across_ms + inside + latency_us * 1e-3
+
+
+def one_shot_exposed_ms(
+    problem: Problem, cluster: Cluster, knobs: Knobs, whole: float, comm: float
+) -> float:
+    """Return the time that a call of path = one_shot takes beyond its GEMM, which may be cut.
+
+    One core multiplies, sends and receives. A sum's first message leaves behind the first slab, and
+    an AllGather's last slab follows the last message. Ranks that share memory, and those of an
+    AllReduce, have no rows of their own to multiply while the last round is on the wire.
+    """
+    assert knobs.tile is not None and knobs.comm_tile_rows is not None
+    if knobs.tile[0] >= problem.m:
+        return comm
+    alone = problem.world == problem.nodes
+    rounds = ceil_div(problem.chunk, knobs.comm_tile_rows)
+    if problem.op.all_reduces:
+        slabs = rounds
+    elif rounds > 1 or (alone and problem.op.reduces):
+        slabs = rounds * (problem.world - 1) + 1
+    else:
+        slabs = 2 if problem.op.gathers else 1
+    cut = whole * (slabs - 1) * SLAB_COST_ROWS / problem.m
+    slab = (whole + cut) / slabs
+    tail = 0.0 if problem.op.gathers or (alone and not problem.op.all_reduces) else comm / rounds
+    busy = network_cpu_ms(problem)
+    return max(cut + busy + tail, comm + slab - whole)
+
+
+def network_cpu_ms(problem: Problem) -> float:
+    """Return the time of a core, on a CPU, to send and receive a rank's bytes between hosts."""
+    hosts, passes = problem.nodes, 2 if problem.op.all_reduces else 1
+    rows = passes * (hosts - 1) * problem.chunk
+    return NETWORK_CPU_MS_PER_MB * rows * problem.row_bytes * 1e-6

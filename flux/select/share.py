@@ -1,0 +1,72 @@
+"""Multiprocessors that the GEMM of a fused call has, and those that it leaves to other kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flux.core.knobs import Knobs
+    from flux.core.problem import Problem
+    from flux.kernels.config import GemmConfig
+    from flux.machine.cluster import Cluster
+
+BESIDE = 8
+"""Most blocks that run beside a GEMM between nodes: sums for other nodes, and network kernels.
+Eight blocks move more bytes than the network of a GPU does."""
+MARGIN = 8
+"""Multiprocessors that are left at most, by default."""
+
+
+def beside(sm_share: int) -> int:
+    """Return how many of these blocks ``sm_share`` multiprocessors can spare."""
+    return max(1, min(BESIDE, sm_share // 16))
+
+
+def margin(sm_count: int) -> int:
+    """Return the multiprocessors that kernels that wait for peers leave to other kernels.
+
+    A kernel of another stream may be what a peer is waiting for. Nothing must keep it from a
+    multiprocessor until this rank's own wait is over.
+    """
+    return min(MARGIN, sm_count // 16) or int(sm_count > 1)
+
+
+def gemm_units(problem: Problem, cluster: Cluster, knobs: Knobs | None = None) -> int:
+    """Return the multiprocessors of the GEMM of a fused call, of all that a rank's device has.
+
+    Between nodes the GEMM leaves room for kernels beside it in place of the margin.
+    """
+    units = cluster.device.units
+    if problem.world == 1 or cluster.device.kind != "cuda":
+        return units
+    if knobs is not None and knobs.sm_margin is not None:
+        units = max(1, units - knobs.sm_margin)
+    elif problem.nodes == 1:
+        units -= margin(units)
+    return units if problem.nodes == 1 else max(1, units - beside(units))
+
+
+def slowdown(problem: Problem, cluster: Cluster, knobs: Knobs, kernel: GemmConfig | None) -> float:
+    """Return the time of a fused call's GEMM over that on all multiprocessors, if it multiplies.
+
+    With a kernel: by the tiles of its busiest block, of which a few multiprocessors less may mean
+    one more.
+    """
+    units, every = gemm_units(problem, cluster, knobs), cluster.device.units
+    if kernel is None or units == every:
+        return every / units
+    # Plans do without the model of kernels.
+    from flux.kernels.legality import GemmProblem
+    from flux.select.cycles import busiest_depth
+
+    gemm = GemmProblem.of(problem)
+    return busiest_depth(kernel, gemm, units) / busiest_depth(kernel, gemm, every)
+
+
+def taken_units(knobs: Knobs, sm_count: int, nodes: int) -> int:
+    """Return the multiprocessors of a GEMM's grid that other kernels may hold when it starts.
+
+    Those kernels are assumed where a margin is set, and between nodes. The margin is a number of
+    multiprocessors that the grid leaves: it keeps no kernel to particular ones.
+    """
+    return knobs.sm_margin or (beside(sm_count) if nodes > 1 else 0)
