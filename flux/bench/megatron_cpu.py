@@ -29,6 +29,7 @@ def megatron_on_cpu(tensor_parallel: int, **options: Any) -> Iterator[None]:
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")  # warnings that APEX and Transformer Engine are missing
@@ -36,10 +37,15 @@ def megatron_on_cpu(tensor_parallel: int, **options: Any) -> Iterator[None]:
             (torch.cuda, "current_device", lambda: torch.device("cpu")),
             (torch.cuda, "synchronize", lambda *_: None),
             (torch.cuda, "current_stream", mock.Mock()),  # to wait for what other streams do
+            (torch.cuda, "Stream", mock.Mock()),  # of the dispatcher alltoall
             (random, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(0)),
             (random, "_set_cuda_rng_state", lambda *_, **__: None),
         ):
             stack.enter_context(mock.patch.object(module, name, stand_in))
+        if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 reads it, and did not set it
+            stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
+        exchange = _with_lists(token_dispatcher.all_to_all)
+        stack.enter_context(mock.patch.object(token_dispatcher, "all_to_all", exchange))
         groups = stack.enter_context(_collected_groups())
         parallel_state.initialize_model_parallel(tensor_parallel, **options)
         random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
@@ -50,6 +56,16 @@ def megatron_on_cpu(tensor_parallel: int, **options: Any) -> Iterator[None]:
             parallel_state.destroy_model_parallel()
             for group in list(groups):
                 dist.destroy_process_group(group)
+
+
+def _with_lists(all_to_all: Any) -> Any:
+    """Return Megatron's all_to_all for splits that are tensors, as they stay without a GPU."""
+
+    def exchange(group: Any, x: torch.Tensor, outgoing: Any = None, incoming: Any = None) -> Any:
+        splits = (s.tolist() if isinstance(s, torch.Tensor) else s for s in (outgoing, incoming))
+        return all_to_all(group, x, *splits)
+
+    return exchange
 
 
 @contextlib.contextmanager

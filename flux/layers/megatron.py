@@ -26,9 +26,11 @@ import torch
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
+from megatron.core.transformer.moe import moe_layer
 
 from flux.layers.autograd import LinearConfig, column_linear, row_linear
 from flux.layers.eligible import reason_unsupported, say_once
+from flux.layers.megatron_moe import MoELayer
 from flux.ops.gradients import WeightGrad
 from flux.ops.pool import User, pool_of
 
@@ -224,6 +226,7 @@ class RowParallelLinear(_Fused, megatron_layers.RowParallelLinear):  # type: ign
 # -- swapping in -----------------------------------------------------------------------------------
 
 SWAPS: dict[type, type] = {
+    moe_layer.MoELayer: MoELayer,
     megatron_layers.ColumnParallelLinear: ColumnParallelLinear,
     megatron_layers.RowParallelLinear: RowParallelLinear,
 }
@@ -318,9 +321,10 @@ def swap(model: torch.nn.Module, overlap: bool | None) -> int:
         new = SWAPS.get(type(module))
         if new is not None:
             module.__class__ = new
+        if new is not None and isinstance(module, _Fused):
             last = name.rpartition(".")[2]
             cast(Any, module).tp_comm_buffer_name = last.removeprefix("linear_")
-        if isinstance(module, _Fused):
+        if isinstance(module, (_Fused, MoELayer)):
             module.overlap = overlap if overlap is not None else module.overlap
             count += 1
     return count

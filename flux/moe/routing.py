@@ -43,7 +43,8 @@ class Routing:
         count: int | None = None,
         world: int = 1,
     ) -> None:
-        if experts.dtype.is_floating_point or experts.dtype.is_complex:
+        kind = experts.dtype
+        if kind.is_floating_point or kind.is_complex or kind == torch.bool:  # a map of all experts
             raise TypeError(f"experts of tokens must be integers, got {experts.dtype}")
         if experts.dim() != 2 or 0 in experts.shape:
             raise ValueError(f"experts of tokens must be [M, topk], got {list(experts.shape)}")

@@ -79,6 +79,7 @@ def test_equal_choices_have_equal_checksums() -> None:
     ("experts", "error", "text"),
     [
         (torch.zeros(3), TypeError, "must be integers"),
+        (torch.ones(3, 5, dtype=torch.bool), TypeError, "must be integers"),
         (torch.zeros(3, dtype=torch.int64), ValueError, r"must be \[M, topk\]"),
         (torch.zeros(0, 2, dtype=torch.int64), ValueError, r"got \[0, 2\]"),
         (torch.tensor([[0, 1], [5, 4]]), ValueError, "below 5, got 5 for token 1"),

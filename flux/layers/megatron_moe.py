@@ -1,0 +1,219 @@
+"""Drop-in form of Megatron-core's mixture of experts: AGGroupedGemm and GroupedGemmRS.
+
+    Megatron, dispatcher allgather or alltoall     here
+    gather of routing map and probabilities        gather of topk experts and probabilities
+    gather (or all-to-all) of tokens, permute      AGGroupedGemm over the ranks of tp * ep
+    fc1 of each expert                             inside of it
+    activation, probabilities                      the same
+    fc2 of each expert                             GroupedGemmRS
+    unpermute, ReduceScatter (or all-to-all)       inside of it
+
+It is Megatron's own class except for these steps: router, shared experts, recomputation, parameters
+and checkpoints are Megatron's. ``tp_comm_overlap`` switches it on, as for linear layers. A layer
+that cannot be fused uses Megatron's path, and the log ("flux.layers") records the reason once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe import experts as megatron_experts
+from megatron.core.transformer.moe import moe_layer
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+from flux.layers.eligible import reason_unsupported, say_once
+from flux.moe import AGGroupedGemm, GroupedGemmRS
+from flux.ops.pool import User, pool_of
+
+
+def chosen(
+    routing_map: torch.Tensor, probs: torch.Tensor, topk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts of each token, [T, topk], and their probabilities.
+
+    Args:
+        routing_map: bool [T, experts], of which each token has ``topk`` at most.
+        probs: [T, experts].
+        topk: of the router. Choices that a capacity has dropped are -1.
+    """
+    order = routing_map.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :topk]
+    present = routing_map.gather(1, order)
+    return order.masked_fill(~present, -1), probs.gather(1, order)
+
+
+class MoELayer(moe_layer.MoELayer):  # type: ignore[misc, unused-ignore]
+    """Megatron-core's MoELayer whose tokens travel during the experts' products.
+
+    Constructor, ``forward`` and everything else: see Megatron's class.
+    """
+
+    overlap: bool | None = None
+    """True or False override the configuration's tp_comm_overlap; None follows it."""
+
+    _flux_user: User | None = None
+    _routing_map: torch.Tensor | None = None  # of the call that is inside, if it is fused
+
+    def _reason_unfused(self, hidden: torch.Tensor) -> str | None:
+        """Return why Megatron's own path is used, None if it is not; the same on all ranks."""
+        config, experts = self.config, self.experts
+        on = config.tp_comm_overlap if self.overlap is None else self.overlap
+        if not on:
+            return "tp_comm_overlap is off in the configuration"
+        if config.moe_token_dispatcher_type not in ("allgather", "alltoall"):
+            return f"the dispatcher is {config.moe_token_dispatcher_type}"
+        if type(experts) is not megatron_experts.SequentialMLP:
+            return f"experts are {type(experts).__name__}, not SequentialMLP"
+        for name in _UNSUPPORTED:
+            if getattr(config, name, None):
+                return f"{name} = {getattr(config, name)} is not supported by flux"
+        if self.shared_expert_overlap:
+            return "moe_shared_expert_overlap is not supported by flux"
+        first = experts.local_experts[0]
+        if any(has_hooks(module) for module in experts.modules()):
+            return "the experts have hooks, which a grouped product does not call"
+        parts = get_pg_size(experts.tp_group)
+        group = self.token_dispatcher.tp_ep_group
+        rank = get_pg_rank(self.ep_group) * parts + get_pg_rank(experts.tp_group)
+        if rank != get_pg_rank(group) or get_pg_size(group) != parts * get_pg_size(self.ep_group):
+            return "ranks of a tensor-parallel group of experts are not neighbours"
+        reason = reason_unsupported(group.group_name, hidden, first.linear_fc1.weight)
+        if reason is None and not self._equal_shares(hidden):
+            return "ranks have different numbers of tokens"
+        return reason
+
+    def _equal_shares(self, hidden: torch.Tensor) -> bool:
+        """Return whether all ranks have as many tokens. Collective, for dispatcher alltoall.
+
+        The other dispatcher gathers equal shares, and Megatron does not check them.
+        """
+        if self.config.moe_token_dispatcher_type == "allgather":
+            return True
+        group = self.token_dispatcher.tp_ep_group
+        own = torch.tensor([hidden.numel()], device=hidden.device)
+        counts = own.new_empty(get_pg_size(group))
+        dist.all_gather_into_tensor(counts, own, group=group)
+        return bool((counts == own).all())
+
+    def _fuses(self, hidden: torch.Tensor) -> bool:
+        """Return whether to use the fused path; log the reason once if not."""
+        if get_pg_size(self.token_dispatcher.tp_ep_group) == 1:
+            return False  # no communication: nothing to fuse or to log
+        reason = self._reason_unfused(hidden)
+        if reason is not None:
+            say_once(f"{type(self).__name__}: Megatron's own path, because {reason}")
+        return reason is None
+
+    def preprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the tokens where they are until the first product gathers them."""
+        self._routing_map = None
+        if not self._fuses(hidden_states):
+            plain: tuple[torch.Tensor, torch.Tensor]
+            plain = super().preprocess(hidden_states, probs, routing_map)
+            return plain
+        self._routing_map, self._shape = routing_map, hidden_states.shape
+        return hidden_states.reshape(-1, hidden_states.shape[-1]), probs
+
+    def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
+        """Do nothing: the first product gathers the tokens."""
+        if self._routing_map is None:
+            return super().dispatch(hidden_states, probs)
+        return hidden_states, probs
+
+    def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
+        """Gather, multiply and sum tokens. Collective.
+
+        Args:
+            hidden_states: own tokens, [T, hidden].
+            probs: [T, experts].
+
+        Returns:
+            The own tokens' sums, [T, hidden], and None.
+        """
+        if self._routing_map is None:
+            return super().routed_experts_compute(hidden_states, probs)
+        layers = self.experts.local_experts
+        up, down = self._ops(hidden_states)
+        experts, weights = chosen(self._routing_map, probs, self.config.moe_router_topk)
+        experts, weights = up.gather_choices(experts, weights)
+        w1, w2 = ([getattr(e, n).weight for e in layers] for n in ("linear_fc1", "linear_fc2"))
+        hidden = up(hidden_states, w1, experts, _biases(layers, "linear_fc1"))
+        hidden = self._activated(hidden)
+        return down(hidden, w2, experts, weights, _biases(layers, "linear_fc2")), None
+
+    def combine(self, output: torch.Tensor) -> torch.Tensor:
+        """Do nothing: the second product has scattered the sums."""
+        if self._routing_map is None:
+            return cast(torch.Tensor, super().combine(output))
+        return output
+
+    def postprocess(
+        self, output: torch.Tensor, shared_expert_output: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Restore the shape and add the shared experts' output."""
+        if self._routing_map is None:
+            return cast(torch.Tensor, super().postprocess(output, shared_expert_output))
+        self._routing_map = None
+        output = output.reshape(self._shape)
+        return output if shared_expert_output is None else output + shared_expert_output
+
+    def _ops(self, hidden: torch.Tensor) -> tuple[AGGroupedGemm, GroupedGemmRS]:
+        """Return the ops of both products. Collective if one has to be built."""
+        config, pool = self.config, pool_of(self.token_dispatcher.tp_ep_group)
+        if self._flux_user is None:
+            self._flux_user = User()
+        parts = get_pg_size(self.experts.tp_group)
+        wide = self.experts.local_experts[0].linear_fc1.weight.shape[0] * parts
+        deep = wide // 2 if config.gated_linear_unit else wide
+        m = hidden.shape[0] * get_pg_size(self.token_dispatcher.tp_ep_group)
+        sizes = {"experts": config.num_moe_experts, "topk": config.moe_router_topk}
+        options: Any = {**sizes, "ep": get_pg_size(self.ep_group)}
+        width, dtype = hidden.shape[1], hidden.dtype
+        up = pool.op(cast(Any, AGGroupedGemm), self._flux_user, m, wide, width, dtype, **options)
+        down = pool.op(cast(Any, GroupedGemmRS), self._flux_user, m, width, deep, dtype, **options)
+        return cast(AGGroupedGemm, up), cast(GroupedGemmRS, down)
+
+    def _activated(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply the activation of Megatron's MLP to the first product, [rows, columns]."""
+        config = self.config
+        if not config.gated_linear_unit:
+            return cast(torch.Tensor, config.activation_func(hidden))
+        gate, up = hidden.chunk(2, dim=-1)
+        limit = getattr(config, "activation_func_clamp_value", None)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        offset = getattr(config, "glu_linear_offset", 0.0)
+        return cast(torch.Tensor, config.activation_func(gate) * (up + offset))
+
+    def close(self) -> None:
+        """Free the ops that no other layer needs. Call it on every rank; the layer stays usable."""
+        if self._flux_user is not None:
+            pool_of(self.token_dispatcher.tp_ep_group).release(self._flux_user)
+
+
+_UNSUPPORTED = (
+    "fp8",
+    "fp4",
+    "moe_apply_probs_on_input",
+    "moe_pad_expert_input_to_capacity",
+    "moe_latent_size",
+    "gradient_accumulation_fusion",
+    "use_te_activation_func",
+    "delay_wgrad_compute",
+)
+"""Settings with which Megatron's own path is used, if they are on."""
+
+
+def _biases(layers: Any, name: str) -> torch.Tensor | None:
+    """Return the biases of all experts, [experts, columns], or None."""
+    biases = [getattr(layer, name).bias for layer in layers]
+    return None if biases[0] is None else torch.stack(biases)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether hooks would miss that a module is not called."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind, None) for kind in kinds)

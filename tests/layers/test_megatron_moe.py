@@ -1,0 +1,138 @@
+"""Megatron-core's MoELayer beside ours: results and all gradients, for both dispatchers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import more, run_ranks
+from megatron_cases import config, megatron
+
+SIZES: dict[str, Any] = {"moe_ffn_hidden_size": 24, "ffn_hidden_size": 24, "num_moe_experts": 4}
+
+
+def _layers(settings: dict[str, Any], tp: int) -> tuple[Any, Any]:
+    """Megatron's layer and ours, with equal values: the router's on all ranks, experts' on none."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from flux.layers.megatron import flux_spec, swap
+
+    made = config(
+        tp,
+        **{
+            **SIZES,
+            "moe_router_topk": 2,
+            "params_dtype": torch.float64,
+            "add_bias_linear": False,
+            "sequence_parallel": tp > 1,
+            "moe_router_dtype": "fp64",
+            "moe_aux_loss_coeff": 0.0,
+            "tp_comm_overlap": True,
+            **settings,
+        },
+    )
+    spec = get_moe_module_spec(
+        use_te=False, num_experts=4, moe_grouped_gemm=False, moe_use_legacy_grouped_gemm=False
+    )
+    theirs, ours = (MoELayer(made, spec.submodules, layer_number=1) for _ in range(2))
+    torch.manual_seed(3)
+    for name, parameter in theirs.named_parameters():
+        if "router" not in name and "shared" not in name:
+            torch.manual_seed(len(name) + 17 * dist.get_rank())
+        torch.nn.init.normal_(parameter, std=0.2)
+    ours.load_state_dict(theirs.state_dict())
+    swap(ours, overlap=None)
+    assert type(ours) is flux_spec(spec).module
+    return theirs, ours
+
+
+def _compare(
+    rank: int, world: int, tp: int, ep: int, etp: int, settings: dict[str, Any], path: str
+) -> None:
+    options = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+    with megatron(tp, **options):
+        parallel = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+        theirs, ours = _layers({**settings, **parallel}, tp)
+        if path == "fused":
+            assert ours._reason_unfused(torch.zeros(4, 2, 32, dtype=torch.float64)) is None
+        for step in range(2):
+            results = []
+            for layer in (theirs, ours):
+                torch.manual_seed(100 * step + rank)
+                x = torch.randn(4, 2, 32, dtype=torch.float64, requires_grad=True)
+                y, _ = layer(x)
+                (y * torch.randn_like(y)).sum().backward()
+                results.append({"y": y.detach(), "dx": x.grad})
+                for name, parameter in layer.named_parameters():
+                    grad = parameter.grad
+                    results[-1][name] = torch.zeros_like(parameter) if grad is None else grad
+            for name, wanted in results[0].items():
+                off = (results[1][name] - wanted).abs().max()
+                assert off <= 1e-9 * (1 + wanted.abs().max()), f"{name} is off by {off:.2e}"
+        fused = path == "fused"
+        assert (ours._flux_user is not None) == fused
+        ours.close()
+
+
+GATED = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "etp", "settings"),
+    [
+        (1, 2, 1, {"moe_token_dispatcher_type": "alltoall", **GATED}),
+        (2, 1, 2, {"moe_token_dispatcher_type": "allgather", **GATED}),
+        (2, 2, 1, {"moe_token_dispatcher_type": "alltoall", "add_bias_linear": True}),
+        (2, 2, 2, {"moe_token_dispatcher_type": "allgather"}),
+        (
+            1,
+            4,
+            1,
+            {
+                "moe_token_dispatcher_type": "alltoall",
+                "moe_expert_capacity_factor": 0.75,
+                "moe_shared_expert_intermediate_size": 16,
+                **GATED,
+            },
+        ),
+        (
+            1,
+            2,
+            1,
+            {
+                "moe_token_dispatcher_type": "allgather",
+                "recompute_granularity": "selective",
+                "recompute_modules": ["moe"],
+            },
+        ),
+        *more((2, 4, 1, {"moe_token_dispatcher_type": "allgather", **GATED})),
+    ],
+)
+def test_layer_equals_megatrons(tp: int, ep: int, etp: int, settings: dict[str, Any]) -> None:
+    run_ranks(max(tp, ep * etp), _compare, tp, ep, etp, settings, "fused")
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "etp", "settings"),
+    [
+        (
+            1,
+            2,
+            1,
+            {
+                "moe_token_dispatcher_type": "alltoall",
+                "moe_expert_capacity_factor": 1.0,
+                "moe_pad_expert_input_to_capacity": True,
+            },
+        ),
+        (1, 2, 1, {"moe_token_dispatcher_type": "alltoall", "tp_comm_overlap": False}),
+    ],
+)
+def test_what_is_not_fused_is_megatrons_own(
+    tp: int, ep: int, etp: int, settings: dict[str, Any]
+) -> None:
+    run_ranks(max(tp, ep * etp), _compare, tp, ep, etp, settings, "own")
