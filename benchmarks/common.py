@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flux.bench.metrics import ratio_interval
-from flux.core.wholefile import write_whole
+from flux.core.datafile import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("benchmarks", "results", "cpu")

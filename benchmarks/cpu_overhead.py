@@ -29,10 +29,10 @@ from common import RESULTS, keep, markdown, milliseconds
 
 import flux
 from flux.bench.metrics import median, slowest_rank
-from flux.bench.timing import StartLine, quiet_collector, timed
-from flux.core.integers import ceil_div
+from flux.bench.timing import StartLine, timed
+from flux.core.collector import paused_collector
 from flux.core.knobs import Op
-from flux.core.problem import Problem
+from flux.core.problem import Problem, ceil_div
 from flux.launch.spawn import run_ranks
 from flux.machine import host
 
@@ -97,7 +97,7 @@ class PresetEngine:
 def microseconds(call: Callable[[], object], calls: int) -> float:
     """Median time of one call."""
     call()
-    with quiet_collector():
+    with paused_collector(collect=True):
         return median([timed(call)[1] * 1e3 for _ in range(calls)])
 
 
@@ -126,7 +126,7 @@ def call_cost(name: str, calls: int, rank: int, alone: dist.ProcessGroup) -> dic
         op._backend.engine = engine
         dist.barrier()
         whole: list[float] = []
-        with quiet_collector():
+        with paused_collector(collect=True):
             for _ in range(calls):
                 engine.calls.append({})
                 whole.append(timed(lambda: op(x, weight, **options))[1] * 1e3)
@@ -170,7 +170,7 @@ def large_gemm(
         }
         times: dict[str, list[float]] = {label: [] for label in calls}
         labels = list(calls)
-        with torch.no_grad(), quiet_collector():
+        with torch.no_grad(), paused_collector(collect=True):
             for repeat in range(-2, repeats):
                 shift = repeat % len(labels)
                 for label in labels[shift:] + labels[:shift]:

@@ -34,9 +34,8 @@ from common import RESULTS, ROOT, interval_text, keep, load, markdown, unbroken
 
 from flux import _C, Knobs
 from flux.bench.metrics import CONFIDENCE, bootstrap
-from flux.core.dtypes import BY_SHORT
-from flux.core.integers import ceil_div
-from flux.core.knobs import ClusterTile, Op
+from flux.core.knobs import Op
+from flux.core.problem import BY_SHORT, ceil_div
 from flux.kernels import loading
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal, runs_on
@@ -44,7 +43,7 @@ from flux.kernels.registry import BuiltKernel
 from flux.kernels.sets import config_set
 from flux.machine import host
 from flux.select.cycles import cost
-from flux.select.heuristic import resolve
+from flux.select.heuristic import Sizes, resolve
 from flux.select.kernel import best_of
 from flux.transport.device import CudaDevice
 
@@ -116,9 +115,8 @@ class Shape:
         args.d, args.ldd, args.device = self.out.data_ptr(), self.n, self.device.index
         args.scale_a, args.scale_b = self.scale_x.data_ptr(), self.scale_w.data_ptr()
         if config.op != "gemm":
-            sizes = (self.m, self.n, self.k, WORLD, 2)
-            cluster = ClusterTile(*config.cluster_tile)
-            knobs = resolve(Op[config.op], *sizes, Knobs(raster=raster), cluster=cluster)
+            sizes = Sizes(Op[config.op], self.m, (self.n, self.k), WORLD, 2)
+            knobs = resolve(sizes, Knobs(raster=raster), config.cluster_tile)
             args.order.world, args.order.rank = WORLD, 0
             args.order.nodes = args.order.domains = 1
             args.order.lanes = WORLD

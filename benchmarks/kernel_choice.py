@@ -22,15 +22,14 @@ from common import RESULTS, keep, markdown, sizes, unbroken
 
 from flux.bench.shapes import load_shapes
 from flux.core.datafile import data_root
-from flux.core.dtypes import DTYPES
 from flux.core.knobs import Knobs, Op
-from flux.core.problem import Problem
+from flux.core.problem import DTYPES, Problem
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem
 from flux.kernels.sets import config_set
 from flux.select import nvidia_heuristics
 from flux.select.cycles import cost, cycles, divide
-from flux.select.heuristic import resolved
+from flux.select.heuristic import resolve
 from flux.select.kernel import best_of, default_configs
 
 RESULT = RESULTS.parent / "heuristics" / "kernel_choice.json"
@@ -89,7 +88,7 @@ def entry(shape: Problem, model: nvidia_heuristics.Estimator | None) -> dict[str
     ranked = sorted(
         zip(costs, configs, strict=True), key=lambda one: (one[1] != best, one[0], one[1].name)
     )
-    knobs = resolved(shape, Knobs(), best)
+    knobs = resolve(shape, Knobs(), best.cluster_tile)
     work = divide(best, problem, SMS)
     fields: dict[str, Any] = {
         "op": shape.op.name,

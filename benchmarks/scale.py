@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from common import ROOT, keep, markdown, percent, unbroken
 
-from flux.core.integers import ceil_div
+from flux.core.problem import ceil_div
 from flux.core.version import __version__
 from flux.machine.cluster import load_cluster
 from flux.plan.compare import compared

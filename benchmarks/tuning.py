@@ -184,7 +184,7 @@ def ship_part(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         cache = Cache(Path(folder))
         for entry in Cache(results, read_only=True).entries():
-            cache.merge(entry)
+            cache.store(entry)
         for document in search["shapes"]:
             problem = Problem(
                 Op[document["op"]], *(document[name] for name in ("m", "n", "k", "dtype")), WORLD

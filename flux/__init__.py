@@ -8,11 +8,10 @@ from flux.core.version import __version__
 if TYPE_CHECKING:
     from flux import compile, layers, ops
     from flux.core.errors import PeerDiedError, PeerFailedError, PeerTimeoutError
-    from flux.core.knobs import Knobs
+    from flux.core.knobs import Knobs, Topology
     from flux.core.schedule import TileSchedule
-    from flux.core.topology import Topology
     from flux.ops import AGGemm, Collectives, GemmAR, GemmRS
-    from flux.select.schedule import make_schedule
+    from flux.select.heuristic import make_schedule
 
 __all__ = [
     "AGGemm",
@@ -43,8 +42,8 @@ _HOMES = {
     "PeerFailedError": "flux.core.errors",
     "PeerTimeoutError": "flux.core.errors",
     "TileSchedule": "flux.core.schedule",
-    "Topology": "flux.core.topology",
-    "make_schedule": "flux.select.schedule",
+    "Topology": "flux.core.knobs",
+    "make_schedule": "flux.select.heuristic",
 }
 """Where the public names come from, each of which is imported at its first use."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flux.core.backend import Backend
+from flux.core.knobs import Topology
 from flux.core.spec import OpSpec
-from flux.core.topology import Topology
 
 if TYPE_CHECKING:
     from flux.select.choose import Choice

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -54,6 +55,7 @@ class Stamps(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class UnfusedBackend:
     """Executor of the unfused path of one op on one rank.
 
@@ -61,28 +63,19 @@ class UnfusedBackend:
         watched: asked, while a collective is waited for, whether a peer is gone or has left a call.
             gloo reports only the end of a process, and that only to ranks that exchange data with
             it.
+        culprit: the rank that a call has timed out on; -1: none, or unknown.
     """
 
+    spec: OpSpec
+    exchange: Exchange | None
+    rank: int
+    world: int
+    timeout_s: float
     watched: CpuBackend | None = None
-
-    def __init__(
-        self,
-        spec: OpSpec,
-        exchange: Exchange | None,
-        rank: int,
-        world: int,
-        timeout_s: float,
-    ) -> None:
-        self.spec = spec
-        self._exchange = exchange
-        self.rank = rank
-        self.world = world
-        self.timeout_s = timeout_s
-        self._stamps: Stamps | None = None
-        self._threads = Threads()
-        self._unfinished = False  # a collective of the call has begun, and not ended
-        self.culprit = -1
-        """The rank that a call has timed out on; -1: none, or unknown."""
+    culprit: int = -1
+    _stamps: Stamps | None = None
+    _threads: Threads = field(default_factory=Threads)
+    _unfinished: bool = False  # a collective of the call has begun, and not ended
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -91,7 +84,7 @@ class UnfusedBackend:
         Raises:
             RuntimeError: it has been destroyed.
         """
-        return None if self._exchange is None else self._exchange.group
+        return None if self.exchange is None else self.exchange.group
 
     def close(self) -> None:
         """End the thread that waits for collectives. Idempotent."""
@@ -377,6 +370,7 @@ class UnfusedBackend:
         return error
 
 
+@dataclass
 class _Steps:
     """A collective whose wait ends at its timeout and can be repeated, as gloo's all_reduce's.
 
@@ -384,15 +378,14 @@ class _Steps:
     like an ``Abandonable``.
     """
 
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
-        self.error: BaseException | None = None
+    work: dist.Work
+    error: BaseException | None = None
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for so long; return whether it has ended."""
         began = time.monotonic()
         try:
-            self._work.wait(timedelta(seconds=timeout_s))
+            self.work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             if not _raised_here(error):
                 raise

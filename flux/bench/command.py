@@ -9,7 +9,7 @@ import typer
 
 from flux.bench.command_options import ProblemOptions, RunOptions, config_of
 from flux.cli import options
-from flux.cli.mounting import MountedGroup
+from flux.cli.app import MountedGroup
 from flux.cli.options import with_options
 from flux.cli.ranks import check_writable, say_wrong, speaks, watched_ranks
 from flux.cli.terminal import EXIT_FAILED, command_line, open_console, say, writing

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flux.core.dtypes import BY_SHORT, DTYPES, MEASURED_DTYPES
 from flux.core.env import MOST_SECONDS
 from flux.core.knobs import Op
-from flux.core.problem import Problem
+from flux.core.problem import BY_SHORT, DTYPES, MEASURED_DTYPES, Problem
 from flux.launch.hosts import parse_hosts, parse_rate
 from flux.machine.host import reason_too_large
 
@@ -62,7 +61,11 @@ def check_numbers(of: object) -> None:
             raise ValueError(f"{name} must be at least {least}, got {value}")
         if value > most:
             raise ValueError(f"{name} must be at most {most}, got {value}")
-    checked_seconds("timeout", getattr(of, "timeout_s", 1.0))
+    times = {"timeout": "timeout_s", "--candidate-timeout": "candidate_timeout_s"}
+    for shown, name in times.items():
+        value = getattr(of, name, 1.0)
+        if not 0 < value <= MOST_SECONDS:  # longer than any clock can tell
+            raise ValueError(f"{shown} must be above 0 and at most {MOST_SECONDS:g} s, got {value}")
 
 
 def check_ranks(count: int) -> None:
@@ -73,17 +76,6 @@ def check_ranks(count: int) -> None:
     """
     if count > MOST_RANKS:
         raise ValueError(f"at most {MOST_RANKS} ranks can be started, got {count}")
-
-
-def checked_seconds(name: str, value: float) -> float:
-    """Return a time to wait.
-
-    Raises:
-        ValueError: it is no number above 0, or longer than any clock can tell.
-    """
-    if not 0 < value <= MOST_SECONDS:
-        raise ValueError(f"{name} must be above 0 and at most {MOST_SECONDS:g} s, got {value}")
-    return value
 
 
 def memory_of(problem: Problem) -> int:

@@ -20,7 +20,7 @@ from flux.bench.places.gpu import problem_here
 from flux.launch.hosts import Hosts
 from flux.launch.progress import Progress, silent
 from flux.launch.spawn import run_ranks
-from flux.launch.torchrun import (
+from flux.launch.supervisors import (
     all_gather,
     hosts_of_ranks,
     torchrun_group,

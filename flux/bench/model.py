@@ -13,7 +13,7 @@ import torch
 
 from flux.bench.config import Run, dtype_name
 from flux.bench.shapes import Layer, layer_of
-from flux.core.dtypes import DTYPES
+from flux.core.problem import DTYPES
 
 PHASES = ("train", "prefill", "decode")
 DECODE_REPEATS = 8

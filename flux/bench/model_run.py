@@ -28,9 +28,9 @@ from flux.bench.model import ModelConfig
 from flux.bench.model_layers import FORMS, LayerCall, largest_error, make_calls
 from flux.bench.places.cpu import ProcessTimer
 from flux.bench.rounds import Rounds
-from flux.bench.timing import quiet_collector
+from flux.core.collector import paused_collector
 from flux.launch.progress import Progress, silent
-from flux.launch.torchrun import all_gather
+from flux.launch.supervisors import all_gather
 
 TOLERANCE = {"float32": 2e-4, "bfloat16": 5e-2}
 """Relative to the largest magnitude of a result. Sums have another order, and attention is not
@@ -128,7 +128,7 @@ class _Phase:
     def _time(self, calls: dict[str, LayerCall]) -> _PhaseSamples:
         config, samples = self._config, _PhaseSamples()
         rounds, repeats = Rounds(calls, self._timer), config.repeats_of(self._phase)
-        with quiet_collector():
+        with paused_collector(collect=True):
             for index in range(-config.warmup, repeats):
                 if self._rank == 0:
                     done = index + config.warmup

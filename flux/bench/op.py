@@ -24,7 +24,7 @@ from flux.bench.places import open_place
 from flux.bench.places.base import BenchPlace, Timing
 from flux.bench.reference import Verdict
 from flux.bench.rounds import Rounds
-from flux.bench.timing import quiet_collector
+from flux.core.collector import paused_collector
 from flux.core.problem import Problem
 from flux.launch.progress import Progress, silent
 
@@ -216,7 +216,7 @@ class _Run:
         samples = {name: _OpSamples() for name in calls}
         rounds = Rounds(calls, self._place, across=len(set(config.host_of)) > 1)
         skews: list[float] = []
-        with torch.no_grad(), quiet_collector():
+        with torch.no_grad(), paused_collector(collect=True):
             for index in range(-config.warmup, config.repeats):
                 self._step("warming up" if index < 0 else "measuring")
                 # The result changes with every repeat. So a leftover from the repeat before, or a

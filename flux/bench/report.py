@@ -16,7 +16,7 @@ from rich.text import Text
 from flux.bench.config import BenchConfig, link_bytes_minimum
 from flux.bench.metrics import CONFIDENCE, ratio_interval
 from flux.bench.op import Measurement
-from flux.core.wholefile import write_output
+from flux.core.datafile import write_output
 from flux.machine import host
 
 _VIRTUAL = (

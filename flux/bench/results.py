@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from flux.bench.report import FIGURES, rounded
-from flux.core.datafile import MOST_SIZE, load_json, one_line, shown
+from flux.core.datafile import MOST_SIZE, load_json, one_line, shown, write_output
 from flux.core.events import Event, event_from
 from flux.core.knobs import OPS
-from flux.core.wholefile import write_output
 
 FORMAT, VERSION = "flux-bench-suite", 1
 DONE, FAILED, SKIPPED, PENDING = "done", "failed", "skipped", "pending"

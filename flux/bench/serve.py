@@ -16,7 +16,7 @@ import torch
 from flux.bench.config import Run, dtype_name
 from flux.bench.model import scaled
 from flux.bench.shapes import layer_of
-from flux.core.dtypes import DTYPES
+from flux.core.problem import DTYPES
 
 PROGRAMS = ("transformers", "vllm")
 

@@ -26,9 +26,9 @@ from flux.bench.places.cpu import ProcessTimer
 from flux.bench.rounds import Rounds
 from flux.bench.serve import ServeConfig
 from flux.bench.serve_report import PhaseTimes
-from flux.bench.timing import quiet_collector
+from flux.core.collector import paused_collector
 from flux.launch.progress import Progress, silent
-from flux.launch.torchrun import all_gather
+from flux.launch.supervisors import all_gather
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-1}
 """Relative to the largest logit: the sums over ranks have another order in every layer."""
@@ -137,7 +137,7 @@ class _Phase:
         rounds = Rounds(self._calls, self._timer)
         wall: dict[str, list[float]] = {form: [] for form in self._forms}
         complaint, error = "", 0.0
-        with quiet_collector():
+        with paused_collector(collect=True):
             for index in range(-config.warmup, config.repeats):
                 if self._rank == 0:
                     progress(name, index + config.warmup, config.warmup + config.repeats)

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flux.core.datafile import MOST_SIZE, Table, find
-from flux.core.dtypes import MEASURED_DTYPES
 from flux.core.knobs import OPS, Op
-from flux.core.problem import Problem
+from flux.core.problem import MEASURED_DTYPES, Problem
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def load_shapes(
     model, dtype = top.text("model"), top.text("dtype", choices=MEASURED_DTYPES)
     worlds = top.integers("tensor_parallel")
     sizes: list[tuple[str, int, int, int]] = []
-    if "layer" in top:
+    if "layer" in top.keys:
         layer, _ = _layer(top.table("layer"))
         workloads = top.tables("workload")
         if not workloads:
@@ -167,7 +166,7 @@ def layer_of(name: str | Path) -> Layer:
     """
     file = find("shapes", name)
     top = Table.load(file)
-    if "layer" not in top:
+    if "layer" not in top.keys:
         raise ValueError(f"{file}: expected the [layer] of a model, got a list of shapes")
     return _layer(top.table("layer"))[0]
 
@@ -180,7 +179,7 @@ def model_of(name: str | Path) -> Model:
     """
     file = find("shapes", name)
     top = Table.load(file)
-    if "layer" not in top:
+    if "layer" not in top.keys:
         raise ValueError(f"{file}: expected the [layer] of a model, got a list of shapes")
     layer, layers = _layer(top.table("layer"))
     sequences: dict[str, int] = {}
@@ -209,7 +208,7 @@ def _layer(table: Table) -> tuple[Layer, int]:
         kv_heads=table.integer("kv_heads"),
         head_dim=table.integer("head_dim"),
         gated=table.flag("gated"),
-        moe=_experts(table.table("moe")) if "moe" in table else None,
+        moe=_experts(table.table("moe")) if "moe" in table.keys else None,
     )
     layers = table.integer("layers")
     if not layer.intermediate and layer.moe is None:

@@ -14,11 +14,9 @@ shared clock, ranks start as they leave a barrier.
 
 from __future__ import annotations
 
-import gc
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -66,22 +64,6 @@ class StartLine:
         # less.)
         lead = self._lead_ns * 2 if ahead < _LATE_NS else self._lead_ns * 15 // 16
         self._lead_ns = min(max(lead, _LEAD_NS), _MAX_LEAD_NS)
-
-
-@contextmanager
-def quiet_collector() -> Iterator[None]:
-    """Collect garbage now, and not within the context.
-
-    One collection lasts longer than many GEMMs.
-    """
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:

@@ -12,7 +12,7 @@ import torch
 from flux.bench import launch
 from flux.bench.config import ONE_GPU, BenchConfig
 from flux.bench.places import open_place
-from flux.bench.timing import quiet_collector
+from flux.core.collector import paused_collector
 from flux.core.env import TRACE
 from flux.core.events import Trace
 from flux.core.knobs import Knobs
@@ -89,7 +89,7 @@ def trace_methods(job: tuple[BenchConfig, Wanted], rank: int, progress: Progress
                 method = place.fused(name, config, _tuning(config, name))
             place.give(inputs, [method])
             try:
-                with torch.no_grad(), quiet_collector():
+                with torch.no_grad(), paused_collector(collect=True):
                     traces.append(
                         record_op(
                             method.ops,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def torchrun_or_own(nproc: int | None, hosts: str = "1") -> int | None:
     """Return the number of torchrun's ranks, or None; exit if options contradict it."""
-    from flux.launch.torchrun import torchrun_world
+    from flux.launch.supervisors import torchrun_world
 
     world = torchrun_world()
     if world is not None and nproc not in (None, world):
@@ -56,7 +56,7 @@ def check_writable(*targets: str | Path | None) -> None:
 
 def speaks() -> bool:
     """Return whether this process prints and writes: under torchrun, rank 0 does."""
-    from flux.launch.torchrun import torchrun_rank, torchrun_world
+    from flux.launch.supervisors import torchrun_rank, torchrun_world
 
     return torchrun_world() is None or torchrun_rank() == 0
 

@@ -100,7 +100,7 @@ def writing(target: str | Path) -> Iterator[None]:
 
 def write_file(target: str | Path, text: str) -> None:
     """Write an output of a command; if it cannot be written, exit with status 1."""
-    from flux.core.wholefile import write_output
+    from flux.core.datafile import write_output
 
     with writing(target):
         write_output(Path(target), text)

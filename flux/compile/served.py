@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from flux.launch.torchrun import hosts_of_ranks
+from flux.launch.supervisors import hosts_of_ranks
 from flux.ops import executor, torch_internals
 from flux.transport.exchange import resolve_group
 from flux.transport.placement import Placement

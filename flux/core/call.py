@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import torch
@@ -355,11 +355,11 @@ class CachedCall:
         )
 
 
+@dataclass(slots=True)
 class CachedCalls:
     """The last call of an op with each weight: layers of one shape share an op."""
 
-    def __init__(self) -> None:
-        self._calls: dict[int, CachedCall] = {}  # by the id of the weight or product
+    _calls: dict[int, CachedCall] = field(default_factory=dict)  # by the id of weight or product
 
     def keep(
         self, schedule: TileSchedule, call: Call, shard_of: int, out_rows: int, x_unit: int

@@ -1,4 +1,4 @@
-"""Find the data that flux ships (`tuning/`); read every data file, JSON or TOML.
+"""Find the data that flux ships (`tuning/`); read every data file, JSON or TOML; replace files.
 
 A file may hold anything: it may be truncated, edited by hand, or from an untrusted source. This
 module returns only data from a file of bounded size in valid UTF-8, with finite numbers of at most
@@ -17,14 +17,16 @@ the import takes 15 times as long as that of the module that reads cluster files
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
+import secrets
 import stat
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -98,7 +100,7 @@ def parse_json(data: bytes) -> Any:
     return content
 
 
-@contextmanager
+@contextlib.contextmanager
 def _parsing(form: str) -> Iterator[None]:
     """Turn a parser's errors into ValueError of one line."""
     try:
@@ -192,38 +194,21 @@ def find(kind: str, name: str | Path) -> Path:
     raise ValueError(f"no file {one_line(str(name))}; {kind} shipped with flux: {names}")
 
 
-def _parse_toml(data: bytes) -> dict[str, Any]:
-    # Imported here, because kernel builds read only JSON and may not have tomli.
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    with _parsing("TOML"):
-        text = data.decode("utf-8")
-        if any(len(line) > _MOST_TOML_LINE for line in text.split("\n")):
-            raise ValueError(f"a line has more than {_MOST_TOML_LINE} characters")
-        values = tomllib.loads(text)
-    _check(values)
-    return values
-
-
 def _plain(bound: float) -> str:
     return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
+@dataclass(eq=False)
 class Table:
     """One table of a TOML file, or object of a JSON file.
 
     Reading a value removes it; ``done`` rejects keys that remain.
     """
 
-    def __init__(
-        self, file: Path, values: dict[str, Any], prefix: str = "", what: str = ""
-    ) -> None:
-        self.file = file
-        self._values = dict(values)
-        self._prefix = prefix
-        self._what = what
+    file: Path
+    _values: dict[str, Any]
+    _prefix: str = ""
+    _what: str = ""
 
     @classmethod
     def load_json(cls, file: Path, what: str, form: int | None = None) -> Table:
@@ -248,7 +233,7 @@ class Table:
     @classmethod
     def of_json(cls, file: Path, content: Any, what: str = "", form: int | None = None) -> Table:
         """Return a JSON document of ``parse_json`` that must be one object; see ``load_json``."""
-        table = cls(file, content if isinstance(content, dict) else {}, what=what)
+        table = cls(file, dict(content) if isinstance(content, dict) else {}, _what=what)
         if not isinstance(content, dict):
             raise ValueError(f"{table._title}: expected an object, got {shown(content)}")
         if form is not None:
@@ -265,16 +250,24 @@ class Table:
             ValueError: the file cannot be read, is not TOML, or holds a value that this module
                 rejects.
         """
+        # Imported here, because kernel builds read only JSON and may not have tomli.
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:
+            import tomli as tomllib
         try:
-            values = _parse_toml(read_bytes(file, _MOST_TOML_BYTES))
+            data = read_bytes(file, _MOST_TOML_BYTES)
+            with _parsing("TOML"):
+                text = data.decode("utf-8")
+                if any(len(line) > _MOST_TOML_LINE for line in text.split("\n")):
+                    raise ValueError(f"a line has more than {_MOST_TOML_LINE} characters")
+                values = tomllib.loads(text)
+            _check(values)
         except OSError as error:
             raise ValueError(f"{file}: {error.strerror}") from error
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
         return cls(file, values)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
 
     @property
     def keys(self) -> list[str]:
@@ -317,27 +310,23 @@ class Table:
         default: float | None = None,
         least: float = 0.0,
         most: float = _MOST_NUMBER,
+        *,
+        whole: bool = False,
     ) -> float:
         """Return a number in [``least``, ``most``]. 1e15 keeps sums and products finite."""
         value = self._take(key, default)
-        return float(self._within(key, value, type(value) in (int, float), "number", least, most))
+        what = "an integer" if whole else "a number"
+        if type(value) not in ((int,) if whole else (int, float)) or value < least:
+            self.fail(key, f"expected {what} >= {_plain(least)}, got {shown(value)}")
+        if value > most:
+            self.fail(key, f"expected {what} <= {_plain(most)}, got {shown(value)}")
+        return value if whole else float(value)
 
     def integer(
         self, key: str, default: int | None = None, least: int = 1, most: int = MOST_SIZE
     ) -> int:
         """Return an integer in [``least``, ``most``]: no size of a problem is above 2^30."""
-        value = self._take(key, default)
-        return int(self._within(key, value, type(value) is int, "integer", least, most))
-
-    def _within(
-        self, key: str, value: Any, good: bool, what: str, least: float, most: float
-    ) -> float:
-        what = f"{'an' if what == 'integer' else 'a'} {what}"
-        if not good or value < least:
-            self.fail(key, f"expected {what} >= {_plain(least)}, got {shown(value)}")
-        if value > most:
-            self.fail(key, f"expected {what} <= {_plain(most)}, got {shown(value)}")
-        return value  # type: ignore[no-any-return]
+        return int(self.number(key, default, least, most, whole=True))
 
     def flag(self, key: str) -> bool:
         """Return a boolean."""
@@ -394,7 +383,7 @@ class Table:
         value = self._take(key, None)
         if not isinstance(value, dict):
             self.fail(key, f"expected a table, got {shown(value)}")
-        return Table(self.file, value, f"{self._prefix}{key}.", self._what)
+        return Table(self.file, dict(value), f"{self._prefix}{key}.", self._what)
 
     def tables(self, key: str) -> list[Table]:
         """Return a list of tables inside this one; empty if the key is missing."""
@@ -402,7 +391,7 @@ class Table:
         if not isinstance(values, (list, tuple)) or not all(isinstance(v, dict) for v in values):
             self.fail(key, f"expected [[{key}]] tables, got {shown(values)}")
         return [
-            Table(self.file, value, f"{self._prefix}{key}[{index}].", self._what)
+            Table(self.file, dict(value), f"{self._prefix}{key}[{index}].", self._what)
             for index, value in enumerate(values)
         ]
 
@@ -410,3 +399,68 @@ class Table:
         """Raise ValueError if a key remains that no caller has read."""
         for key in self._values:
             self.fail(key, "unknown key")
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace ``path`` by a file with this text, atomically even on a crash or power cut.
+
+    The text is written to ``.<name>.<random>.tmp`` in the same directory. That file stays behind
+    only if the process is killed. A link of that name is not followed.
+
+    Raises:
+        OSError: the file cannot be written; ``path`` is unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    # Like mkstemp, but mkstemp has only mode 0600, and other users may need to read ``path``.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    handle = os.open(temporary, flags, 0o666)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:  # also on Ctrl-C
+        temporary.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # some file systems do not allow opening a directory
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file or directory to ``<name>.damaged-<n>``, of the first free n; return it.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    number = 1
+    while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    os.rename(path, target)
+    return target
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file that the user has named: whole, as ``write_whole``, and through links.
+
+    Write into the existing file, without replacing it, if it is not regular, such as /dev/stdout,
+    or if its directory is not writable. Escape characters that UTF-8 lacks, as in names of files.
+
+    Raises:
+        OSError: the file cannot be written; ``path`` is unchanged, if it is a regular file.
+    """
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    target = Path(os.path.realpath(path))
+    replaceable = target.is_file() and os.access(target.parent, os.W_OK)
+    if path.exists() and not replaceable:
+        with path.open("w", encoding="utf-8") as file:
+            file.write(text)
+    else:
+        write_whole(target, text)

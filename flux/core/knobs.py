@@ -1,17 +1,16 @@
-"""The tuning space of a fused op: one dataclass; the heuristic fills in the unset fields.
+"""The tuning space of a fused op on a mesh of ranks; the heuristic fills in the unset fields.
 
-``ClusterTile`` has what the heuristic knows of GPU kernels. Needs only the standard library.
+``Topology`` is the mesh that communication orders follow, and ``ClusterTile`` has what the
+heuristic knows of GPU kernels. Needs only the standard library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from flux.core.topology import Topology
+from typing import NamedTuple
 
 
 class Op(IntEnum):
@@ -111,10 +110,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 1 <= value < 2**31
-
-
 @dataclass(frozen=True)
 class Knobs:
     """All parameters of *how* an op runs. ``None`` lets the heuristic choose.
@@ -173,16 +168,16 @@ class Knobs:
                 raise ValueError(f"Knobs.{name} must be one of {', '.join(choices)}, got {value!r}")
         tile = self.tile
         if tile is not None and not (
-            isinstance(tile, tuple) and len(tile) == 2 and all(map(_is_count, tile))
+            isinstance(tile, tuple)
+            and len(tile) == 2
+            and all(type(extent) is int and 1 <= extent < 2**31 for extent in tile)
         ):
             raise ValueError(f"Knobs.tile must be two positive integers, got {tile!r}")
-        for name in ("raster", "comm_tile_rows"):
+        for name, least in (("raster", 1), ("comm_tile_rows", 1), ("sm_margin", 0)):
             value = getattr(self, name)
-            if value is not None and not _is_count(value):
-                raise ValueError(f"Knobs.{name} must be a positive integer, got {value!r}")
-        margin = self.sm_margin
-        if margin is not None and margin != 0 and not _is_count(margin):
-            raise ValueError(f"Knobs.sm_margin must be an integer >= 0, got {margin!r}")
+            if value is not None and not (type(value) is int and least <= value < 2**31):
+                wanted = "a positive integer" if least else "an integer >= 0"
+                raise ValueError(f"Knobs.{name} must be {wanted}, got {value!r}")
         if self.copy_streams is not None and not (
             type(self.copy_streams) is int and self.copy_streams in (0, 1)
         ):
@@ -195,12 +190,78 @@ class Knobs:
 
     def __str__(self) -> str:
         parts = []
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for knob in fields(self):
+            value = getattr(self, knob.name)
             if value is not None:
                 text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                parts.append(f"{field.name}={text}")
+                parts.append(f"{knob.name}={text}")
         return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks as ``nodes`` x ``domains`` (NUMA) x ``lanes``, lanes fastest.
+
+    rank = (node * domains + domain) * lanes + lane
+
+    Hosts with different numbers of ranks, or with ranks that are not numbered host by host, form no
+    such mesh. For them ``uneven`` holds the host of each rank, ``nodes`` is the number of hosts,
+    and ``lanes`` is the number of ranks of the largest host. Only the hierarchical order uses
+    ``uneven``.
+
+    ``world`` is the number of ranks. ``mesh`` is (nodes, domains, lanes), as the native maps take
+    it; flat if there is no mesh.
+    """
+
+    nodes: int = 1
+    domains: int = 1
+    lanes: int = 1
+    uneven: tuple[int, ...] = ()
+    world: int = field(init=False, repr=False, compare=False)
+    mesh: tuple[int, int, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("nodes", self.nodes),
+            ("domains", self.domains),
+            ("lanes", self.lanes),
+        ):
+            if value < 1:
+                raise ValueError(f"Topology.{name} must be at least 1, got {value}")
+        if self.uneven and set(self.uneven) != set(range(self.nodes)):
+            raise ValueError(
+                f"Topology.uneven must number its hosts from 0 to {self.nodes - 1}, "
+                f"got {self.uneven}"
+            )
+        world = len(self.uneven) or self.nodes * self.domains * self.lanes
+        mesh = (1, 1, world) if self.uneven else (self.nodes, self.domains, self.lanes)
+        vars(self).update(world=world, mesh=mesh)
+
+    @staticmethod
+    def flat(world: int) -> Topology:
+        """Return a topology of ``world`` equal ranks: one node, one domain."""
+        return Topology(1, 1, world)
+
+    @staticmethod
+    def of_hosts(hosts: Sequence[Hashable]) -> Topology:
+        """Return the topology of ranks on these hosts (one entry per rank; any hashable value)."""
+        numbers: dict[Hashable, int] = {}
+        of_ranks = tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
+        nodes, lanes = len(numbers), max(Counter(of_ranks).values())
+        if of_ranks == tuple(rank // lanes for rank in range(nodes * lanes)):
+            return Topology(nodes, 1, lanes)
+        return Topology(nodes, 1, lanes, of_ranks)
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host (node) of each rank."""
+        per_node = self.domains * self.lanes
+        return self.uneven or tuple(rank // per_node for rank in range(self.world))
+
+    def __str__(self) -> str:
+        if self.uneven:
+            return f"{self.nodes} hosts, by rank {'-'.join(map(str, self.uneven))}"
+        return f"{self.nodes} node(s) x {self.domains} domain(s) x {self.lanes} rank(s)"
 
 
 def check_legal(knobs: Knobs, topology: Topology) -> None:
@@ -219,8 +280,7 @@ def check_legal(knobs: Knobs, topology: Topology) -> None:
         raise ValueError(f"swizzle xor needs a power-of-two world, got {world}")
 
 
-@dataclass(frozen=True)
-class ClusterTile:
+class ClusterTile(NamedTuple):
     """The properties of an op's GPU kernels that schedules depend on.
 
     Attributes:

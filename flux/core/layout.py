@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flux import _C
-from flux.core.integers import ceil_div, round_up
 from flux.core.knobs import Knobs
+from flux.core.problem import ceil_div, round_up
 from flux.core.spec import SCALE_BYTES, OpSpec
 
 ALIGNMENT = 256  # bytes, of every region of symmetric memory

@@ -1,13 +1,15 @@
-"""One op at one M: its sizes and the shapes of its tensors. Needs only the standard library."""
+"""One op at one M: its sizes, the shapes of its tensors, and the table of element types.
+
+This module uses only the standard library, so that builds, which have no torch, can import it.
+"""
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flux.core.datafile import MOST_SIZE
-from flux.core.dtypes import DTYPES
-from flux.core.integers import ceil_div
 from flux.core.knobs import Op
 
 if TYPE_CHECKING:
@@ -18,6 +20,90 @@ MOST_WORLD = 65_536
 ACTIVATIONS = ("none", "gelu", "silu")
 SCALINGS = ("none", "tensor", "row")
 """Factors of float8 operands: one per tensor, or one per row of x and of the weight's [N, K]."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return the smallest integer not below a / b, for positive b."""
+    return -(-a // b)
+
+
+def round_up(a: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is not below a."""
+    return ceil_div(a, multiple) * multiple
+
+
+def checked_integer(name: str, value: Any, least: int, end: int | None = None) -> int:
+    """Return an argument as an int. Integers of numpy and torch are integers, booleans are not.
+
+    Args:
+        name: of the argument, for the message.
+        value: the argument.
+        least: smallest value.
+        end: smallest value that is too large.
+
+    Raises:
+        ValueError: it is no integer, or out of range.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least or (end is not None and number >= end):
+        wanted = f"of at least {least}" if end is None else f"in [{least}, {end})"
+        raise ValueError(f"{name} must be an integer {wanted}, got {value!r}")
+    return number
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """One element type.
+
+    Attributes:
+        name: as torch names it.
+        short: name in kernels, and on the command line.
+        itemsize: bytes of an element.
+        result: dtype of results, partials and biases of an op with these operands.
+        native: code in csrc/cpu/reduce.h; None if the CPU backend cannot sum it.
+        in_kernels: whether CUDA kernels multiply it.
+    """
+
+    name: str
+    short: str
+    itemsize: int
+    result: str
+    native: int | None = None
+    in_kernels: bool = False
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The dtype as torch's."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.name)
+        return dtype
+
+
+DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        Dtype("float64", "fp64", 8, "float64", native=0),
+        Dtype("float32", "fp32", 4, "float32", native=1),
+        Dtype("bfloat16", "bf16", 2, "bfloat16", native=2, in_kernels=True),
+        Dtype("float16", "fp16", 2, "float16", native=3, in_kernels=True),
+        Dtype("float8_e4m3fn", "e4m3", 1, "bfloat16", in_kernels=True),
+    )
+}
+"""All dtypes of operands, by name."""
+
+MEASURED_DTYPES = tuple(dtype.name for dtype in DTYPES.values() if dtype.native is not None)
+"""Dtypes that benchmarks measure: float8 needs scales, which their inputs do not have."""
+
+BY_SHORT = {dtype.short: dtype for dtype in DTYPES.values()}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -81,7 +167,7 @@ class Problem:
         if self.op.gathers:
             itemsize, elements, local = dtype.itemsize, k, (ceil_div(n, world), k)
         else:
-            itemsize, elements, local = dtype.of_result.itemsize, n, (n, ceil_div(k, world))
+            itemsize, elements, local = DTYPES[dtype.result].itemsize, n, (n, ceil_div(k, world))
         vars(self).update(
             itemsize=itemsize,
             row_elements=elements,

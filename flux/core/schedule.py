@@ -3,7 +3,7 @@
 A schedule is a pure function of its fields. It evaluates the maps in ``csrc/core``, which a GPU
 thread block evaluates itself. Here they are unrolled into lists, for the CPU backend, the tests,
 and debugging: ``print(schedule)`` shows all tiles and transfers in order. ``make_schedule``
-(flux/select/schedule.py) checks arguments and fills in open knobs.
+(flux/select/heuristic.py) checks arguments and fills in open knobs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from flux import _C
-from flux.core.knobs import Direction, Knobs, Op, Order, Store, Swizzle
-from flux.core.topology import Topology
+from flux.core.knobs import Direction, Knobs, Op, Order, Store, Swizzle, Topology
 
 
 class ParcelKind(IntEnum):
@@ -91,6 +90,7 @@ class TileSchedule:
         knobs: all fields set.
         spread: for GPUs between hosts, whose partials cross links: ranks of a host store partials
             for other hosts to different ranks at a time, and not all to one.
+        splits: a GPU runs a GEMM for each chunk, in place of one for all.
     """
 
     op: str
@@ -100,11 +100,7 @@ class TileSchedule:
     topology: Topology
     knobs: Knobs
     spread: bool = False
-
-    @property
-    def splits(self) -> bool:
-        """Whether a GPU runs a GEMM for each chunk, in place of one for all."""
-        return self.spread and self.knobs.path == "medium" and Op[self.op].gathers
+    splits: bool = False
 
     @cached_property
     def native(self) -> _C.Schedule:

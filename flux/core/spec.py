@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 import torch
 
 from flux import _C
-from flux.core import dtypes
-from flux.core.integers import ceil_div
 from flux.core.knobs import Op
-from flux.core.problem import ACTIVATIONS, SCALINGS
+from flux.core.problem import ACTIVATIONS, SCALINGS, ceil_div
+from flux.core.problem import DTYPES as DTYPES_BY_NAME
 
-DTYPES = {dtype.torch: dtype for dtype in dtypes.DTYPES.values()}
+DTYPES = {dtype.torch: dtype for dtype in DTYPES_BY_NAME.values()}
 """The table of element types, by torch's dtype."""
-_RESULTS = {dtype: row.of_result.torch for dtype, row in DTYPES.items()}
+_RESULTS = {dtype: getattr(torch, row.result) for dtype, row in DTYPES.items()}
 
 FP8 = torch.float8_e4m3fn
 
@@ -79,7 +78,7 @@ class OpSpec:
     def __post_init__(self) -> None:
         vars(self).update(label=self.op.label if self.experts is None else GROUPED_LABELS[self.op])
         if self.dtype not in DTYPES:
-            names = ", ".join(dtypes.DTYPES)
+            names = ", ".join(DTYPES_BY_NAME)
             raise TypeError(f"{self.label}: dtype must be one of {names}, got {self.dtype}")
         for name, choices in (("activation", ACTIVATIONS), ("scaling", SCALINGS)):
             value = getattr(self, name)

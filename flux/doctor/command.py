@@ -20,7 +20,7 @@ def doctor(
     Under torchrun it also shows the transport between each pair of ranks; rank 0 prints.
     """
     from flux.doctor import examine, ranks
-    from flux.launch.torchrun import torchrun_rank, torchrun_world
+    from flux.launch.supervisors import torchrun_rank, torchrun_world
 
     places = ranks.places_of_all() if torchrun_world() is not None else []
     if places and torchrun_rank() != 0:

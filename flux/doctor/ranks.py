@@ -11,7 +11,7 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
-from flux.launch.torchrun import all_gather, torchrun_group
+from flux.launch.supervisors import all_gather, torchrun_group
 from flux.transport.placement import RankPlace, place_here, reach
 
 LIMIT_S = 60.0

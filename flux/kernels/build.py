@@ -21,7 +21,7 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from flux.core import env
-from flux.core.wholefile import write_whole
+from flux.core.datafile import write_whole
 from flux.kernels import manifest, ptxas, sources, trust
 from flux.kernels.children import Cancelled, Children
 from flux.kernels.config import GemmConfig

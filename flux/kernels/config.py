@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-from flux.core.dtypes import BY_SHORT
-from flux.core.knobs import REDUCES, TILE_SCHEDULERS
-from flux.core.problem import ACTIVATIONS, SCALINGS
+from flux.core.knobs import REDUCES, TILE_SCHEDULERS, ClusterTile
+from flux.core.problem import ACTIVATIONS, BY_SHORT, SCALINGS
+from flux.core.problem import DTYPES as DTYPES_BY_NAME
 
 OPS = ("gemm", "ag_gemm", "gemm_rs")
 ARCHS = ("80", "90a")
@@ -144,7 +144,7 @@ class GemmConfig:
     @property
     def output(self) -> str:
         """Dtype of the result."""
-        return BY_SHORT[self.dtype].of_result.short
+        return DTYPES_BY_NAME[BY_SHORT[self.dtype].result].short
 
     @property
     def itemsize(self) -> int:
@@ -157,9 +157,9 @@ class GemmConfig:
         return BY_SHORT[self.output].itemsize
 
     @property
-    def cluster_tile(self) -> tuple[int, int]:
-        """(rows, columns) of the result that a cluster computes: the unit of the tile order."""
-        return self.tile[0] * self.cluster[0], self.tile[1] * self.cluster[1]
+    def cluster_tile(self) -> ClusterTile:
+        """Rows and columns of the result that a cluster computes: the unit of the tile order."""
+        return ClusterTile(self.tile[0] * self.cluster[0], self.tile[1] * self.cluster[1])
 
     @property
     def alignment_elements(self) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from flux.core import wholefile
+from flux.core import datafile
 from flux.core.datafile import Table, one_line, parse_json
 from flux.kernels import generator, ptxas, trust
 from flux.kernels.config import GemmConfig
@@ -319,7 +319,7 @@ def set_aside(directory: Path, reason: str) -> None:
     Raises:
         OSError: it cannot be renamed.
     """
-    target = wholefile.set_aside(directory)
+    target = datafile.set_aside(directory)
     warnings.warn(
         f"damaged kernel library set aside as {target}: {reason}", RuntimeWarning, stacklevel=2
     )

@@ -17,8 +17,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -29,12 +30,14 @@ import torch.distributed as dist
 
 from flux.launch.hosts import Placed, wait_for_link
 from flux.launch.progress import Progress, silent
-from flux.launch.sockets import use_short_socket_paths
 
 _GRACE_S = 1.5
 _EXIT_S = 5.0
 STALL_S = 60.0
 """Limit of rank 0's silence in seconds, beyond twice the timeout; large references take time."""
+
+_MOST_SOCKET_BYTES = 107  # of the path of a Unix socket
+_SOCKET_NAME = "/pymp-xxxxxxxx/listener-xxxxxxxx"
 
 Entry = Callable[[Any, int, Progress], Any]
 """The function that a rank runs: (argument, rank, progress) -> result. Must be importable by
@@ -189,6 +192,32 @@ def pin(number: int, count: int, threads: int) -> None:
         os.sched_setaffinity(0, cores[number * each : (number + 1) * each])
 
 
+def use_short_socket_paths() -> None:
+    """Let the fork server's socket be elsewhere if TMPDIR is too long a path for one.
+
+    multiprocessing puts its sockets into a directory that it makes once, in ``tempfile.tempdir``,
+    and then keeps. Only that directory is made elsewhere; other temporary files stay in TMPDIR.
+
+    Raises:
+        OSError: there is no other directory for temporary files.
+    """
+    chosen = tempfile.gettempdir()
+    if len(os.fsencode(chosen)) + len(_SOCKET_NAME) <= _MOST_SOCKET_BYTES:
+        return
+    for folder in ("/tmp", "/var/tmp", "/dev/shm"):
+        if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
+            tempfile.tempdir = folder
+            try:
+                util.get_temp_dir()
+            finally:
+                tempfile.tempdir = chosen
+            return
+    raise OSError(
+        f"TMPDIR is {len(os.fsencode(chosen))} bytes long, too long for sockets "
+        f"({_MOST_SOCKET_BYTES - len(_SOCKET_NAME)} at most), and no /tmp can be written"
+    )
+
+
 def forkserver() -> ForkServerContext:
     """Return the context to fork processes from: a server that has imported torch.
 
@@ -272,7 +301,7 @@ def run_ranks(
                 processes[rank] = process
             theirs.close()
         limit = 2 * timeout_s + STALL_S if stall_s is None else stall_s
-        return _Supervisor(processes, pipes, progress, limit).run()
+        return _Supervisor(processes, dict(pipes), progress, limit, set(processes)).run()
     finally:
         _end(list(processes.values()))
         for pipe in pipes.values():
@@ -298,34 +327,28 @@ def _end(processes: list[BaseProcess]) -> None:
             process.join()
 
 
+@dataclass
 class _Supervisor:
     """Receives the ranks' messages until all are done or one has failed."""
 
-    def __init__(
-        self,
-        processes: dict[int, BaseProcess],
-        pipes: dict[int, Connection],
-        progress: Progress,
-        stall_s: float,
-    ) -> None:
-        self._processes = processes
-        self._pipes = dict(pipes)
-        self._progress = progress
-        self._stall_s = stall_s
-        self._running = set(processes)
-        self._done: set[int] = set()
-        self._failures: list[_Failure] = []
-        self._result: Any = None
+    processes: dict[int, BaseProcess]
+    pipes: dict[int, Connection]
+    progress: Progress
+    stall_s: float
+    running: set[int]
+    done: set[int] = field(default_factory=set)
+    failures: list[_Failure] = field(default_factory=list)
+    result: Any = None
 
     def run(self) -> Any:
-        deadline = time.monotonic() + self._stall_s
-        while self._running:
-            ranks_of = {self._processes[rank].sentinel: rank for rank in self._running}
-            pipes_of = {pipe: rank for rank, pipe in self._pipes.items()}
+        deadline = time.monotonic() + self.stall_s
+        while self.running:
+            ranks_of = {self.processes[rank].sentinel: rank for rank in self.running}
+            pipes_of = {pipe: rank for rank, pipe in self.pipes.items()}
             ready = wait([*ranks_of, *pipes_of], max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            failed_before = bool(self._failures)
+            failed_before = bool(self.failures)
             # Messages first: a rank that has sent its error has not died silently.
             for pipe, rank in pipes_of.items():
                 if pipe in ready:
@@ -333,49 +356,49 @@ class _Supervisor:
             for sentinel, rank in ranks_of.items():
                 if sentinel in ready:
                     self._bury(rank)
-            if not self._failures:
-                deadline = time.monotonic() + self._stall_s
+            if not self.failures:
+                deadline = time.monotonic() + self.stall_s
             elif not failed_before:
                 deadline = time.monotonic() + _GRACE_S
-        if self._failures:
+        if self.failures:
             raise self._first_cause()
-        if self._running:
+        if self.running:
             raise RankFailedError(
-                f"ranks {sorted(self._running)} reported nothing for {self._stall_s:.0f} s"
+                f"ranks {sorted(self.running)} reported nothing for {self.stall_s:.0f} s"
             )
-        return self._result
+        return self.result
 
     def _listen(self, rank: int, pipe: Connection) -> None:
         try:
-            while rank in self._pipes and pipe.poll():
+            while rank in self.pipes and pipe.poll():
                 kind, *content = pipe.recv()
                 if kind == "progress":
-                    self._progress(*content)
+                    self.progress(*content)
                     pipe.send(None)
                 elif kind == "done":
-                    self._done.add(rank)
+                    self.done.add(rank)
                     if rank == 0:
-                        self._result = content[0]
+                        self.result = content[0]
                 else:
                     summary, details, refused, at = content
-                    self._failures.append(_Failure(rank, summary, details, refused, at))
+                    self.failures.append(_Failure(rank, summary, details, refused, at))
         except (EOFError, OSError):
-            del self._pipes[rank]
+            del self.pipes[rank]
 
     def _bury(self, rank: int) -> None:
-        if rank in self._pipes:
-            self._listen(rank, self._pipes[rank])
-        self._running.discard(rank)
-        code = self._processes[rank].exitcode or 0
-        if rank in self._done and code == 0:
+        if rank in self.pipes:
+            self._listen(rank, self.pipes[rank])
+        self.running.discard(rank)
+        code = self.processes[rank].exitcode or 0
+        if rank in self.done and code == 0:
             return
-        if any(failure.rank == rank for failure in self._failures):
+        if any(failure.rank == rank for failure in self.failures):
             return
         # Sorted before every message: a silent death is the cause of the others' errors.
-        self._failures.append(_Failure(rank, how_ended(code), "", False, float("-inf")))
+        self.failures.append(_Failure(rank, how_ended(code), "", False, float("-inf")))
 
     def _first_cause(self) -> RankFailedError:
-        first, *others = sorted(self._failures, key=lambda failure: failure.at)
+        first, *others = sorted(self.failures, key=lambda failure: failure.at)
         message = f"rank {first.rank}: {first.summary}"
         summaries = {first.summary}
         for failure in others:

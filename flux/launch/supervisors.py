@@ -12,23 +12,66 @@ supervisors have their own group, which workers do not use, so it stays intact w
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from flux.launch.progress import Progress
 from flux.launch.spawn import Entry, Part, RankFailedError, run_ranks
-from flux.launch.torchrun import all_gather, hosts_of_ranks, torchrun_group
+from flux.machine.host import host_identity
 
 T = TypeVar("T")
 
 MEETING_S = 24 * 3600.0
 """Limit of supervisors' waits for one another: they wait for the slowest to compile."""
+
+
+def torchrun_world() -> int | None:
+    """Return the world size that torchrun set; None if it did not start this process."""
+    try:
+        return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
+    except KeyError:
+        return None
+
+
+def torchrun_rank() -> int:
+    """Return the rank that torchrun set."""
+    return int(os.environ["RANK"])
+
+
+@contextmanager
+def torchrun_group(timeout_s: float, backends: str = "gloo") -> Iterator[None]:
+    """Make torchrun's ranks the default process group, and leave it in the end. Collective.
+
+    Args:
+        timeout_s: limit on every rendezvous and collective.
+        backends: of the group.
+    """
+    dist.init_process_group(backends, timeout=timedelta(seconds=timeout_s))
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        dist.destroy_process_group()
+
+
+def all_gather(value: T) -> list[T]:
+    """Return every rank's value. Collective in the default group."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def hosts_of_ranks() -> list[str]:
+    """Return the host of each rank. Collective in the default group."""
+    return all_gather(host_identity())
 
 
 class Launcher(Protocol):
@@ -85,7 +128,7 @@ class Spawned:
     def __init__(self, world: int) -> None:
         self.world = world
         self.hosts = ["here"] * world
-        self.ranks = tuple(range(world))
+        self.ranks: tuple[int, ...] = tuple(range(world))
 
     def share(self, value: T) -> T:
         """Return the value."""
@@ -99,17 +142,21 @@ class Spawned:
         self, entry: Entry, job: Any, progress: Progress, *, stall_s: float, **options: Any
     ) -> tuple[Any, str]:
         """Run workers in new processes."""
-        return _run(entry, job, self.world, progress, stall_s=stall_s, **options)
+        options |= {"progress": progress, "stall_s": stall_s}
+        try:
+            return run_ranks(entry, job, self.world, **options), ""
+        except RankFailedError as error:
+            return None, str(error)
 
 
-class Joined:
+class Joined(Spawned):
     """One worker for each of torchrun's ranks; joins their group. ``close`` leaves it."""
 
     def __init__(self) -> None:
         self._group = ExitStack()
         self._group.enter_context(torchrun_group(MEETING_S))
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.ranks: tuple[int, ...] = (self.rank,)
+        self.ranks = (self.rank,)
         self.hosts = hosts_of_ranks()
         here = [rank for rank in range(self.world) if self.hosts[rank] == self.hosts[self.rank]]
         self._slot = (here.index(self.rank), len(here))
@@ -133,9 +180,8 @@ class Joined:
         # A new meeting point for each run: keys of dead workers must not affect new ones.
         with self._meeting() as meeting:
             part = Part((self.rank,), self.share(meeting), self._slot)
-            result, failure = _run(
-                entry, job, self.world, progress, stall_s=stall_s, part=part, **options
-            )
+            run = super().run
+            result, failure = run(entry, job, progress, stall_s=stall_s, part=part, **options)
             failures = self.gather((failure, time.time()))
         # A worker that died silently is the cause of the others' errors; then the earliest.
         ordered = sorted(failures, key=lambda failure: (_told(failure[0]), failure[1]))
@@ -165,10 +211,3 @@ class Joined:
 def _told(failure: str) -> bool:
     """Return whether the worker itself reported the error."""
     return "killed by" not in failure and "exited with" not in failure
-
-
-def _run(entry: Entry, job: Any, world: int, progress: Progress, **options: Any) -> tuple[Any, str]:
-    try:
-        return run_ranks(entry, job, world, progress=progress, **options), ""
-    except RankFailedError as error:
-        return None, str(error)

@@ -36,8 +36,8 @@ from flux.layers.autograd import (
 )
 from flux.ops.autograd import grads_fake, row_grads_flops
 from flux.ops.gradients import Grad, as_rows, column_grads, fresh, row_grads
-from flux.ops.library import define, product_flops
-from flux.ops.transforms import call
+from flux.ops.library import product_flops
+from flux.ops.transforms import Formula, call, define
 from flux.transport.exchange import resolve_group
 
 
@@ -243,16 +243,14 @@ define(
     f"column_linear(Tensor x, Tensor weight, Tensor? bias, {_SETTINGS}) -> Tensor",
     _column,
     _column_fake,
-    setup=_setup,
-    backward=_backward_column,
+    formula=Formula(_setup, _backward_column),
     flops=_linear_flops,
 )
 define(
     f"row_linear(Tensor x, Tensor weight, {_SETTINGS}) -> Tensor",
     _row,
     _row_fake,
-    setup=_setup,
-    backward=_backward_row,
+    formula=Formula(_setup, _backward_row),
     flops=_linear_flops,
 )
 define("column_linear_grad" + _GRADS, _column_grad, grads_fake, flops=_column_grad_flops)
@@ -263,4 +261,4 @@ for _name, _kernel, _fake, _backward_of in (
     ("sum_grad", _sum_grad, _sum_grad_fake, _backward_sum_grad),
 ):
     _schema = _name + "(Tensor x, str group_name) -> Tensor"
-    define(_schema, _kernel, _fake, setup=_keep_group, backward=_backward_of)
+    define(_schema, _kernel, _fake, formula=Formula(_keep_group, _backward_of))

@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.modules import module as internals
 
-from flux.core.dtypes import DTYPES, name_of
 from flux.core.env import LAYER_TIMEOUT_S
+from flux.core.problem import DTYPES, name_of
 from flux.layers import dtensor
 from flux.layers.autograd import LayerOps, LinearConfig, once
 from flux.layers.eligible import say_once

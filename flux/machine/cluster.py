@@ -1,6 +1,6 @@
 """The hardware of a cluster, read from `tuning/clusters/*.toml` or detected (detection.py).
 
-``flux.core.topology.Topology`` is the arrangement of one group's ranks. ``Cluster`` is the device
+``flux.core.knobs.Topology`` is the arrangement of one group's ranks. ``Cluster`` is the device
 of each rank and the links between them, for the cost model and the cache of winners.
 
 The *fingerprint* holds everything that the validity of a winner depends on: architecture and number

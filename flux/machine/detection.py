@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from flux.machine.cluster import Cluster, DeviceSpec, Link, NetworkSpec
+from flux.machine.host import system_text
 
 # GB/s of one NVLink in one direction, by NVLink version as NVML reports it (NVIDIA's data sheets of
 # V100, A100, H100 and B200: 50 GB/s for both directions together, 100 from the fifth generation
@@ -147,13 +148,6 @@ class System:
 
     root: Path = Path("/")
 
-    def text(self, path: str) -> str:
-        """Return the contents of a file, stripped; empty if it is missing or unreadable."""
-        try:
-            return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
-        except OSError:
-            return ""
-
     def numa_domains(self) -> int:
         """Return the number of NUMA domains with memory or cores, at least one."""
         nodes = (self.root / "sys/devices/system/node").glob("node[0-9]*")
@@ -180,32 +174,28 @@ class System:
 
     def _infiniband(self) -> Iterator[float]:
         for port in (self.root / "sys/class/infiniband").glob("*/ports/*"):
-            path = str(port.relative_to(self.root))
-            rate, unit, _ = self.text(f"{path}/rate").partition(" Gb/sec")
-            if unit and "ACTIVE" in self.text(f"{path}/state"):
+            rate, unit, _ = system_text(port / "rate").partition(" Gb/sec")
+            if unit and "ACTIVE" in system_text(port / "state"):
                 yield _number(rate)
 
     def _ethernet(self) -> Iterator[float]:
         for card in (self.root / "sys/class/net").glob("*"):
-            path = str(card.relative_to(self.root))
             # Network cards have a `device` entry; bridges, tunnels and loopback have none.
-            if not (card / "device").exists() or self.text(f"{path}/operstate") == "down":
+            if not (card / "device").exists() or system_text(card / "operstate") == "down":
                 continue
-            speed = self.text(f"{path}/speed")  # Mbit/s; -1 if the card does not report it
+            speed = system_text(card / "speed")  # Mbit/s; -1 if the card does not report it
             yield _number(speed) / 1000
 
     def cpu(self) -> tuple[str, float]:
         """Return vendor, family and model of the CPU, and its clock in GHz."""
-        text = self.text("proc/cpuinfo")
-
-        def field(name: str) -> str:
-            match = re.search(rf"^{name}\s*:\s*(.+)$", text, re.MULTILINE)
-            return match[1].strip() if match else ""
-
-        stated = [field(name) for name in ("vendor_id", "cpu family", "model")]
-        clock = field("cpu MHz")
-        limit = self.text("sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")  # kHz
-        ghz = _number(limit) / 1e6 or _number(clock) / 1000
+        lines = [
+            line.partition(":") for line in system_text(self.root / "proc/cpuinfo").splitlines()
+        ]
+        of_first = {name.strip(): value.strip() for name, _, value in reversed(lines)}
+        stated = [of_first.get(name, "") for name in ("vendor_id", "cpu family", "model")]
+        clock = "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq"
+        limit = system_text(self.root / clock)  # kHz
+        ghz = _number(limit) / 1e6 or _number(of_first.get("cpu MHz", "")) / 1000
         return "/".join(part for part in stated if part), ghz or _CPU_GHZ
 
 
@@ -221,16 +211,13 @@ def detect(kind: str | None = None, threads: int | None = None) -> Cluster:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
         return _detect_cuda(torch.cuda.current_device())
-    return _detect_cpu(threads or torch.get_num_threads())
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return cpu_cluster(System(), threads or torch.get_num_threads(), instructions)
 
 
 @lru_cache(maxsize=16)
-def _detect_cpu(threads: int) -> Cluster:
-    return cpu_cluster(System(), threads, torch.backends.cpu.get_cpu_capability())
-
-
 def cpu_cluster(system: System, threads: int, instructions: str) -> Cluster:
-    """Return a host whose ranks compute on the CPU with ``threads`` threads each."""
+    """Return a host whose ranks compute on the CPU with ``threads`` threads each. Cached."""
     model, ghz = system.cpu()
     per_core = _CORE_FLOPS.get(instructions.upper(), 8.0) * ghz * 1e-3
     peak = per_core * threads

@@ -7,7 +7,7 @@ import platform
 import re
 import socket
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from flux.core.env import HOST
 
@@ -53,15 +53,15 @@ def available_memory() -> int | None:
     What shared memory takes counts as used; the page cache does not: the kernel reclaims it.
     """
     limits = []
-    stated = re.search(r"^MemAvailable:\s+(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE)
+    stated = re.search(r"^MemAvailable:\s+(\d+) kB$", system_text("/proc/meminfo"), re.MULTILINE)
     if stated:
         limits.append(int(stated.group(1)) * 1024)
     for folder, limit, used, prefix in _memory_groups():
-        most, now = _text(f"{folder}/{limit}").strip(), _text(f"{folder}/{used}").strip()
+        most, now = system_text(f"{folder}/{limit}"), system_text(f"{folder}/{used}")
         if most.isdigit() and now.isdigit():  # "max": no limit
             cached = re.findall(
                 rf"^{prefix}(?:in)?active_file (\d+)$",
-                _text(f"{folder}/memory.stat"),
+                system_text(f"{folder}/memory.stat"),
                 re.MULTILINE,
             )
             limits.append(max(int(most) - int(now) + sum(map(int, cached)), 0))
@@ -74,7 +74,7 @@ def _memory_groups() -> Iterator[tuple[str, str, str, str]]:
     Inside a container's own namespace the path of the process is "/"; without one, what the path
     names may be mounted at the root, so that is looked at in any case.
     """
-    lines = [line.split(":", 2) for line in _text("/proc/self/cgroup").splitlines()]
+    lines = [line.split(":", 2) for line in system_text("/proc/self/cgroup").splitlines()]
     of_version = {
         2: next((path for number, _, path in lines if number == "0"), "/"),
         1: next((path for _, names, path in lines if "memory" in names.split(",")), "/"),
@@ -101,24 +101,19 @@ def in_words(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 1 << 30 else f"{count / 2**20:.1f} MiB"
 
 
-def _text(path: str) -> str:
-    """Return the contents of a system file; empty if there is no such file."""
+def system_text(path: str | Path) -> str:
+    """Return the contents of a system file, stripped; empty if it is missing or unreadable."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 
 
 def cpu_model() -> str:
     """Return the CPU's name as its vendor writes it, or the architecture if that is unknown."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return " ".join(line.partition(":")[2].split())
-    except OSError:
-        pass
+    for line in system_text("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return " ".join(line.partition(":")[2].split())
     return platform.processor() or platform.machine() or "unknown CPU"
 
 

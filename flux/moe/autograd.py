@@ -26,8 +26,8 @@ from flux.moe.routing import Routing
 from flux.ops.autograd import Mirrors
 from flux.ops.base import op_of
 from flux.ops.gradients import Grad, weight_grad
-from flux.ops.library import define, differentiate, own_rows, product_flops
-from flux.ops.transforms import call
+from flux.ops.library import own_rows, product_flops
+from flux.ops.transforms import FORMULAS, Formula, call, define
 
 Tensors = Sequence[torch.Tensor]
 
@@ -311,8 +311,7 @@ define(
     _gather_choices,
     _gather_choices_fake,
     ordered=True,
-    setup=_setup_choices,
-    backward=_backward_choices,
+    formula=Formula(_setup_choices, _backward_choices),
 )
 _SUM = "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, Tensor[] probs, int handle)"
 define(
@@ -403,6 +402,6 @@ def _backward_sum(
     return dx, dws, dbs, None, dps, None
 
 
-differentiate("ag_grouped_gemm", _setup_gather, _backward_gather)
-differentiate("grouped_gemm_rs", _setup_sum, _backward_sum)
-differentiate("grouped_gemm_ar", _setup_sum, _backward_sum)
+FORMULAS["ag_grouped_gemm"] = Formula(_setup_gather, _backward_gather)
+FORMULAS["grouped_gemm_rs"] = Formula(_setup_sum, _backward_sum)
+FORMULAS["grouped_gemm_ar"] = FORMULAS["grouped_gemm_rs"]

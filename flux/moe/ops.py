@@ -24,9 +24,8 @@ import torch.distributed as dist
 from flux import _C
 from flux.core.backend import OverlapHooks
 from flux.core.call import Call, CallChecker, rows_of_call
-from flux.core.knobs import Knobs, Op
+from flux.core.knobs import Knobs, Op, Topology
 from flux.core.spec import OpSpec
-from flux.core.topology import Topology
 from flux.moe.product import Experts, GatherProduct, SumProduct
 from flux.moe.routing import Routing
 from flux.ops.base import TensorParallelOp

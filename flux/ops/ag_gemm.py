@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flux.core.backend import OverlapHooks, nothing
-from flux.core.knobs import Knobs, Op
-from flux.core.topology import Topology
+from flux.core.knobs import Knobs, Op, Topology
 from flux.ops.base import TensorParallelOp
 from flux.ops.transforms import call
 

@@ -21,9 +21,9 @@ from flux.ops.ag_gemm import AGGemm
 from flux.ops.base import TensorParallelOp, op_of
 from flux.ops.gemm_rs import GemmRS
 from flux.ops.gradients import Grad, column_grads, row_grads, weight_grad
-from flux.ops.library import define, differentiate, own_rows, product_flops
+from flux.ops.library import own_rows, product_flops
 from flux.ops.pool import pool_of
-from flux.ops.transforms import call
+from flux.ops.transforms import FORMULAS, Formula, call, define
 
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
 
@@ -254,6 +254,5 @@ def _backward_gemm(
     return dx, dw, dbs, None, []
 
 
-differentiate("ag_gemm", _setup_ag_gemm, _backward_ag_gemm)
-differentiate("gemm_rs", _setup_gemm, _backward_gemm)
-differentiate("gemm_ar", _setup_gemm, _backward_gemm)
+FORMULAS["ag_gemm"] = Formula(_setup_ag_gemm, _backward_ag_gemm)
+FORMULAS["gemm_rs"] = FORMULAS["gemm_ar"] = Formula(_setup_gemm, _backward_gemm)

@@ -22,10 +22,9 @@ from flux.backends.unfused import UnfusedBackend
 from flux.core.backend import Backend, OverlapHooks
 from flux.core.call import CallChecker, Gemm
 from flux.core.env import CHECK, KERNEL_CHOICE
-from flux.core.knobs import Knobs, Op
+from flux.core.knobs import Knobs, Op, Topology
 from flux.core.schedule import TileSchedule
 from flux.core.spec import OpSpec
-from flux.core.topology import Topology
 from flux.ops import torch_internals
 from flux.ops.comparison import Comparison
 from flux.ops.executor import (
@@ -39,7 +38,7 @@ from flux.ops.executor import (
 from flux.ops.transforms import call
 from flux.select import choose as choice
 from flux.select.choose import Choice, Fixed
-from flux.select.schedule import make_schedule
+from flux.select.heuristic import make_schedule
 from flux.transport.base import DeviceTransport
 from flux.transport.exchange import Exchange
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank

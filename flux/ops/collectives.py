@@ -14,9 +14,8 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from flux import _C
-from flux.core.dtypes import DTYPES
 from flux.core.env import MOST_SECONDS
-from flux.core.integers import ceil_div
+from flux.core.problem import DTYPES, ceil_div
 from flux.core.tensors import address_of, reason_without_memory, settled
 from flux.ops.executor import built_together
 from flux.transport.exchange import Exchange, resolve_group

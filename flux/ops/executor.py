@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from flux.core.env import MOST_SECONDS, VARIABLES
-from flux.core.knobs import Knobs, check_legal
+from flux.core.knobs import Knobs, Topology, check_legal
 from flux.core.spec import DTYPES, FP8, OpSpec
-from flux.core.topology import Topology
 from flux.kernels.legality import MAX_WORLD
 from flux.ops import torch_internals
 from flux.select.heuristic import IN_KERNEL_ROWS

@@ -20,9 +20,9 @@ from flux.ops.ag_gemm import AGGemm
 from flux.ops.base import TensorParallelOp
 from flux.ops.gemm_ar import GemmAR
 from flux.ops.gemm_rs import GemmRS
-from flux.ops.library import define, product_flops, spread
+from flux.ops.library import product_flops, spread
 from flux.ops.pool import OpPool, pool_of
-from flux.ops.transforms import call
+from flux.ops.transforms import call, define
 from flux.transport.exchange import resolve_group
 
 

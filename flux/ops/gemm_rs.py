@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from flux.core.backend import OverlapHooks
 from flux.core.call import Gemm
-from flux.core.knobs import Knobs, Op
-from flux.core.topology import Topology
+from flux.core.knobs import Knobs, Op, Topology
 from flux.ops.base import PLAIN_TYPES, TensorParallelOp
 
 

@@ -8,19 +8,15 @@ checks, with its own message, and on all ranks alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from flux.core.knobs import Op
-from flux.ops import torch_internals
 from flux.ops.base import TensorParallelOp, op_of
-from flux.ops.transforms import FORMULAS, Formula, no_formula, run_once, without_forward_mode
+from flux.ops.transforms import define
 
-LIBRARY: torch.library.Library = torch.library.Library("flux", "DEF")
 GATHERING_SCHEMA = (
     "(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, SymInt? m, "
     "bool return_gathered, int handle, Tensor[] scales) -> Tensor[]"
@@ -30,67 +26,6 @@ REDUCING_SCHEMA = (
     "(Tensor x, Tensor weight, Tensor[] biases, int handle, Tensor[] scales) -> Tensor"
 )
 """Of ops that sum partial results."""
-
-
-def define(
-    schema: str,
-    kernel: Callable[..., object],
-    fake: Callable[..., object],
-    *,
-    ordered: bool = False,
-    setup: Callable[..., None] | None = None,
-    backward: Callable[..., tuple[Any, ...]] | None = None,
-    flops: Callable[..., int] | None = None,
-) -> None:
-    """Define ``torch.ops.flux.NAME``.
-
-    Args:
-        schema: NAME, arguments and results.
-        kernel: computes it, on any device, without autograd.
-        fake: returns empty tensors with the shapes and strides of the results.
-        ordered: torch.compile may neither drop calls nor merge or reorder them. They meet other
-            ranks: a compiler that removes one whose result nobody reads, or that swaps two because
-            this rank's shapes make it look better, leaves the other ranks waiting in another place.
-        setup: as for ``differentiate``.
-        backward: as for ``differentiate``; None: differentiating the op raises, unless
-            ``differentiate`` is called later.
-        flops: returns the operations of this rank's products, for counters as torch's
-            FlopCounterMode: takes the arguments with shapes in place of tensors, and out_shape;
-            None: it has no products.
-    """
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, without_forward_mode(name, kernel), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flux::{name}", fake, lib=LIBRARY)
-    if flops is not None:
-        register_flop_formula(getattr(torch.ops.flux, name))(flops)
-    if ordered:
-        torch_internals.register_ordered(getattr(torch.ops.flux, name).default)
-    FORMULAS[name] = no_formula(name)
-    if backward is not None and setup is not None:
-        differentiate(name, setup, backward)
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Any, **options: Any) -> None:
-        FORMULAS[name].setup(ctx, inputs, output)
-
-    # torch.library calls ``save`` with keyword-only arguments of the op by a name of their own.
-    torch.library.register_autograd(
-        f"flux::{name}", partial(run_once, name), setup_context=save, lib=LIBRARY
-    )
-
-
-def differentiate(
-    name: str, setup: Callable[..., None], backward: Callable[..., tuple[Any, ...]]
-) -> None:
-    """Give an op a backward.
-
-    Args:
-        name: of the op, as in its schema.
-        setup: saves what the backward needs: (ctx, inputs, output).
-        backward: returns a gradient or None for each input: (ctx, saved tensors, which inputs need
-            a gradient, gradients of the outputs). Its results cannot be differentiated again.
-    """
-    FORMULAS[name] = Formula(setup, backward)
 
 
 def spread(biases: Sequence[torch.Tensor], has_bias: Sequence[bool]) -> list[torch.Tensor | None]:

@@ -1,4 +1,4 @@
-"""Ops of torch.library under the transforms of PyTorch: torch.func, forward mode, twice backward.
+"""Ops of torch.library, and the transforms of PyTorch: torch.func, forward mode, twice backward.
 
 Each of them gives right results or an error. Where PyTorch knows no rule of an op it may go on with
 zeros, constants or local sums, without a word.
@@ -11,11 +11,12 @@ zeros, constants or local sums, without a word.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.flop_counter import register_flop_formula
 
 from flux.ops import torch_internals
 from flux.ops.torch_internals import NO_FORWARD_MODE, check_no_forward_mode
@@ -24,16 +25,61 @@ from flux.ops.torch_internals import NO_FORWARD_MODE, check_no_forward_mode
 class Formula(NamedTuple):
     """The derivative of an op.
 
-    ``setup`` saves what ``backward`` needs, which takes the node, the saved tensors, which inputs
-    need a gradient, and the gradients of the outputs.
+    ``setup`` saves what ``backward`` needs, and takes the node, inputs and output. ``backward``
+    takes the node, the saved tensors, which inputs need a gradient, and the gradients of the
+    outputs. It returns a gradient or None for each input, which cannot be differentiated again.
     """
 
     setup: Callable[..., None]
     backward: Callable[..., tuple[Any, ...]]
 
 
+LIBRARY: torch.library.Library = torch.library.Library("flux", "DEF")
 FORMULAS: dict[str, Formula] = {}
 """By name of an op of torch.library."""
+
+
+def define(
+    schema: str,
+    kernel: Callable[..., object],
+    fake: Callable[..., object],
+    *,
+    ordered: bool = False,
+    formula: Formula | None = None,
+    flops: Callable[..., int] | None = None,
+) -> None:
+    """Define ``torch.ops.flux.NAME``.
+
+    Args:
+        schema: NAME, arguments and results.
+        kernel: computes it, on any device, without autograd.
+        fake: returns empty tensors with the shapes and strides of the results.
+        ordered: torch.compile may neither drop calls nor merge or reorder them. They meet other
+            ranks: a compiler that removes one whose result nobody reads, or that swaps two because
+            this rank's shapes make it look better, leaves the other ranks waiting in another place.
+        formula: of its derivative; None: differentiating the op raises, unless ``FORMULAS`` gets
+            one later.
+        flops: returns the operations of this rank's products, for counters as torch's
+            FlopCounterMode: takes the arguments with shapes in place of tensors, and out_shape;
+            None: it has no products.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, without_forward_mode(name, kernel), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flux::{name}", fake, lib=LIBRARY)
+    if flops is not None:
+        register_flop_formula(getattr(torch.ops.flux, name))(flops)
+    if ordered:
+        torch_internals.register_ordered(getattr(torch.ops.flux, name).default)
+    FORMULAS[name] = formula or no_formula(name)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any, **options: Any) -> None:
+        FORMULAS[name].setup(ctx, inputs, output)
+
+    # torch.library calls ``save`` with keyword-only arguments of the op by a name of their own.
+    torch.library.register_autograd(
+        f"flux::{name}", partial(run_once, name), setup_context=save, lib=LIBRARY
+    )
 
 
 def call(name: str, *args: Any, **options: Any) -> Any:

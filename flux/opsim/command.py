@@ -107,7 +107,7 @@ def simulate_op(
 
 def _dtype(text: str) -> str:
     """Return the canonical name of a dtype, given that or the short one."""
-    from flux.core.dtypes import BY_SHORT
+    from flux.core.problem import BY_SHORT
 
     return BY_SHORT[text].name if text in BY_SHORT else text
 

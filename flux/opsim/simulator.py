@@ -35,11 +35,9 @@ from dataclasses import dataclass, field, replace
 
 from flux.core.collector import paused_collector
 from flux.core.events import Event, Kind
-from flux.core.integers import ceil_div
-from flux.core.knobs import ClusterTile, Direction, Knobs, Order
-from flux.core.problem import Problem
+from flux.core.knobs import Direction, Knobs, Order, Topology
+from flux.core.problem import Problem, ceil_div
 from flux.core.schedule import TileSchedule
-from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster
 from flux.opsim.gather import gather_processes
@@ -52,9 +50,8 @@ from flux.select.cost import gemm_beside_transfers_ms, library_ms
 from flux.select.cost import gemm_ms as modelled_gemm_ms
 from flux.select.cycles import CLAIM
 from flux.select.hardware import CYCLES_PER_MS, blocks_per_wave
-from flux.select.heuristic import resolved, untuned
+from flux.select.heuristic import make_schedule, resolve, untuned
 from flux.select.kernel import chunk_kernel, default_kernel
-from flux.select.schedule import make_schedule
 from flux.select.share import gemm_units, slowdown
 
 MOST_TILES = 200_000
@@ -279,7 +276,7 @@ def _resolved(problem: Problem, knobs: Knobs, kernel: GemmConfig) -> Knobs:
     """Return the knobs with every field set. A tile of path medium is the GEMM of a chunk."""
     if knobs.path == "medium":
         knobs = replace(knobs, tile=(problem.chunk, problem.local[0]))
-    return resolved(problem, knobs, kernel)
+    return resolve(problem, knobs, kernel.cluster_tile)
 
 
 def _check_size(problem: Problem, knobs: Knobs) -> None:
@@ -305,7 +302,7 @@ def _schedule(
         topology,
         knobs,
         itemsize=problem.itemsize,
-        cluster=ClusterTile(*kernel.cluster_tile),
+        cluster=kernel.cluster_tile,
     )
 
 

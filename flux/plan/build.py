@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flux.core.collector import paused_collector
-from flux.core.integers import ceil_div
+from flux.core.problem import ceil_div
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Builder, Graph, Operator
 from flux.plan.mesh import SubGroup

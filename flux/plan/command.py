@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from flux.cli import options
-from flux.cli.mounting import MountedGroup
+from flux.cli.app import MountedGroup
 from flux.cli.options import with_options
 from flux.cli.ranks import check_writable
 from flux.cli.terminal import (

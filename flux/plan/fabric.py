@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flux.core.integers import ceil_div
+from flux.core.problem import ceil_div
 from flux.machine.cluster import Cluster
 from flux.plan.graph import GROUPS
 from flux.plan.mesh import parse_group

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from flux.core.integers import checked_integer
+from flux.core.problem import checked_integer
 
 
 class SubGroup(NamedTuple):

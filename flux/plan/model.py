@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flux.bench.shapes import Layer, model_of
 from flux.core.datafile import MOST_SIZE, shown
-from flux.core.dtypes import DTYPES
+from flux.core.problem import DTYPES
 
 
 @dataclass(frozen=True)

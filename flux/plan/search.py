@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from flux.bench.shapes import model_of
 from flux.core.datafile import MOST_SIZE, shown
-from flux.launch.sockets import use_short_socket_paths
+from flux.launch.spawn import use_short_socket_paths
 from flux.machine.cluster import Cluster
 from flux.plan.model import Parallel, TrainingStep
 from flux.plan.policies import Policies, policy_names, policy_of

@@ -138,7 +138,7 @@ def _take_plan(
     Returns:
         Options; policies; and [before, after] of what was made smaller, by name.
     """
-    from flux.launch.torchrun import torchrun_world
+    from flux.launch.supervisors import torchrun_world
     from flux.plan.search_output import winner_of
     from flux.plan.shrink import changes_of, shrunk
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from flux.backends.unfused import all_gather, reduce_scatter
-from flux.core.dtypes import DTYPES
+from flux.core.problem import DTYPES
 from flux.ops import AGGemm, GemmAR, GemmRS
 from flux.plan.graph import FUSED, Operator
 from flux.plan.mesh import group_partition, parse_group

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from flux.core.datafile import Table, shown
-from flux.core.wholefile import write_output
+from flux.core.datafile import Table, shown, write_output
 from flux.plan.cost import CostModel
 from flux.plan.graph import COLLECTIVES, COMPUTE, FUSED, GROUPS, RESOURCES, ROLES, Graph, Operator
 from flux.plan.mesh import parse_group

@@ -17,17 +17,16 @@ import json
 import re
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from flux.core import env
-from flux.core.datafile import data_root, load_json
+from flux.core.datafile import data_root, load_json, set_aside, write_whole
 from flux.core.knobs import Op
-from flux.core.wholefile import set_aside, write_whole
-from flux.select.winners import FORMAT, DamagedEntryError, Entry, Key, Winner
+from flux.select.winners import FORMAT, DamagedEntryError, Entry, Key
 
 LOCK_S = 60.0
 """Seconds that a writer waits for others; each holds the lock for milliseconds."""
@@ -110,22 +109,8 @@ class Cache:
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def store(self, key: Key, winner: Winner, machine: Mapping[str, Any]) -> Entry:
-        """Add a winner, replacing an older one for its M; return the file's new contents.
-
-        Args:
-            key: the op and the machine.
-            winner: to add.
-            machine: the inputs of the key's fingerprint, for display.
-
-        Raises:
-            OSError: the directory cannot be written.
-            filelock.Timeout: another process holds the lock for a minute.
-        """
-        return self.merge(Entry(key, machine, (winner,)))
-
-    def merge(self, entry: Entry, *, keep_newer: bool = False) -> Entry:
-        """Add all winners of an entry.
+    def store(self, entry: Entry, *, keep_newer: bool = False) -> Entry:
+        """Add all winners of an entry, replacing those for their M; return the file's contents.
 
         With ``keep_newer``, add only winners that are not older than the stored ones.
 
@@ -142,11 +127,12 @@ class Cache:
             except DamagedEntryError as error:
                 _set_aside(path, str(error))
                 merged = Entry(entry.key, entry.machine)
-            there = {winner.m: winner for winner in merged.winners}
+            by_m = {winner.m: winner for winner in merged.winners}
             for winner in entry.winners:
-                old = there.get(winner.m)
+                old = by_m.get(winner.m)
                 if old is None or not keep_newer or winner.tuned_at >= old.tuned_at:
-                    merged = merged.with_winner(winner)
+                    by_m[winner.m] = winner
+            merged = replace(merged, winners=tuple(by_m[m] for m in sorted(by_m)))
             for leftover in self.directory.glob(f".{path.name}.*.tmp"):
                 leftover.unlink(missing_ok=True)  # its writer is dead: else it would hold the lock
             text = json.dumps(merged.as_dict(), indent=1, allow_nan=False) + "\n"

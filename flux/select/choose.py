@@ -15,10 +15,9 @@ from typing import Protocol
 
 import torch
 
-from flux.core.knobs import Knobs, check_legal
+from flux.core.knobs import Knobs, Topology, check_legal
 from flux.core.problem import Problem
 from flux.core.spec import DTYPES, OpSpec
-from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster, group_parts, world_shape
 from flux.machine.detection import detect

@@ -28,13 +28,11 @@ no formulas of their own. A measurement always takes precedence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs, Op
-from flux.core.problem import Problem
+from flux.core.problem import Problem, ceil_div
 from flux.machine.cluster import Cluster, DeviceSpec, bytes_per_ms
 from flux.select.gathers import copied_ms, pushed_ms, waves
 from flux.select.hardware import (
@@ -52,7 +50,7 @@ from flux.select.hardware import (
     UNHIDDEN,
     blocks_per_wave,
 )
-from flux.select.heuristic import ONE_SHOTS, resolved
+from flux.select.heuristic import ONE_SHOTS, resolve
 from flux.select.one_shot import network_cpu_ms, one_shot_exposed_ms, one_shot_ms
 from flux.select.share import gemm_units, slowdown
 
@@ -64,11 +62,6 @@ TILE = (128, 256)
 
 
 # -- devices ---------------------------------------------------------------------------------------
-
-
-def operations_per_ms(device: DeviceSpec, dtype: str) -> float:
-    """Return the peak for a dtype; for one that the data sheet lacks, that of the slowest."""
-    return 1e9 * (device.tflops.get(dtype) or min(device.tflops.values()))
 
 
 def memory_ms(device: DeviceSpec, nbytes: float, share: float = 1.0) -> float:
@@ -88,9 +81,9 @@ def gemm_ms(
     times of docs/use/simulator.md is 1.8% without waves and 4.2% with them on H800, 9.0% and 18.9%
     on A800, 26.5% and 32.5% on L20.
     """
-    m = problem.m if rows is None else rows
-    shape, device = (m, *problem.local), cluster.device
-    return _roofline_ms(shape, problem.dtype, problem.itemsize, device, slower, share=1.0)
+    m, (n, k) = problem.m if rows is None else rows, problem.local
+    moved = problem.itemsize * (m * k + n * k + m * n)
+    return _roofline_ms(cluster.device, problem.dtype, 2.0 * m * n * k * slower, moved)
 
 
 def sliced_gemm_ms(
@@ -101,27 +94,28 @@ def sliced_gemm_ms(
     As ``gemm_ms``, but the last wave of tiles counts as a full one: each slice has one of its own,
     so a plan must not take slices for free. Memory reaches the share of elementwise kernels.
     """
-    m, n, _ = shape
+    m, n, k = shape
     waves = 1.0
     if device.kind == "cuda":
         tiles = ceil_div(m, TILE[0]) * ceil_div(n, TILE[1])
         full = m * n / (TILE[0] * TILE[1] * device.units)
         waves = max(1.0, ceil_div(tiles, device.units) / full) if full else 1.0
-    return _roofline_ms(shape, dtype, itemsize, device, waves, ELEMENTWISE_SHARE)
+    moved = itemsize * (m * k + n * k + m * n)
+    operations = 2.0 * m * n * k * waves
+    return _roofline_ms(device, dtype, operations, moved, memory_share=ELEMENTWISE_SHARE)
 
 
 def _roofline_ms(
-    shape: tuple[int, int, int],
-    dtype: str,
-    itemsize: int,
     device: DeviceSpec,
-    waves: float,
-    share: float,
+    dtype: str,
+    operations: float,
+    moved: float,
+    shares: Mapping[str, float] = GEMM_SHARE,
+    memory_share: float = 1.0,
 ) -> float:
-    m, n, k = shape
-    rate = operations_per_ms(device, dtype) * GEMM_SHARE[device.kind]
-    moved = itemsize * (m * k + n * k + m * n)
-    return max(2.0 * m * n * k * waves / rate, memory_ms(device, moved, share))
+    """Return the time of a kernel; a dtype that the data sheet lacks has the slowest one's peak."""
+    rate = 1e9 * (device.tflops.get(dtype) or min(device.tflops.values())) * shares[device.kind]
+    return max(operations / rate, memory_ms(device, moved, memory_share))
 
 
 def attention_ms(
@@ -139,7 +133,7 @@ def attention_ms(
     operations = 4.0 * batch * heads * queries * keys * dim / 2
     if backward:
         operations *= BACKWARD_ATTENTION
-    return operations / (operations_per_ms(device, dtype) * ATTENTION_SHARE[device.kind])
+    return _roofline_ms(device, dtype, operations, 0, ATTENTION_SHARE)
 
 
 def traffic_ms(problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: int) -> float:
@@ -311,18 +305,11 @@ def transfer_ms(problem: Problem, cluster: Cluster) -> float:
 # -- calls -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Parts of a call, in ms; ``total`` is the time of the call."""
+class Prediction(NamedTuple):
+    """Parts of a call, whose sum is its time."""
 
     gemm_ms: float
-    comm_ms: float
     exposed_ms: float
-
-    @property
-    def total(self) -> float:
-        """Time of the call, in ms."""
-        return self.gemm_ms + self.exposed_ms
 
 
 def predict(
@@ -336,24 +323,24 @@ def predict(
         knobs: any field may be open.
         kernel: on a GPU, the kernel that runs the call, if known.
     """
-    knobs = resolved(problem, knobs, kernel)
+    knobs = resolve(problem, knobs, None if kernel is None else kernel.cluster_tile)
     whole, world = gemm_ms(problem, cluster), problem.world
     if world == 1:
-        return Prediction(whole, 0.0, 0.0)
+        return Prediction(whole, 0.0)
     kind = cluster.device.kind
     if knobs.path == "unfused":
         comm = library_ms(problem, cluster)
         if kind == "cpu" and problem.nodes > 1:
             comm = max(comm, network_cpu_ms(problem))
-        return Prediction(whole, comm, comm)
+        return Prediction(whole, comm)
     alone = whole
     whole = gemm_ms(problem, cluster, slower=slowdown(problem, cluster, knobs, kernel))
     if knobs.path == "one_shot":
         comm = one_shot_ms(problem, cluster)
-        return Prediction(whole, comm, one_shot_exposed_ms(problem, cluster, knobs, whole, comm))
+        return Prediction(whole, one_shot_exposed_ms(problem, cluster, knobs, whole, comm))
     if knobs.path == "in_kernel":
         comm = pushed_ms(problem, cluster)
-        return Prediction(whole, comm, comm + raster_ms(problem, cluster, kernel, knobs.raster))
+        return Prediction(whole, comm + raster_ms(problem, cluster, kernel, knobs.raster))
     assert knobs.comm_tile_rows is not None and knobs.tile is not None
     tiles = ceil_div(problem.chunk, knobs.comm_tile_rows)
     transfers = (world - 1) * tiles
@@ -367,7 +354,7 @@ def predict(
         part = chunk_gemm_ms(problem, cluster.device, kernel, (alone, kernel), units)
         part += LAUNCH_US[kind] * 1e-3
         step = max(part, comm / (world - 1) + latency * 1e-3)
-        return Prediction(whole, comm, max(0.0, (world - 1) * step + part - whole))
+        return Prediction(whole, max(0.0, (world - 1) * step + part - whole))
     overhead = _cut_ms(problem, cluster, knobs, whole)
     if kind == "cpu" and problem.nodes > 1:
         overhead += NETWORK_CALL_US * 1e-3 + network_cpu_ms(problem)
@@ -377,7 +364,7 @@ def predict(
         # Partials that the GEMM writes directly into their owner's memory need no copy.
         stored = problem.op.reduces and knobs.store == "direct" and knobs.path == "fused"
         comm = comm * (0.5 if stored else 1.0) + cluster.link.latency_us * 1e-3
-        return Prediction(whole, comm, comm + overhead)
+        return Prediction(whole, comm + overhead)
     if knobs.path == "medium":
         overhead += world * latency * 1e-3  # the small GEMMs of a ring do not fill the device
         exposed = max(0.0, comm - whole * (world - 1) / world) + comm / world
@@ -391,7 +378,7 @@ def predict(
                 exposed = max(exposed, comm + wave - whole)
             exposed += _band_exposed_ms(problem, knobs, whole, comm)
             overhead += raster_ms(problem, cluster, kernel, knobs.raster)
-    return Prediction(whole, comm, exposed + latency * 1e-3 + overhead)
+    return Prediction(whole, exposed + latency * 1e-3 + overhead)
 
 
 def _fused_exposed_ms(
@@ -447,5 +434,5 @@ def choose(problem: Problem, cluster: Cluster, candidates: Sequence[Knobs] | Non
         candidates = (Knobs(), Knobs(path="medium"), Knobs(path="unfused"))
         if cluster.device.kind == "cpu" and problem.nodes > 1:
             candidates = (*candidates, *ONE_SHOTS)
-    times = [predict(problem, cluster, knobs).total for knobs in candidates]
+    times = [sum(predict(problem, cluster, knobs)) for knobs in candidates]
     return candidates[times.index(min(times))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flux.core.integers import ceil_div, round_up
+from flux.core.problem import ceil_div, round_up
 from flux.select.hardware import UNHIDDEN, blocks_per_wave
 
 if TYPE_CHECKING:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flux.core.integers import ceil_div
-from flux.core.problem import Problem
+from flux.core.problem import Problem, ceil_div
 from flux.machine.cluster import Cluster, Link, bytes_per_ms
 from flux.select.hardware import (
     COPY_SHARE,

@@ -1,4 +1,4 @@
-"""Default knobs: they fill in what neither the user nor a winner has set. Pure functions.
+"""Default knobs fill in what neither the user nor a winner has set; the schedule that they make.
 
 **CPU.** The defaults follow from measurements on a 2-core AVX-512 machine (fp32, one thread per
 rank, CPU time; `benchmarks/one_host.py --parts slabs`):
@@ -54,16 +54,19 @@ rank, CPU time; `benchmarks/one_host.py --parts slabs`):
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from math import isqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from flux.core.integers import ceil_div, round_up
-from flux.core.knobs import ClusterTile, Knobs, Op
+from flux import _C
+from flux.core.datafile import MOST_SIZE
+from flux.core.knobs import ClusterTile, Knobs, Op, Topology, check_legal
+from flux.core.problem import ceil_div, round_up
+from flux.core.schedule import TileSchedule
 from flux.select.hardware import SLAB_COST_ROWS
 
 if TYPE_CHECKING:
     from flux.core.problem import Problem
-    from flux.kernels.config import GemmConfig
     from flux.machine.cluster import Cluster
 
 MAX_COMM_TILES = 64
@@ -133,47 +136,107 @@ def kernels_can_push(problem: Problem) -> bool:
     return reason is None and world > 1 and problem.m <= IN_KERNEL_ROWS
 
 
-def resolved(problem: Problem, knobs: Knobs, kernel: GemmConfig | None = None) -> Knobs:
-    """Return the knobs with every field set, as the op would set them; ``kernel``: on a GPU."""
-    p = problem
-    cluster = None if kernel is None else ClusterTile(*kernel.cluster_tile)
-    return resolve(p.op, p.m, *p.local, p.world, p.itemsize, knobs, p.nodes, cluster)
-
-
-def resolve(
-    op: Op,
-    m: int,
-    local_n: int,
-    local_k: int,
+def make_schedule(
+    op: str,
+    shape: tuple[int, int, int],
     world: int,
-    itemsize: int,
-    knobs: Knobs,
-    nodes: int = 1,
+    rank: int,
+    topology: Topology | None = None,
+    knobs: Knobs | None = None,
+    *,
+    itemsize: int = 4,
     cluster: ClusterTile | None = None,
-) -> Knobs:
+) -> TileSchedule:
+    """Build the tile schedule of one rank. Pure, and cached.
+
+    Args:
+        op: ``ag_gemm`` | ``gemm_rs`` | ``gemm_ar``.
+        shape: global (m, n, k), in elements; n (AllGather) or k is divided by ``world``.
+        world: number of ranks.
+        rank: the rank of the schedule, in [0, world).
+        topology: the mesh of ranks; flat by default.
+        knobs: fixed fields; the heuristic chooses the rest.
+        itemsize: bytes per element, which the heuristic uses to size communication tiles.
+        cluster: cluster tile of the GPU kernels; None: the CPU backend's heuristic chooses.
+
+    Raises:
+        ValueError: an unknown op, a shape or rank out of range, or an illegal combination of knobs;
+            the message holds the operand values.
+    """
+    if op not in Op.__members__:
+        raise ValueError(f"op must be one of {', '.join(Op.__members__)}, got {op!r}")
+    topology = topology or Topology.flat(world)
+    if topology.world != world:
+        raise ValueError(f"topology has {topology.world} ranks, world is {world}")
+    m, n, k = shape
+    if itemsize < 1:
+        raise ValueError(f"{op}: itemsize must be at least 1 byte, got {itemsize}")
+    if min(m, n, k) < 1:
+        raise ValueError(f"{op}: m, n and k must be positive, got {(m, n, k)}")
+    if max(m, n, k) > MOST_SIZE:
+        raise ValueError(f"{op}: m, n, k must be at most {MOST_SIZE}, got {(m, n, k)}")
+    return _make(op, (m, n, k), world, rank, topology, knobs or Knobs(), itemsize, cluster)
+
+
+@lru_cache(maxsize=1024)
+def _make(
+    op: str,
+    shape: tuple[int, int, int],
+    world: int,
+    rank: int,
+    topology: Topology,
+    knobs: Knobs,
+    itemsize: int,
+    cluster: ClusterTile | None,
+) -> TileSchedule:
+    kind = Op[op]
+    m, n, k = shape
+    if knobs.path == "in_kernel" and not (kind.gathers and m <= IN_KERNEL_ROWS):
+        raise ValueError(
+            f"path in_kernel is for ag_gemm with M up to {IN_KERNEL_ROWS}, got {op} with M = {m}"
+        )
+    check_legal(knobs, topology)
+    # Rank 0 has the largest share. Knobs must be the same on all ranks, so they come from its
+    # sizes.
+    local_n, local_k = _C.core.local_n(kind, n, world, 0), _C.core.local_k(kind, k, world, 0)
+    sizes = Sizes(kind, m, (local_n, local_k), world, itemsize, topology.nodes)
+    knobs = resolve(sizes, knobs, cluster)
+    on_gpus = cluster is not None
+    splits = on_gpus and kind.gathers and knobs.path == "medium"
+    schedule = TileSchedule(op, shape, world, rank, topology, knobs, on_gpus, splits)
+    _ = schedule.native  # raises for illegal combinations here, not at the first use
+    return schedule
+
+
+class Sizes(NamedTuple):
+    """What the heuristic reads of a ``Problem``, where the dtype is not known."""
+
+    op: Op
+    m: int
+    local: tuple[int, int]
+    world: int
+    itemsize: int
+    nodes: int = 1
+
+
+def resolve(sizes: Problem | Sizes, knobs: Knobs, cluster: ClusterTile | None = None) -> Knobs:
     """Fill in the fields that are open. Pure: equal arguments, equal result on all ranks.
 
     Args:
-        op: the fused op.
-        m: rows of the local GEMM.
-        local_n: columns of the local GEMM, in elements.
-        local_k: depth of the local GEMM, in elements.
-        world: number of ranks.
-        itemsize: bytes per element of the communicated matrix.
+        sizes: the op and its sizes.
         knobs: the fields that the user fixed.
-        nodes: number of sets of ranks that share memory.
         cluster: cluster tile of the op's GPU kernels, the same on all ranks; None: on a CPU.
     """
     if cluster is not None:
         # On a CPU the owners' results of GemmAR are pulled; on a GPU the reduction stores them into
         # all ranks' memory.
         knobs = replace(knobs, direction=knobs.direction or "push")
-    knobs = across_hosts(op, knobs, nodes)
-    row_bytes = itemsize * (local_k if op.gathers else local_n)
+    knobs = across_hosts(sizes.op, knobs, sizes.nodes)
+    row_bytes = sizes.itemsize * sizes.local[1 if sizes.op.gathers else 0]
     if cluster is None:
-        defaults = _cpu_defaults(op, m, local_n, row_bytes, world, knobs, nodes)
+        defaults = _cpu_defaults(sizes, row_bytes, knobs)
     else:
-        defaults = _gpu_defaults(op, m, local_n, row_bytes, world, knobs, nodes, cluster)
+        defaults = _gpu_defaults(sizes, row_bytes, knobs, cluster)
     return replace(
         knobs,
         tile=defaults.tile,
@@ -224,10 +287,9 @@ def most_comm_tiles(op: Op, chunk: int, knobs: Knobs, nodes: int, of_winners: in
 # -- CPU -------------------------------------------------------------------------------------------
 
 
-def _cpu_defaults(
-    op: Op, m: int, local_n: int, row_bytes: int, world: int, knobs: Knobs, nodes: int
-) -> Knobs:
+def _cpu_defaults(sizes: Problem | Sizes, row_bytes: int, knobs: Knobs) -> Knobs:
     """Return default sizes, with fixed ones cut down to the matrix, and other defaults."""
+    op, m, local_n, world, nodes = sizes.op, sizes.m, sizes.local[0], sizes.world, sizes.nodes
     chunk = ceil_div(m, world)
     if knobs.path == "one_shot":
         return _one_shot_defaults(op, m, local_n, world, knobs)
@@ -320,17 +382,11 @@ def message_rows(op: Op, chunk: int, slab: int) -> int:
 
 
 def _gpu_defaults(
-    op: Op,
-    m: int,
-    local_n: int,
-    row_bytes: int,
-    world: int,
-    knobs: Knobs,
-    nodes: int,
-    cluster: ClusterTile,
+    sizes: Problem | Sizes, row_bytes: int, knobs: Knobs, cluster: ClusterTile
 ) -> Knobs:
     """Return default sizes, with fixed ones cut down to the matrix, and other defaults."""
-    chunk = ceil_div(m, world)
+    op, m, nodes = sizes.op, sizes.m, sizes.nodes
+    chunk = ceil_div(m, sizes.world)
     comm_rows = knobs.comm_tile_rows
     if comm_rows is None:
         whole = knobs.path in ("medium", "in_kernel")
@@ -341,7 +397,7 @@ def _gpu_defaults(
     # itself has no such limit: it stores a tile once per owner.
     tile = knobs.tile or (chunk if knobs.store == "direct" else cluster.rows, cluster.columns)
     return Knobs(
-        tile=(min(tile[0], m), min(tile[1], local_n)),
+        tile=(min(tile[0], m), min(tile[1], sizes.local[0])),
         raster=raster(op, m, chunk, cluster.rows, nodes),
         comm_tile_rows=min(comm_rows, chunk),
         store="staged",

@@ -49,7 +49,7 @@ class FewRows:
         if m > IN_KERNEL_ROWS:
             return fused
         problem = replace(self.problem, m=m)
-        times = [predict(problem, self.cluster, k, self.config).total for k in self.variants]
+        times = [sum(predict(problem, self.cluster, k, self.config)) for k in self.variants]
         if times[2] <= GAIN * min(times[:2]):
             return in_kernel
         return fused if times[0] <= times[1] else unfused

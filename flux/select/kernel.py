@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flux.core import dtypes
 from flux.core.env import KERNEL_CHOICE
 from flux.core.knobs import Knobs
+from flux.core.problem import DTYPES as DTYPES_BY_NAME
 from flux.core.problem import Problem
 from flux.core.spec import DTYPES, OpSpec
 from flux.kernels.config import GemmConfig
@@ -86,7 +86,7 @@ def default_configs(
         tile_scheduler: of the kernels; None: any.
     """
     gemm = GemmProblem.of(problem)
-    short = dtypes.DTYPES[problem.dtype].short
+    short = DTYPES_BY_NAME[problem.dtype].short
     return [
         config
         for config in config_set("default", [arch])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs
-from flux.core.problem import Problem
+from flux.core.problem import Problem, ceil_div
 from flux.machine.cluster import Cluster, bytes_per_ms
 from flux.select.hardware import NETWORK_CPU_MS_PER_MB, ONE_SHOT_US, SLAB_COST_ROWS
 

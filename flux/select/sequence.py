@@ -13,9 +13,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flux.core.integers import ceil_div
 from flux.core.knobs import Op
-from flux.core.problem import Problem
+from flux.core.problem import Problem, ceil_div
 from flux.machine.cluster import Cluster
 from flux.select import cost
 from flux.select.hardware import ELEMENTWISE_SHARE
@@ -84,4 +83,4 @@ class SequenceChoice:
 
     def _op_ms(self, problem: Problem) -> float:
         knobs = cost.choose(problem, self._cluster)
-        return cost.predict(problem, self._cluster, knobs).total
+        return sum(cost.predict(problem, self._cluster, knobs))

@@ -19,19 +19,15 @@ from typing import Any
 
 from flux import _C
 from flux.core.datafile import MOST_SIZE, Table, find, shown
-from flux.core.dtypes import DTYPES
-from flux.core.integers import ceil_div
-from flux.core.knobs import Knobs, Op
-from flux.core.problem import Problem
-from flux.core.topology import Topology
+from flux.core.knobs import Knobs, Op, Topology
+from flux.core.problem import DTYPES, Problem, ceil_div
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, reason_unsupported
 from flux.machine.cluster import Cluster
 from flux.select.cost import predict
 from flux.select.cycles import cost
-from flux.select.heuristic import ONE_SHOTS, kernels_can_push, resolved, untuned
+from flux.select.heuristic import ONE_SHOTS, kernels_can_push, make_schedule, resolve, untuned
 from flux.select.kernel import best_of
-from flux.select.schedule import make_schedule
 from flux.select.share import gemm_units
 
 ALWAYS = ("unfused", "medium", "default")
@@ -119,7 +115,7 @@ def load_space(name: str | Path) -> Space:
         backend=backend,
         prune_above=top.number("prune_above", least=1.0),
         ops=_ops(top),
-        between_hosts=_ops(top.table("hosts")) if "hosts" in top else {},
+        between_hosts=_ops(top.table("hosts")) if "hosts" in top.keys else {},
         kernels=_kernel_values(top.table("kernel")) if backend == "cuda" else {},
         arch=top.text("arch", choices=("80", "90a")) if backend == "cuda" else "",
     )
@@ -129,9 +125,7 @@ def load_space(name: str | Path) -> Space:
 
 def _ops(table: Table) -> dict[str, dict[str, list[Any]]]:
     by_op = {}
-    for op in Op.__members__:
-        if op not in table:
-            continue
+    for op in [op for op in table.keys if op in Op.__members__]:
         values, part = {}, table.table(op)
         for name in part.keys:
             if name not in (*_SIZES, *_CHOICES):
@@ -262,8 +256,9 @@ def _schedule_identity(
         schedule = make_schedule(
             problem.op.name, sizes, problem.world, rank, topology, knobs, itemsize=problem.itemsize
         )
-        visits = schedule.visits if kernel is None else ()
-        of_ranks.append((visits, schedule.transfers, schedule.results))
+        native = schedule.native
+        visits = native.visits if kernel is None else ()
+        of_ranks.append((visits, native.transfers, native.results))
     final = schedule.knobs
     if kernel is not None:
         rows = ceil_div(problem.m, kernel.cluster_tile[0])
@@ -289,16 +284,17 @@ def candidates(
         configs, pruned = kernels(space, problem)
         best_kernel, speeds = _kernel_speeds(configs, problem, cluster)
         default = untuned(problem, cluster)
+    tile = None if best_kernel is None else best_kernel.cluster_tile
     fixed = {
         "unfused": Knobs(path="unfused"),
-        "medium": resolved(problem, Knobs(path="medium"), best_kernel),
-        "default": resolved(problem, default, best_kernel),
+        "medium": resolve(problem, Knobs(path="medium"), tile),
+        "default": resolve(problem, default, tile),
     }
     if space.backend == "cuda" and kernels_can_push(problem):
-        fixed["in_kernel"] = resolved(problem, Knobs(path="in_kernel"), best_kernel)
+        fixed["in_kernel"] = resolve(problem, Knobs(path="in_kernel"), tile)
     if space.backend == "cpu" and problem.nodes > 1:
         fixed["one_shot"] = Knobs(path="one_shot")
-        ways = [resolved(problem, knobs) for knobs in ONE_SHOTS]
+        ways = [resolve(problem, knobs) for knobs in ONE_SHOTS]
         if ways[1] != ways[0]:
             fixed["one_round"] = ways[1]
         if ways[2] not in ways[:2]:
@@ -307,7 +303,8 @@ def candidates(
     seen: dict[object, str] = {}
     for name, knobs in fixed.items():
         kernel = best_kernel if knobs.is_tiled else None
-        kept.append(Candidate(name, knobs, kernel, predict(problem, cluster, knobs, kernel).total))
+        ms = sum(predict(problem, cluster, knobs, kernel))
+        kept.append(Candidate(name, knobs, kernel, ms))
     if problem.world > 1:
         seen[_schedule_identity(problem, topology, fixed["default"], best_kernel)] = "default"
     declared: list[Candidate] = []
@@ -339,7 +336,7 @@ def _examine(
     seen: dict[object, str],
 ) -> tuple[Candidate, str | None]:
     """Return a candidate, and the reason to prune it; None if there is none."""
-    full = resolved(problem, knobs, kernel)
+    full = resolve(problem, knobs, None if kernel is None else kernel.cluster_tile)
     name = _name(full, kernel)
     candidate = Candidate(name, full, kernel)
     try:

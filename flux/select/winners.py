@@ -9,15 +9,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from flux.core.datafile import MOST_SIZE, one_line, shown
-from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs, Op
-from flux.core.problem import Problem
+from flux.core.problem import Problem, ceil_div
 from flux.core.version import __version__
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import digest
@@ -28,6 +26,7 @@ CPU_REVISION = 1
 """Revision of the CPU backend's speed: incremented when a change makes old winners doubtful."""
 
 _FORMS = {
+    "op": re.compile("|".join(Op.__members__)),
     "dtype": re.compile(r"\w{1,40}", re.ASCII),
     "world": re.compile(r"[1-9]\d{0,3}(x[1-9]\d{0,3}|(\+[1-9]\d{0,3}){1,63})", re.ASCII),
     "fingerprint": re.compile(r"[0-9a-f]{16}"),
@@ -61,7 +60,6 @@ class Key:
     toolchain: str
 
     def __post_init__(self) -> None:
-        Op.named(self.op)
         for name in ("n", "k"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= MOST_SIZE:
@@ -221,24 +219,19 @@ class Winner:
         """
         values = dict(content)
         kernel = values.pop("kernel")
-        knobs = knobs_from(values.pop("knobs"))
+        knobs: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.pop("knobs").items()
+        }
         stated = values.pop("bucket")
         winner = cls(
             **values,
-            knobs=knobs,
+            knobs=Knobs(**knobs),
             kernel=None if kernel is None else GemmConfig.from_dict(kernel),
         )
         if stated != bucket(winner.m):
             raise ValueError(f"bucket {stated!r} is not that of m = {winner.m}")
         return winner
-
-
-def knobs_from(values: Mapping[str, Any]) -> Knobs:
-    """Return knobs from JSON, checked; raise ValueError or TypeError if they are illegal."""
-    arguments: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-    }
-    return Knobs(**arguments)
 
 
 @dataclass(frozen=True)
@@ -259,11 +252,6 @@ class Entry:
         sizes = [winner.m for winner in self.winners]
         if sizes != sorted(set(sizes)):
             raise ValueError(f"winners must be one for each M, ascending, got M = {sizes}")
-
-    def with_winner(self, winner: Winner) -> Entry:
-        """Return an entry with this winner added; it replaces one for the same M."""
-        kept = [other for other in self.winners if other.m != winner.m]
-        return replace(self, winners=tuple(sorted([*kept, winner], key=attrgetter("m"))))
 
     def nearest(self, m: int) -> tuple[Winner | None, bool]:
         """Return the winner to use for ``m``, and whether it is from m's own bucket.

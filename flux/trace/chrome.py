@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flux.core.datafile import load_json, one_line, shown
+from flux.core.datafile import load_json, one_line, shown, write_output
 from flux.core.events import Event, Trace, event_from
 from flux.core.recorder import (
     COPY_LANE,
@@ -22,7 +22,6 @@ from flux.core.recorder import (
     NETWORK_STREAM_LANE,
     STREAM_LANE,
 )
-from flux.core.wholefile import write_output
 
 _MOST_BYTES = 1 << 30
 """Largest size of a trace file: a GPU has more than a hundred lanes, with thousands of events

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from flux import _C
 from flux.core.events import Event, Kind
-from flux.core.integers import ceil_div
 from flux.core.knobs import Op
+from flux.core.problem import ceil_div
 from flux.core.recorder import Record, Work, incoming_lane, outgoing_lane
 from flux.trace.convert import Details, Span, collective, rows_text
 from flux.trace.gpu import KernelRecord, RankRecords

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -256,7 +257,7 @@ class Exchange:
             PeerDiedError: the process of another rank on this host has ended.
             PeerTimeoutError: the wait exceeds the limit, or another rank has given up.
         """
-        limit_s = None if self.timeout_s is None else max(self.timeout_s, LEAST_S) + extra_s
+        limit_s = inf if self.timeout_s is None else max(self.timeout_s, LEAST_S) + extra_s
         patience = Patience(limit_s)
         while not call.wait(max(0.0, min(LOOK_S, patience.left_s))):
             if patience.left_s <= 0:

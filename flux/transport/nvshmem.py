@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from flux import _C
 from flux.core.errors import PeerTimeoutError
-from flux.core.integers import round_up
+from flux.core.problem import round_up
 from flux.core.tensors import address_of
 from flux.transport.base import SPARE, Memory, first_signal
 from flux.transport.device import CudaDevice, Device

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flux.core.topology import Topology
+from flux.core.knobs import Topology
 from flux.machine.host import host_identity, memory_identity
 
 TRANSPORTS = {"cpu": ("shm", "send_recv"), "cuda": ("symm_mem", "send_recv", "nvshmem")}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flux import _C
-from flux.core.integers import round_up
+from flux.core.problem import round_up
 from flux.transport.base import Memory, Peers, sm_share
 from flux.transport.device import CudaDevice, Device
 from flux.transport.exchange import Exchange

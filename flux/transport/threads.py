@@ -31,6 +31,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -61,6 +62,7 @@ MOST_STEP_S = 0.25
 """Seconds; as in csrc/cpu/clock.h. Waits look several times as often."""
 
 
+@dataclass
 class Patience:
     """A time limit of a wait that looks at least every MOST_STEP_S seconds.
 
@@ -69,13 +71,11 @@ class Patience:
     stopped for longer than their timeout, none of them is late. So a step of the clock between two
     looks counts as MOST_STEP_S at most.
 
-    Args:
-        limit_s: in seconds; None: no limit.
+    The first argument is the limit in seconds; inf: no limit.
     """
 
-    def __init__(self, limit_s: float | None) -> None:
-        self._left_s = float("inf") if limit_s is None else limit_s
-        self._last = time.monotonic()
+    _left_s: float
+    _last: float = field(default_factory=time.monotonic)
 
     @property
     def left_s(self) -> float:
@@ -156,6 +156,7 @@ class Abandonable(Generic[T]):
         return cast(T, self._value)
 
 
+@dataclass(eq=False)
 class Threads:
     """Daemon threads that execute calls, kept from call to call until ``close``.
 
@@ -163,9 +164,8 @@ class Threads:
     stays in it, and the next call gets a new one.
     """
 
-    def __init__(self) -> None:
-        self._idle: list[_Inbox] = []
-        self._all: list[tuple[_Inbox, threading.Thread]] = []
+    _idle: list[_Inbox] = field(default_factory=list)
+    _all: list[tuple[_Inbox, threading.Thread]] = field(default_factory=list)
 
     def execute(self, call: Abandonable[Any]) -> None:
         """Execute a call on an idle thread, or on a new one."""

@@ -121,7 +121,6 @@ def tune_shapes(
         check_memory,
         check_numbers,
         check_ranks,
-        checked_seconds,
         memory_of,
     )
     from flux.machine.cluster import load_cluster
@@ -133,7 +132,6 @@ def tune_shapes(
     if (shapes is None) == (op is None):
         refuse("say what to tune: either --shapes FILE or --op OP --m M --n N --k K")
     try:
-        checked_seconds("--candidate-timeout", candidate_timeout)
         options = Options(
             threads=threads,
             budget_s=None if budget is None else parse_duration(budget),
@@ -365,12 +363,10 @@ def _journal(
             if fresh:
                 (runs / f"{name}.jsonl").unlink(missing_ok=True)
             journal = Journal(runs, name, what)
-        except (OSError, BusyError) as error:
-            problem = (
-                f"cannot write to {cache.root}: {error}"
-                if isinstance(error, OSError)
-                else (str(error))
-            )
+        except OSError as error:
+            problem = f"cannot write to {cache.root}: {error}"
+        except BusyError as error:
+            problem = str(error)
     problem = launcher.share(problem)
     if problem:
         refuse(problem)

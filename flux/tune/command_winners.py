@@ -87,7 +87,7 @@ def import_winners(
     cache = Cache(TUNE_CACHE.path())
     try:
         for entry in entries:
-            cache.merge(entry, keep_newer=True)
+            cache.store(entry, keep_newer=True)
     except (OSError, Timeout) as error:
         refuse(f"cannot write to {cache.directory}: {error}")
     count = sum(len(entry.winners) for entry in entries)

@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from flux.core.integers import ceil_div
+from flux.core.problem import ceil_div
 
 ROUNDS = (2, 4, 10, 30)
 """Rounds of each candidate by the end of each rung; more for short calls, see ``rounds_for``."""

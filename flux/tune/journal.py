@@ -45,6 +45,9 @@ class Journal:
         name: of this one (``run_id``).
         what: description of the run, stored for display.
 
+    Attributes:
+        resumed: whether an earlier run left events.
+
     Raises:
         BusyError: another process has it open.
         OSError: the directory cannot be written.
@@ -60,17 +63,13 @@ class Journal:
             raise BusyError(f"another `flux tune` works on this run: {self.path}") from None
         try:
             self.events = self._recover()
+            self.resumed = len(self.events) > 1
             self._file = self.path.open("a", encoding="utf-8")
             if not self.events:
                 self.add("run", format=FORMAT, name=name, what=dict(what))
         except BaseException:
             self._lock.release()
             raise
-
-    @property
-    def resumed(self) -> bool:
-        """Whether an earlier run left events."""
-        return len(self.events) > 1
 
     def add(self, kind: str, **content: Any) -> None:
         """Append an event; it is on disk when this returns."""

@@ -31,21 +31,18 @@ class TuningMachine:
     """The devices of a run's ranks.
 
     Attributes:
+        backend: ``cpu`` | ``cuda``.
         cluster: device and links of this supervisor's first rank.
         placement: which ranks share memory, as ops determine it.
         shape: of the world, as in the key of winners.
         parts: inputs of the fingerprint of the group's winners.
     """
 
+    backend: str
     cluster: Cluster
     placement: Placement
     shape: str
     parts: dict[str, object]
-
-    @property
-    def backend(self) -> str:
-        """``cpu`` | ``cuda``."""
-        return self.cluster.device.kind
 
 
 def resolve_backend(backend: str | None, transport: str | None, of_space: str | None) -> str:
@@ -118,7 +115,7 @@ def survey(launcher: Launcher, backend: str, transport: str | None, threads: int
     placement = Placement.of_op([place for _, place in sights], backend, transport, None)
     shape = world_shape(placement.nodes)
     parts = group_parts([cluster.parts(shape) for cluster, _ in sights])
-    return TuningMachine(seen[0][0], placement, shape, parts)
+    return TuningMachine(backend, seen[0][0], placement, shape, parts)
 
 
 def look(backend: str, gpus: Sequence[int], threads: int) -> list[Sight]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flux.core.integers import ceil_div
-from flux.core.problem import Problem
+from flux.core.problem import Problem, ceil_div
 from flux.kernels.legality import GemmProblem
 from flux.machine.cluster import Cluster
 from flux.opsim.simulator import simulate

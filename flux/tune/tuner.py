@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from flux.machine.cluster import Cluster
 from flux.select.cache import Cache
 from flux.select.cost import gemm_ms
 from flux.select.space import ALWAYS, Candidate, Pruned, Space, candidates
-from flux.select.winners import MOST_MS, Key, Winner, versions
+from flux.select.winners import MOST_MS, Entry, Key, Winner, versions
 from flux.transport.placement import Placement
 from flux.tune.halving import SHORT_MS, Halving, median_ms, rounds_for
 from flux.tune.journal import Journal
@@ -304,9 +305,9 @@ class Tuner:
                 },
             )
         if leads and search.done and not search.problem_text:
-            self._crown(search)
+            self._crown(search, settled=True)
         elif leads and self._deadline is not None and time.monotonic() >= until:
-            self._crown_so_far(search)
+            self._crown(search, settled=False)
 
     def _compile(self, search: Search) -> None:
         """Build the kernels of all candidates, in parallel, on one rank of each host."""
@@ -343,7 +344,7 @@ class Tuner:
         _, failure = self._launcher.run(
             tune_rank,
             job,
-            lambda event, *_: self._note(search, event) if event is not None else None,
+            partial(self._note, search),
             threads=self._options.threads,
             timeout_s=timeout + reference_s + start_s,
             stall_s=max(_FEWEST_STALL_S, 2 * timeout) + 2 * reference_s + start_s,
@@ -379,8 +380,13 @@ class Tuner:
             make=options.make,
         )
 
-    def _note(self, search: Search, event: dict[str, Any]) -> None:
-        """Write an event to the journal, then apply it: decisions depend only on saved events."""
+    def _note(self, search: Search, event: Any, *_: object) -> None:
+        """Write an event to the journal, then apply it: decisions depend only on saved events.
+
+        ``event`` is None if a rank reports only that it is alive.
+        """
+        if event is None:
+            return
         if event["event"] != "checking" and self._journal is not None:
             rest = {name: value for name, value in event.items() if name != "event"}
             self._journal.add(event["event"], shape=search.label, **rest)
@@ -389,25 +395,18 @@ class Tuner:
 
     # -- the winner --------------------------------------------------------------------------------
 
-    def _crown_so_far(self, search: Search) -> None:
-        """Store the best candidate so far, if there was any round: the time is over.
+    def _crown(self, search: Search, *, settled: bool) -> None:
+        """Store the best candidate, if there is one.
 
-        The journal keeps the measurements, so that a later run can continue with more time.
+        If the time is over before the search is settled, the journal keeps the measurements, so
+        that a later run can continue with more time.
         """
         best = search.best()
-        if best is not None:
-            search.winner = self._store(search, best)
-
-    def _crown(self, search: Search) -> None:
-        best = search.best()
         if best is None:
-            reasons = "; ".join(f"{name}: {why}" for name, why in search.excluded.items())
-            search.problem_text = f"no candidate is left: {reasons}"
+            if settled:
+                reasons = "; ".join(f"{name}: {why}" for name, why in search.excluded.items())
+                search.problem_text = f"no candidate is left: {reasons}"
             return
-        winner = self._store(search, best)
-        self._note(search, {"event": "winner", "winner": winner.as_dict()})
-
-    def _store(self, search: Search, best: str) -> Winner:
         candidate = next(candidate for candidate in search.candidates if candidate.name == best)
         ms = search.ms(best)
         assert ms is not None
@@ -421,19 +420,20 @@ class Tuner:
             tuned_at=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             kernel=candidate.kernel,
         )
-        self._cache.store(_key(search, self._machine), winner, self._machine.parts)
-        return winner
-
-
-def _key(search: Search, machine: TuningMachine) -> Key:
-    return Key.of(search.problem, machine.shape, machine.parts, machine.backend)
+        here = self._machine
+        key = Key.of(search.problem, here.shape, here.parts, here.backend)
+        self._cache.store(Entry(key, here.parts, (winner,)))
+        if settled:
+            self._note(search, {"event": "winner", "winner": winner.as_dict()})
+        else:
+            search.winner = winner
 
 
 def describe(
     searches: Sequence[Search], machine: TuningMachine, options: Options
 ) -> dict[str, Any]:
     """Return the description of a run; runs with equal descriptions share a journal."""
-    key = asdict(_key(searches[0], machine))
+    key = asdict(Key.of(searches[0].problem, machine.shape, machine.parts, machine.backend))
     if machine.backend == "cuda":  # the versions list built kernels, and a run adds to those
         from flux.tune import kernels
 

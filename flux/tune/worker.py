@@ -32,9 +32,9 @@ from flux.bench.places.base import Timing
 from flux.bench.places.cpu import CpuRanks
 from flux.bench.reference import Verdict
 from flux.bench.rounds import Rounds
-from flux.bench.timing import quiet_collector
+from flux.core.collector import paused_collector
 from flux.core.problem import Problem
-from flux.launch.torchrun import all_gather
+from flux.launch.supervisors import all_gather
 from flux.select.choose import Fixed
 from flux.select.kernel import is_variant
 from flux.select.space import Candidate
@@ -361,7 +361,7 @@ class _Worker:
         calls = {name: self._call(name, method) for name, method in self._methods.items()}
         timer = _Patient(self._place)
         timing = Rounds(calls, timer)
-        with torch.no_grad(), quiet_collector():
+        with torch.no_grad(), paused_collector(collect=True):
             if warm_up:
                 self._flip()
                 Rounds({name: calls[name] for name in warm_up}, timer).run(0)

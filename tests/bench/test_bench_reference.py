@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from flux.bench.methods import UnfusedMethod
 from flux.bench.reference import Reference, growth, judge, make_inputs, make_reference
-from flux.core.dtypes import MEASURED_DTYPES
 from flux.core.knobs import OPS, Op
-from flux.core.problem import Problem
+from flux.core.problem import MEASURED_DTYPES, Problem
 from harness import run_ranks
 
 

@@ -18,9 +18,9 @@ import fuzz_plans
 from absurd import NUMBERS, TEXTS
 from flux.cli import terminal
 from flux.cli.app import app
-from flux.core import env, wholefile
+from flux.core import datafile, env
 from flux.doctor.examine import Findings, Item, examine, show
-from flux.launch import sockets
+from flux.launch import spawn
 from flux.launch.hosts import parse_hosts, parse_rate
 from harness import STRESS
 
@@ -187,14 +187,14 @@ def test_outputs_replace_files_and_no_devices(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("file")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     for name in ("pipe", "link"):
-        wholefile.write_output(tmp_path / name, "text\udcff")
+        datafile.write_output(tmp_path / name, "text\udcff")
     assert os.read(reader, 99) == b"text\\udcff"
     os.close(reader)
     assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text\\udcff"
-    wholefile.write_output(Path("/dev/null"), "nothing")
+    datafile.write_output(Path("/dev/null"), "nothing")
     assert not Path("/dev/null").is_file()
     with pytest.raises(OSError, match="No space left"):
-        wholefile.write_output(Path("/dev/full"), "more")
+        datafile.write_output(Path("/dev/full"), "more")
 
 
 WRITING = {
@@ -264,9 +264,9 @@ def test_a_long_tmpdir_leaves_sockets_a_short_path(
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     monkeypatch.delitem(config, "tempdir", raising=False)
-    sockets.use_short_socket_paths()
+    spawn.use_short_socket_paths()
     assert len(util.get_temp_dir()) < 60 and tempfile.gettempdir() == str(long)
     monkeypatch.delitem(config, "tempdir")
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(OSError, match=r"TMPDIR is .* bytes long, too long for sockets"):
-        sockets.use_short_socket_paths()
+        spawn.use_short_socket_paths()

@@ -16,14 +16,13 @@ import torch
 
 from flux import _C, Knobs, TileSchedule, Topology, make_schedule
 from flux.backends.cpu.slabs import SegmentLayout
-from flux.core.dtypes import name_of
 from flux.core.knobs import ClusterTile, Direction, Op, Order, check_legal
 from flux.core.layout import Layout
-from flux.core.problem import Problem
+from flux.core.problem import Problem, name_of
 from flux.core.spec import FP8, OpSpec
 from flux.machine.cluster import load_cluster
 from flux.select.choose import Choice, Fixed, Tuned, _one_kernel, modelled
-from flux.select.heuristic import most_comm_tiles, resolve
+from flux.select.heuristic import Sizes, most_comm_tiles, resolve
 from flux.select.winners import Entry, Key, Winner, tile_count
 from harness import STRESS
 
@@ -128,7 +127,7 @@ def cpu_needs(spec: OpSpec, topology: Topology, m: int, knobs: Knobs) -> tuple[i
     """Signals and GEMM tiles of a call, and its knobs, without a schedule, which may be large."""
     world, n, k = topology.world, sum(spec.n), spec.k
     sizes = (_C.core.local_n(spec.op, n, world, 0), _C.core.local_k(spec.op, k, world, 0))
-    knobs = resolve(spec.op, m, *sizes, world, spec.itemsize, knobs, topology.nodes)
+    knobs = resolve(Sizes(spec.op, m, sizes, world, spec.itemsize, topology.nodes), knobs)
     assert knobs.comm_tile_rows is not None and knobs.tile is not None
     regions = 1
     if spec.op.reduces:
@@ -242,8 +241,8 @@ def check_on_gpu(
     """What csrc/cuda_host/cuda_op*.cpp and gather_*.cpp address for one M."""
     world, n = nodes * lanes, sum(spec.n)
     sizes = (_C.core.local_n(spec.op, n, world, 0), _C.core.local_k(spec.op, spec.k, world, 0))
-    cluster = ClusterTile(*tile)
-    knobs = resolve(spec.op, m, *sizes, world, spec.itemsize, knobs, nodes, cluster)
+    local = Sizes(spec.op, m, sizes, world, spec.itemsize, nodes)
+    knobs = resolve(local, knobs, ClusterTile(*tile))
     assert knobs.comm_tile_rows is not None
     chunk = -(-m // world)
     tiles, row = tile_count(knobs.comm_tile_rows, chunk), layout.row_bytes

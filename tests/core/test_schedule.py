@@ -11,7 +11,7 @@ import pytest
 from flux import Knobs, TileSchedule, Topology, make_schedule
 from flux.backends.cpu.slabs import merge_visits
 from flux.core.knobs import ClusterTile
-from flux.select.schedule import _make
+from flux.select.heuristic import _make
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 SHAPE = (16, 12, 8)

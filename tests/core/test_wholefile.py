@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flux.core.wholefile import write_whole
+from flux.core.datafile import write_whole
 from flux.kernels import build
 from flux.kernels.children import Children
 from flux.select.cache import Cache

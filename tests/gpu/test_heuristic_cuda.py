@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from emulated import EmulatedDevice
 from flux import Knobs, make_schedule
 from flux.backends.cuda import setup as cuda
-from flux.core.knobs import ClusterTile, Op
+from flux.core.knobs import ClusterTile, Op, Topology
 from flux.core.layout import Layout
 from flux.core.spec import OpSpec
-from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
 from flux.select.heuristic import (
     GPU_COMM_TILE_BYTES,
     GPU_GATHERED_TILE_BYTES,
     MAX_COMM_TILES,
     MAX_RASTER,
+    Sizes,
     gpu_comm_tile_rows,
     most_comm_tiles,
     raster,
@@ -40,7 +40,7 @@ OPS = ["ag_gemm", "gemm_rs", "gemm_ar"]
 def knobs_of(op: str, m: int, world: int = 8, given: Knobs | None = None, nodes: int = 1) -> Knobs:
     """Of the Flux paper's GEMMs."""
     n, k = (6144, 12288) if op == "ag_gemm" else (12288, 6144)
-    return resolve(Op[op], m, n, k, world, 2, given or Knobs(), nodes, BIG)
+    return resolve(Sizes(Op[op], m, (n, k), world, 2, nodes), given or Knobs(), BIG)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -63,7 +63,7 @@ def test_default_knobs_for_the_shapes_of_the_flux_paper(
     assert knobs.comm_tile_rows == (gathered if op == "ag_gemm" else rows)
     assert knobs.raster == (band if op == "ag_gemm" else scattered)
     if op == "ag_gemm":  # rows that are passed on between nodes travel in smaller tiles
-        between = resolve(Op[op], m, 6144, 12288, 8, 2, Knobs(), 2, BIG)
+        between = resolve(Sizes(Op[op], m, (6144, 12288), 8, 2, 2), Knobs(), BIG)
         assert between.comm_tile_rows == rows
     assert (knobs.direction, knobs.order, knobs.swizzle) == ("push", "direct", "rank_shift")
     assert (knobs.path, knobs.reduce, knobs.store) == ("fused", "local", "staged")

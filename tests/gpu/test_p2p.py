@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from flux.compile import served
-from flux.core.topology import Topology
+from flux.core.knobs import Topology
 from flux.layers import eligible
 from flux.ops import torch_internals
 from flux.ops.executor import reason_gpus_unsupported

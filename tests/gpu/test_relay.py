@@ -17,7 +17,7 @@ import torch.distributed as dist
 from emulated_nvshmem import Native, NodeSumArgs, RelayArgs, Sync, load
 from emulated_processes import run
 from flux import _C
-from flux.core.integers import ceil_div
+from flux.core.problem import ceil_div
 from flux.transport import nvshmem
 from flux.transport.exchange import Exchange
 from ptx_device import MachineDevice

@@ -20,7 +20,7 @@ from flux.doctor import examine as doctor
 from flux.doctor.ranks import between, places_of_all
 from flux.machine import host, toolchain
 from flux.select.cache import Cache
-from flux.select.winners import Key, Winner
+from flux.select.winners import Entry, Key, Winner
 from flux.transport.placement import RankPlace
 from harness import nothing_left_in_shared_memory, run_ranks
 
@@ -306,7 +306,7 @@ def test_winners_and_damaged_files_are_counted(
     monkeypatch.setenv("FLUX_TUNE_CACHE", str(tmp_path))
     key = Key("ag_gemm", "float32", 8, 8, "1x2", "0" * 16, "cpu", "torch")
     for m in (8, 16):
-        Cache(tmp_path).store(key, Winner(m, Knobs(path="medium"), 1.0), {})
+        Cache(tmp_path).store(Entry(key, {}, (Winner(m, Knobs(path="medium"), 1.0),)))
     _, sections = diagnose()
     assert sections["tuning"]["winners"]["value"] == "2"
     path = Cache(tmp_path).directory / f"{key.name}.json"

@@ -33,11 +33,10 @@ import fuzz_plans
 import suite_data
 from flux.bench import page, results, suite_view
 from flux.bench.shapes import Layer, Shapes, layer_of, load_shapes, model_of
-from flux.core.datafile import data_root
+from flux.core.datafile import data_root, write_whole
 from flux.core.events import Trace
 from flux.core.knobs import OPS, Knobs, Op
 from flux.core.problem import Problem
-from flux.core.wholefile import write_whole
 from flux.kernels import manifest, runtime
 from flux.kernels.config import GemmConfig
 from flux.kernels.generator import symbol
@@ -54,8 +53,7 @@ from flux.plan.search_output import winner_of
 from flux.runtime.profile import read_profile
 from flux.select.cache import Cache, read, read_export
 from flux.select.cost import predict
-from flux.select.heuristic import resolved
-from flux.select.schedule import make_schedule
+from flux.select.heuristic import make_schedule, resolve
 from flux.select.space import ALWAYS, Space, combinations, load_space
 from flux.select.winners import DamagedEntryError, Entry, Key, Winner, checksum, fit
 from flux.trace import read_chrome, write_chrome
@@ -325,8 +323,8 @@ def _check_cluster(cluster: Cluster) -> None:
     assert (cluster.name + device.name + device.arch).isprintable()
     for shape in ("1x1", "1x8", "2x4"):
         assert len(cluster.fingerprint(shape)) == 16
-    knobs = resolved(SHAPE, Knobs())
-    assert math.isfinite(predict(SHAPE, cluster, knobs, None).total)
+    knobs = resolve(SHAPE, Knobs())
+    assert math.isfinite(sum(predict(SHAPE, cluster, knobs, None)))
     fuzz_plans.check_planned(cluster)
 
 

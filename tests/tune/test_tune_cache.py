@@ -64,7 +64,7 @@ def test_stored_winners_are_read_back_in_full(cache: Cache) -> None:
     assert cache.load(KEY) is None
     stored = [winner(64), winner(1000, kernel=KERNEL), winner(8192, knobs=Knobs(path="unfused"))]
     for one in stored:
-        cache.store(KEY, one, MACHINE)
+        cache.store(Entry(KEY, MACHINE, (one,)))
     entry = cache.load(KEY)
     assert entry is not None
     assert entry.key == KEY and entry.machine == MACHINE
@@ -74,7 +74,7 @@ def test_stored_winners_are_read_back_in_full(cache: Cache) -> None:
 
 
 def test_the_file_can_be_read_by_people(cache: Cache) -> None:
-    cache.store(KEY, winner(1000, kernel=KERNEL), MACHINE)
+    cache.store(Entry(KEY, MACHINE, (winner(1000, kernel=KERNEL),)))
     assert file_of(cache).name.startswith("ag_gemm_float32_n4096_k1024_1x2_")
     content = json.loads(file_of(cache).read_text())
     assert content["key"] == asdict(KEY)
@@ -99,17 +99,17 @@ def test_the_file_can_be_read_by_people(cache: Cache) -> None:
     ],
 )
 def test_every_part_of_the_key_keeps_winners_apart(cache: Cache, change: dict[str, Any]) -> None:
-    cache.store(KEY, winner(64), MACHINE)
+    cache.store(Entry(KEY, MACHINE, (winner(64),)))
     assert cache.load(replace(KEY, **change)) is None
 
 
 def test_a_newer_winner_replaces_an_older_one(cache: Cache) -> None:
-    cache.store(KEY, winner(64, ms=3.0), MACHINE)
-    cache.store(KEY, winner(64, ms=2.0), MACHINE)
+    cache.store(Entry(KEY, MACHINE, (winner(64, ms=3.0),)))
+    cache.store(Entry(KEY, MACHINE, (winner(64, ms=2.0),)))
     entry = cache.load(KEY)
     assert entry is not None and [w.ms for w in entry.winners] == [2.0]
     old = Entry(KEY, MACHINE, (winner(32, tuned_at="2020"), winner(64, ms=9.0, tuned_at="2020")))
-    merged = cache.merge(old, keep_newer=True)
+    merged = cache.store(old, keep_newer=True)
     assert [(w.m, w.ms) for w in merged.winners] == [(32, 1.5), (64, 2.0)]
 
 
@@ -128,9 +128,9 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files_are_set_aside_with_a_warning(cache: Cache, damage: str) -> None:
-    cache.store(KEY, winner(64), MACHINE)
+    cache.store(Entry(KEY, MACHINE, (winner(64),)))
     other = replace(KEY, n=77)
-    cache.store(other, winner(32), MACHINE)
+    cache.store(Entry(other, MACHINE, (winner(32),)))
     text = file_of(cache).read_text()
     spoilt = DAMAGES[damage](text)
     assert spoilt != text
@@ -140,13 +140,13 @@ def test_damaged_files_are_set_aside_with_a_warning(cache: Cache, damage: str) -
     assert [entry.key for entry in cache.entries()] == [other]
     (aside,) = cache.damaged()
     assert aside.read_text() == spoilt
-    cache.store(KEY, winner(64), MACHINE)
+    cache.store(Entry(KEY, MACHINE, (winner(64),)))
     assert cache.load(KEY) is not None
 
 
 def test_a_constructor_does_not_wait_for_the_lock_of_a_damaged_file(cache: Cache) -> None:
     """Its peers wait for it meanwhile, for its timeout at most."""
-    cache.store(KEY, winner(64), MACHINE)
+    cache.store(Entry(KEY, MACHINE, (winner(64),)))
     file_of(cache).write_text("{")
     with cache._lock(KEY.name), pytest.warns(RuntimeWarning, match="are ignored"):
         began = time.monotonic()
@@ -156,17 +156,17 @@ def test_a_constructor_does_not_wait_for_the_lock_of_a_damaged_file(cache: Cache
 
 
 def test_damage_found_while_writing_is_set_aside_too(cache: Cache) -> None:
-    cache.store(KEY, winner(64), MACHINE)
+    cache.store(Entry(KEY, MACHINE, (winner(64),)))
     for number in (1, 2):
         file_of(cache).write_text("{")
         with pytest.warns(RuntimeWarning, match=rf"damaged-{number}"):
-            cache.store(KEY, winner(32), MACHINE)
+            cache.store(Entry(KEY, MACHINE, (winner(32),)))
     entry = cache.load(KEY)
     assert entry is not None and [w.m for w in entry.winners] == [32]
 
 
 def test_an_entry_under_a_foreign_name_is_not_trusted(cache: Cache) -> None:
-    cache.store(KEY, winner(64), MACHINE)
+    cache.store(Entry(KEY, MACHINE, (winner(64),)))
     other = replace(KEY, k=2048)
     file_of(cache).rename(file_of(cache, other))
     with pytest.warns(RuntimeWarning, match="contains the entry of"):
@@ -201,7 +201,7 @@ def test_contents_are_checked_even_with_a_right_checksum(cache: Cache) -> None:
 
 
 def test_other_files_in_the_directory_are_left_alone(cache: Cache) -> None:
-    cache.store(KEY, winner(64), MACHINE)
+    cache.store(Entry(KEY, MACHINE, (winner(64),)))
     mine = cache.directory / "notes.json"
     mine.write_text("my notes")
     assert len(list(cache.entries())) == 1
@@ -210,7 +210,7 @@ def test_other_files_in_the_directory_are_left_alone(cache: Cache) -> None:
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_damage_in_a_read_only_directory_is_ignored(cache: Cache) -> None:
-    cache.store(KEY, winner(64), MACHINE)
+    cache.store(Entry(KEY, MACHINE, (winner(64),)))
     file_of(cache).write_text("{")
     cache.directory.chmod(0o555)
     try:
@@ -228,7 +228,7 @@ def test_shipped_winners_are_the_fallback_and_read_only(tmp_path: Path) -> None:
     own = Cache(tmp_path / "own")
     entry = look_up(KEY, [own, shipped])
     assert entry is not None and entry.winners[0].ms == 9.0
-    own.store(KEY, winner(64, ms=1.0), MACHINE)
+    own.store(Entry(KEY, MACHINE, (winner(64, ms=1.0),)))
     entry = look_up(KEY, [own, shipped])
     assert entry is not None and entry.winners[0].ms == 1.0
     (shipped.directory / f"{KEY.name}.json").write_text("{")
@@ -261,7 +261,7 @@ def _write(root: str, number: int, go: Any) -> None:
     for step in range(ROUNDS):
         # Two keys, so that writers meet both in one file and in one directory.
         key = replace(KEY, n=1 + step % 2)
-        cache.store(key, winner(1 + number * ROUNDS + step, ms=1.0 + number), MACHINE)
+        cache.store(Entry(key, MACHINE, (winner(1 + number * ROUNDS + step, ms=1.0 + number),)))
         entry = cache.load(key)
         assert entry is not None and any(w.m == 1 + number * ROUNDS + step for w in entry.winners)
 
@@ -296,7 +296,7 @@ def _write_for_ever(root: str) -> None:
     m = 0
     while True:
         m += 1
-        cache.store(KEY, winner(m), MACHINE)
+        cache.store(Entry(KEY, MACHINE, (winner(m),)))
 
 
 def test_writers_that_are_killed_leave_whole_files_and_no_lock(tmp_path: Path) -> None:
@@ -310,14 +310,14 @@ def test_writers_that_are_killed_leave_whole_files_and_no_lock(tmp_path: Path) -
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join()
         begin = time.monotonic()
-        cache.store(replace(KEY, n=1), winner(attempt + 1), MACHINE)
+        cache.store(Entry(replace(KEY, n=1), MACHINE, (winner(attempt + 1),)))
         if file_of(cache).exists():
             read(file_of(cache))  # raises if damaged
         entry = cache.load(KEY)
         count = len(entry.winners) if entry else 0
         assert count >= most, "a winner was lost"
         most = count
-        cache.store(KEY, winner(10**6 + attempt), MACHINE)
+        cache.store(Entry(KEY, MACHINE, (winner(10**6 + attempt),)))
         most += 1
         assert time.monotonic() - begin < 5, "a dead process holds the lock"
     assert most > 10

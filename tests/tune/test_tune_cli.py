@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 from flux.cli.app import app
 from flux.core.datafile import data_root
-from flux.core.knobs import Knobs, Op
+from flux.core.knobs import Knobs, Op, Topology
 from flux.core.problem import Problem
-from flux.core.topology import Topology
 from flux.kernels import build
 from flux.machine.cluster import load_cluster
 from flux.select.cache import Cache
@@ -44,7 +43,7 @@ def winner(m: int, ms: float = 1.0, at: str = "2026-01-01T00:00:00Z") -> Winner:
 
 def test_show_lists_winners_and_says_where_there_are_none(cache: Cache) -> None:
     assert "no winners in" in run("show").stdout or list((data_root() / "results").iterdir())
-    cache.store(KEY, winner(64), MACHINE)
+    cache.store(Entry(KEY, MACHINE, (winner(64),)))
     text = run("show").stdout
     assert "ag_gemm" in text and "0.50" in text and "comm_tile_rows=64" in text
     shown = json.loads(run("show", "--json").stdout)
@@ -55,16 +54,16 @@ def test_winners_move_from_one_cache_to_another(
     cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for m in (8, 64):
-        cache.store(KEY, winner(m), MACHINE)
-    cache.store(replace(KEY, op="gemm_rs"), winner(16), MACHINE)
+        cache.store(Entry(KEY, MACHINE, (winner(m),)))
+    cache.store(Entry(replace(KEY, op="gemm_rs"), MACHINE, (winner(16),)))
     file = tmp_path / "winners.json"
     assert "wrote 3 winners" in run("export", str(file)).stdout
     assert json.loads(run("export", "-").stdout) == json.loads(file.read_text())
 
     monkeypatch.setenv("FLUX_TUNE_CACHE", str(tmp_path / "other"))
     other = Cache(tmp_path / "other")
-    other.store(KEY, winner(8, ms=5.0, at="2027"), MACHINE)
-    other.store(KEY, winner(64, ms=5.0, at="2020"), MACHINE)
+    other.store(Entry(KEY, MACHINE, (winner(8, ms=5.0, at="2027"),)))
+    other.store(Entry(KEY, MACHINE, (winner(64, ms=5.0, at="2020"),)))
     assert "imported 3 winners" in run("import", str(file)).stdout
     entry = other.load(KEY)
     assert entry is not None
@@ -91,8 +90,8 @@ def test_a_bad_import_is_refused_as_a_whole(cache: Cache, tmp_path: Path, text: 
 
 
 def test_an_import_with_one_changed_digit_takes_in_nothing(cache: Cache, tmp_path: Path) -> None:
-    cache.store(KEY, winner(64), MACHINE)
-    cache.store(replace(KEY, k=99), winner(64), MACHINE)
+    cache.store(Entry(KEY, MACHINE, (winner(64),)))
+    cache.store(Entry(replace(KEY, k=99), MACHINE, (winner(64),)))
     file = tmp_path / "winners.json"
     run("export", str(file))
     assert run("clear", "--yes").exit_code == 0
@@ -114,14 +113,14 @@ def test_missing_files_and_places_are_refused(cache: Cache, tmp_path: Path) -> N
 def test_clear_asks_for_confirmation_and_filters(cache: Cache) -> None:
     other = replace(KEY, op="gemm_rs", fingerprint="f" * 16)
     for key in (KEY, other):
-        cache.store(key, winner(64), MACHINE)
+        cache.store(Entry(key, MACHINE, (winner(64),)))
     assert run("clear").exit_code == 1  # nobody answers
     assert len(list(cache.entries())) == 2
     assert run("clear", "--op", "gemm_rs", "--yes").exit_code == 0
     assert [entry.key for entry in cache.entries()] == [KEY]
     assert run("clear", "--fingerprint", "f", "--yes").exit_code == 0
     assert len(list(cache.entries())) == 1
-    cache.store(other, winner(64), MACHINE)
+    cache.store(Entry(other, MACHINE, (winner(64),)))
     (cache.directory / f"{other.name}.json").write_text("{")
     with pytest.warns(RuntimeWarning):
         assert run("clear", "--yes").exit_code == 0

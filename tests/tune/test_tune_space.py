@@ -14,15 +14,13 @@ from flux.bench.shapes import Layer, load_shapes
 from flux.cli.app import app
 from flux.cli.options import parse_duration
 from flux.core.datafile import data_root
-from flux.core.knobs import Knobs, Op
+from flux.core.knobs import Knobs, Op, Topology
 from flux.core.problem import Problem
-from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.machine.cluster import load_cluster
 from flux.select.cost import gemm_ms, predict, raster_ms, traffic_ms
-from flux.select.heuristic import ONE_SHOTS, raster, resolved
-from flux.select.schedule import make_schedule
+from flux.select.heuristic import ONE_SHOTS, make_schedule, raster, resolve
 from flux.select.space import (
     ALWAYS,
     candidates,
@@ -64,7 +62,7 @@ def test_candidates_can_run_and_are_all_different(op: str, world: int, nodes: in
         for rank in range(world):  # raises if illegal
             make_schedule(op, (m, 4096, 1024), world, rank, topology, one.knobs)
     fixed = 3  # and between hosts one_shot, of whose ways some are the same for few rows
-    fixed += 0 if nodes == 1 else len({resolved(problem, knobs) for knobs in ONE_SHOTS})
+    fixed += 0 if nodes == 1 else len({resolve(problem, knobs) for knobs in ONE_SHOTS})
     assert len(kept) + len(pruned) == fixed + len(list(combinations(space, problem)))
     assert all(one.reason for one in pruned)
     again, _ = candidates(space, problem, topology, cluster)

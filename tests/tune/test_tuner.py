@@ -384,7 +384,7 @@ from pathlib import Path
 from flux.core.knobs import Op
 from flux.core.problem import Problem
 from flux.select.cache import Cache
-from flux.tune.journal import Journal
+from flux.tune.journal import Journal, run_id
 from flux.launch.supervisors import Joined
 from flux.tune.machine import survey
 from flux.select.space import load_space

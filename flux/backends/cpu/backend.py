@@ -38,13 +38,12 @@ from flux.core.backend import OverlapHooks
 from flux.core.call import CachedCalls, Call, Gemm
 from flux.core.env import POISON, WINDOW_MB
 from flux.core.errors import PeerTimeoutError
-from flux.core.integers import ceil_div
-from flux.core.knobs import ClusterTile
+from flux.core.knobs import ClusterTile, Topology
+from flux.core.problem import ceil_div
 from flux.core.recorder import COPY_LANE, GEMM_LANE, Recorder, Work
 from flux.core.schedule import TileSchedule
 from flux.core.spec import DTYPES, OpSpec
 from flux.core.tensors import address_of
-from flux.core.topology import Topology
 from flux.transport import shm
 from flux.transport.exchange import Exchange, spin_seconds
 from flux.transport.placement import Placement

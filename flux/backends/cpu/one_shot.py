@@ -29,7 +29,7 @@ from flux.backends.epilogue import Multiplier, pack, scale_of_rows, unpack
 from flux.core.backend import OverlapHooks, nothing
 from flux.core.call import Call
 from flux.core.errors import PeerTimeoutError
-from flux.core.integers import ceil_div
+from flux.core.problem import ceil_div
 from flux.core.recorder import GEMM_LANE, Recorder, Work
 from flux.core.schedule import TileSchedule
 from flux.core.spec import DTYPES, OpSpec

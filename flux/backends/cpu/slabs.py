@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from flux import _C
-from flux.core.integers import ceil_div
-from flux.core.knobs import Direction, Knobs, Op, Order
+from flux.core.knobs import Direction, Knobs, Op, Order, Topology
+from flux.core.problem import ceil_div
 from flux.core.schedule import TileSchedule, Visit
 from flux.core.spec import OpSpec
-from flux.core.topology import Topology
 from flux.select.heuristic import across_hosts, most_comm_tiles
 
 if TYPE_CHECKING:

@@ -35,14 +35,13 @@ from flux.core.call import CachedCall, CachedCalls, Call
 from flux.core.env import GRAPH_OVERLAP, POISON
 from flux.core.errors import PeerTimeoutError
 from flux.core.forked import abandon_in_children
-from flux.core.integers import ceil_div
-from flux.core.knobs import ClusterTile, Knobs
+from flux.core.knobs import ClusterTile, Knobs, Topology
 from flux.core.layout import Layout
+from flux.core.problem import ceil_div
 from flux.core.recorder import CallRecorder
 from flux.core.schedule import TileSchedule
 from flux.core.spec import OpSpec
 from flux.core.tensors import address_of
-from flux.core.topology import Topology
 from flux.kernels import loading
 from flux.kernels.registry import BuiltKernel
 from flux.select.heuristic import IN_KERNEL_ROWS, most_comm_tiles

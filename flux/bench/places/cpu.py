@@ -18,7 +18,7 @@ from flux.bench.methods import (
 from flux.bench.places.base import Call, Timing
 from flux.bench.reference import Verdict, judge, make_inputs, make_reference
 from flux.bench.timing import StartLine, timed
-from flux.launch.torchrun import all_gather
+from flux.launch.supervisors import all_gather
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from flux.core.errors import PeerTimeoutError
 from flux.integrations.vllm.check import compare_equal, compare_sum
 from flux.integrations.vllm.watch import watch_host, watch_hosts
 from flux.ops.collectives import SUMMED, Collectives
-from flux.ops.library import define
+from flux.ops.transforms import define
 
 logger = logging.getLogger("vllm.flux")
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from flux.core.spec import DTYPES, FP8
 from flux.integrations.vllm.check import compare_sum
 from flux.integrations.vllm.choice import PathTrial
 from flux.ops import GemmAR
-from flux.ops.library import define
+from flux.ops.transforms import define
 
 logger = logging.getLogger("vllm.flux")
 

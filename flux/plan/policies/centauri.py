@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import inf
 
-from flux.core.integers import checked_integer
+from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, Operator

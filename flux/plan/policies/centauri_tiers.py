@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, isfinite
 
-from flux.core.integers import checked_integer
+from flux.core.problem import checked_integer
 
 
 def operation_tier(

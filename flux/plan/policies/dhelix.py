@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import networkx as nx
 
-from flux.core.integers import checked_integer
+from flux.core.problem import checked_integer
 from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
 from flux.plan.cost import CostModel

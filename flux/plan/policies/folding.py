@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
-from flux.core.integers import checked_integer
+from flux.core.problem import checked_integer
 from flux.plan.graph import Builder, Graph, Operator
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flux.core.integers import checked_integer
+from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, Operator, replaced

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, cast
 
 import networkx as nx
 
-from flux.core.integers import checked_integer
+from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.graph import Operator
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from flux.core.integers import checked_integer
+from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, Operator

@@ -33,8 +33,7 @@ import torch
 import torch.distributed as dist
 
 from flux import _C
-from flux.core.dtypes import DTYPES
-from flux.core.integers import round_up
+from flux.core.problem import DTYPES, round_up
 from flux.core.tensors import address_of
 from flux.machine.host import memory_identity
 from flux.transport import shm

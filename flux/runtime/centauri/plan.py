@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
-from flux.core.integers import checked_integer
+from flux.core.problem import checked_integer
 
 UnitOf = tuple[str, nn.Module, list[tuple[str, nn.Parameter]]]
 """(name, module, parameters by name) of what is gathered together."""

@@ -27,8 +27,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
-from flux.core.dtypes import DTYPES
-from flux.core.integers import ceil_div, checked_integer, round_up
+from flux.core.problem import DTYPES, ceil_div, checked_integer, round_up
 from flux.machine.cluster import Cluster, load_cluster
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
-from flux.core.integers import ceil_div
+from flux.core.problem import ceil_div
 from flux.runtime.centauri.lanes import Done
 from flux.runtime.centauri.routes import Routes
 

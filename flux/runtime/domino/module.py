@@ -48,7 +48,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from flux.core.integers import checked_integer
+from flux.core.problem import checked_integer
 from flux.plan.policies.domino import ORDERS
 from flux.runtime.domino.trees import HOWS, Joiner, leaves, mapped
 from flux.runtime.slices import Slices, running

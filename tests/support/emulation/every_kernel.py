@@ -32,7 +32,7 @@ if __name__ == "__main__":
 from covering import covering  # noqa: E402
 from emulated import EmulatedDevice  # noqa: E402
 from flux import Knobs, Topology  # noqa: E402
-from flux.core.dtypes import BY_SHORT  # noqa: E402
+from flux.core.problem import BY_SHORT  # noqa: E402
 from flux.kernels import driver  # noqa: E402
 from flux.kernels.build import find_tools  # noqa: E402
 from flux.kernels.config import ARCHS, GemmConfig  # noqa: E402

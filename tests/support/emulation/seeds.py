@@ -28,8 +28,8 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests" / "support")]
 
 from every_kernel import Plan, build_kernels, built_ops, device_with, minimal, only, worst  # noqa: E402
-from flux.core.dtypes import BY_SHORT  # noqa: E402
 from flux.core.knobs import TILE_SCHEDULERS  # noqa: E402
+from flux.core.problem import BY_SHORT  # noqa: E402
 from flux.kernels.build import find_tools  # noqa: E402
 from flux.kernels.config import ARCHS, GemmConfig  # noqa: E402
 from flux.kernels.registry import Registry  # noqa: E402
