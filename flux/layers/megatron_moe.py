@@ -203,6 +203,7 @@ _UNSUPPORTED = (
     "gradient_accumulation_fusion",
     "use_te_activation_func",
     "delay_wgrad_compute",
+    "overlap_dispatch_backward_with_experts_wgrad",
 )
 """Settings with which Megatron's own path is used, if they are on."""
 
