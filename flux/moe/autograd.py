@@ -285,8 +285,8 @@ def _sum_grads_fake(
 def _gather_choices(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:
     """Gather own rows [own, topk] into all M rows."""
     op = _op(handle)
-    full: torch.Tensor = op._unfused.gather_rows(x, m)
-    return full.clone() if op.world == 1 else full
+    full: torch.Tensor = op._guarded(op.gather_rows, x, m)
+    return full
 
 
 def _gather_choices_fake(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:

@@ -111,6 +111,7 @@ class GroupedChecker(CallChecker):
         label, spec = self.spec.label, self.spec
         if not isinstance(experts, torch.Tensor):
             raise TypeError(f"{label}: experts must be a tensor, got {type(experts).__name__}")
+        experts = self._tensor("experts", experts, experts.dtype)
         if experts.dim() != 2 or experts.shape[1] != spec.topk:
             raise ValueError(
                 f"{label}: experts must be [M, topk = {spec.topk}], got {list(experts.shape)}"
@@ -249,29 +250,6 @@ class GroupedOp(TensorParallelOp):
         bounds = (_C.core.row_begin(size, parts, part), _C.core.row_end(size, parts, part))
         return slice(*bounds)
 
-    def gather_choices(
-        self, experts: torch.Tensor, probs: torch.Tensor, m: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather what a router chose for the own tokens, as calls take it. Collective.
-
-        Args:
-            experts: integers [own rows, topk].
-            probs: floating-point [own rows, topk]; its gradient is that of the own rows, which each
-                rank gets whole from GroupedGemmRS.
-            m: global tokens; None: own rows times the world.
-
-        Returns:
-            experts int64 [M, topk] and probs [M, topk], the same on all ranks.
-
-        Raises:
-            PeerTimeoutError: a peer died or stalled.
-        """
-        rows = experts.shape[0] * self.world if m is None else m
-        wide = experts.to(torch.int64)
-        return call("gather_choices", wide, rows, self.handle), call(
-            "gather_choices", probs, rows, self.handle
-        )
-
     @property
     def adds_bias(self) -> bool:
         """Whether this rank adds the bias of a sum: the first of those that share an expert."""
@@ -361,6 +339,46 @@ class AGGroupedGemm(GroupedOp):
         """
         outs = self._run(x_shard, weights, bias, experts, None, return_gathered)
         return (outs[0], outs[1]) if return_gathered else outs[0]
+
+    def gather_choices(
+        self, experts: torch.Tensor, probs: torch.Tensor, m: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather what a router chose for the own tokens, as calls take it. Collective.
+
+        Args:
+            experts: integers [own rows, topk].
+            probs: floating-point [own rows, topk]; its gradient is that of the own rows, which each
+                rank gets whole from GroupedGemmRS.
+            m: global tokens; None: own rows times the world.
+
+        Returns:
+            experts int64 [M, topk] and probs [M, topk], the same on all ranks.
+
+        Raises:
+            As for a call.
+        """
+        rows = experts.shape[0] * self.world if m is None else m
+        wide = experts.to(torch.int64)
+        return call("gather_choices", wide, rows, self.handle), call(
+            "gather_choices", probs, rows, self.handle
+        )
+
+    def gather_rows(self, x: torch.Tensor, m: int) -> torch.Tensor:
+        """Gather own rows [own rows, topk] of what a router chose: see ``gather_choices``."""
+        try:
+            x = self._checker._tensor("choices", x, x.dtype)
+            if x.dim() != 2 or x.shape[1] != self.spec.topk:
+                text = f"choices must be [rows, topk = {self.spec.topk}], got {list(x.shape)}"
+                raise ValueError(f"{self.spec.label}: {text}")
+            m, rows = rows_of_call(self.spec, self.world, self.rank, x.shape[0], m)
+        except (TypeError, ValueError) as error:
+            self._refuse(error)
+            raise
+        self._begun = True
+        if self._backend is None:
+            return x.clone()
+        self._backend.meet(None, m)()
+        return self._unfused.gather_rows(x[:rows], m)
 
 
 class GroupedGemmRS(GroupedOp):
