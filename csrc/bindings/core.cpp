@@ -9,6 +9,7 @@
 #include <string>
 
 #include "bindings/bindings.h"
+#include "core/all_reduce.h"
 #include "core/relay.h"
 #include "core/tile_map.h"
 #include "schedule/schedule.h"
@@ -23,6 +24,7 @@ using RangeTuple = std::pair<int, int>;
 
 Mesh mesh_of(const MeshTuple& t) { return {std::get<0>(t), std::get<1>(t), std::get<2>(t)}; }
 RangeTuple tuple_of(Range r) { return {r.begin, r.end}; }
+std::tuple<int, int, int> tuple_of(Piece p) { return {p.column, p.begin, p.end}; }
 std::pair<int, int> tuple_of(Hop h) { return {h.chunk, h.peer}; }
 
 // Of tiles, which may be larger than what they cut.
@@ -191,10 +193,20 @@ void bind_kernel_maps(py::module_& core) {
       .def("map_row", &map_row, py::arg("owner"), py::arg("row"))
       .def("strip_count", &strip_count)
       .def("strips_of_owner", &strips_of_owner, py::arg("owner"))
-      .def("strip_of_owner", [](const ScatterTiling& s, int owner, int index) {
-        const Strip strip = strip_of_owner(s, owner, index);
-        return std::make_tuple(strip.tile_row, strip.begin, strip.end);
-      });
+      .def("strip_of_owner",
+           [](const ScatterTiling& s, int owner, int index) {
+             const Strip strip = strip_of_owner(s, owner, index);
+             return std::make_tuple(strip.tile_row, strip.begin, strip.end);
+           })
+      .def("sum_count", &sum_count, py::arg("owner"))
+      .def("sum_of_owner", [](const ScatterTiling& s, int owner,
+                              int index) { return tuple_of(sum_of_owner(s, owner, index)); })
+      .def("copy_count", &copy_count)
+      .def("copied_piece",
+           [](const ScatterTiling& s, int index) { return tuple_of(copied_piece(s, index)); })
+      .def("begins_sum", &begins_sum, py::arg("row"))
+      .def("sum_word", &sum_word, py::arg("row"), py::arg("column"));
+  core.attr("sum_rows") = kSumRows;
   core.attr("strip_rows") = kStripRows;
   core.attr("guard_rows") = kGuardRows;
   core.attr("max_runs") = kMaxRuns;

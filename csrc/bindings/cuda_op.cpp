@@ -67,7 +67,7 @@ void bind_op(py::module_& m) {
                        int sm_count, int device, bool poison, int nodes,
                        std::shared_ptr<Remote> remote, int beside, int strips, int boxes, int dtype,
                        bool shared, bool graph_overlap, int lane, int margin,
-                       std::int64_t pushed_bytes) {
+                       std::int64_t pushed_bytes, int sum_flags, int sum_words) {
              const int world = static_cast<int>(pads.size());
              return std::make_unique<CudaOp>(std::move(driver), std::move(kernels),
                                              CudaOpSetup{rank,
@@ -102,7 +102,9 @@ void bind_op(py::module_& m) {
                                                          graph_overlap,
                                                          lane,
                                                          margin,
-                                                         pushed_bytes});
+                                                         pushed_bytes,
+                                                         sum_flags,
+                                                         sum_words});
            }),
            py::kw_only(), py::arg("driver"), py::arg("kernels"), py::arg("rank"), py::arg("pads"),
            py::arg("data"), py::arg("multicast"), py::arg("sums_by_switch"), py::arg("row_bytes"),
@@ -113,9 +115,10 @@ void bind_op(py::module_& m) {
            py::arg("nodes") = 1, py::arg("remote") = nullptr, py::arg("beside") = 0,
            py::arg("strips") = 0, py::arg("boxes") = 0, py::arg("dtype") = 0,
            py::arg("shared") = false, py::arg("graph_overlap") = false, py::arg("lane") = 0,
-           py::arg("margin") = 0, py::arg("pushed_bytes") = 0)
+           py::arg("margin") = 0, py::arg("pushed_bytes") = 0, py::arg("sum_flags") = 0,
+           py::arg("sum_words") = 0)
       .def_static("pad_words", &CudaOp::pad_words, py::arg("world"), py::arg("signals"),
-                  py::arg("offers"))
+                  py::arg("offers"), py::arg("sum_words") = 0)
       .def("require_room", &CudaOp::require_room, py::arg("schedule"))
       .def("close", &CudaOp::close)
       .def("touch_peers", &CudaOp::touch_peers)

@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 /* Raised whenever a struct here changes; libraries of another version are refused. */
-#define FLUX_ABI_VERSION 7
+#define FLUX_ABI_VERSION 8
 /* Ranks whose memory one kernel can address: tensor maps are kernel parameters. */
 #define FLUX_MAX_WORLD 32
 
@@ -94,7 +94,8 @@ enum {
   FLUX_WAIT_ENTRY = 2,   /* a peer whose memory is to be written has not begun the call */
   FLUX_WAIT_PARTIAL = 3, /* partials for the own rows: a flag of the own pad */
   FLUX_ABANDONED = 4,    /* nothing of one's own: the peer FLUX_STATUS_SIGNAL has given up */
-  FLUX_WAIT_MEET = 5     /* a peer has not come to where all ranks of a call meet */
+  FLUX_WAIT_MEET = 5,    /* a peer has not come to where all ranks of a call meet */
+  FLUX_WAIT_RESULT = 7   /* rows of an AllReduce that FLUX_STATUS_SIGNAL sums (6: nvshmem_abi.h) */
 };
 
 /* AllGather inside the kernel (Knobs.path = in_kernel, cuda/gather.cuh): its blocks push the own rows
@@ -117,6 +118,27 @@ enum {
   FLUX_GATHER_PUSHED = 3,  /* pieces that all ranks have */
   FLUX_GATHER_WARPS = 4,   /* that have nothing more to push */
   FLUX_GATHER_WORDS = 5
+};
+
+/* AllReduce inside the kernel (Knobs.path = in_kernel, cuda/gemm/all_reduce.cuh): when its tiles are done, its
+ * warps sum the own rows, put the sums to all ranks, and copy out what others have put here. The number of
+ * the call is in device memory, so a replay of a graph is a call as well. */
+typedef struct FluxAllReduce {
+  const void* partials[FLUX_MAX_WORLD]; /* own rows, by source: [own rows, n], rows slot_ld apart */
+  void* outs[FLUX_MAX_WORLD]; /* by rank: [m, n] without gaps, where others put; own: the result */
+  const void* put;            /* what others have put here */
+  uint32_t* sums[FLUX_MAX_WORLD]; /* by rank: a word for each sum (core/all_reduce.h) */
+  uint32_t* words;     /* own flags, as FluxGemmArgs.flags of peers, and behind them own sums[] */
+  uint32_t word_count; /* of both */
+  float scale;         /* of sums */
+  uint32_t* counts; /* FLUX_SUM_WORDS words of this rank, zeroed once; null: a reduction follows */
+} FluxAllReduce;
+enum {
+  FLUX_SUM_CALLS = 0,   /* calls that have ended; flags and words of a call hold the next number */
+  FLUX_SUM_BLOCKS = 1,  /* of the current launch that have begun */
+  FLUX_SUM_CLAIMED = 2, /* pieces that warps have taken */
+  FLUX_SUM_WARPS = 3,   /* that have nothing more to do */
+  FLUX_SUM_WORDS = 4
 };
 
 typedef struct FluxGemmArgs {
@@ -149,6 +171,8 @@ typedef struct FluxGemmArgs {
   int32_t guard_rows;
   uint32_t* flags[FLUX_MAX_WORLD];
   const uint32_t* entries;
+  /* With counts: bias is that of the result, and slots and flags need no entries. */
+  FluxAllReduce all_reduce;
   /* Resources. */
   void* workspace; /* workspace_bytes(), zeroed once before the first launch that uses it */
   uint64_t workspace_bytes;

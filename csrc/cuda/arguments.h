@@ -2,6 +2,7 @@
 // that tests check on any machine what kernels are given.
 #pragma once
 
+#include "core/all_reduce.h"
 #include "core/relay.h"
 #include "core/scatter.h"
 #include "core/signal.h"
@@ -61,6 +62,37 @@ inline ScatterTargets scatter_targets(FluxGemmArgs const& args, int tile_m, int 
   to.tiling = {args.m, args.n, world, tile_m, tile_n};
   to.sync = args.sync;
   return to;
+}
+
+// How a kernel ends an AllReduce by itself (FluxAllReduce).
+struct SumTargets {
+  FluxAllReduce to{};
+  const void* bias = nullptr;
+  std::int64_t ld = 0;  // of partials
+  bool wide = false;    // rows can be read and written 16 bytes at a time
+  int rank = 0;
+  ScatterTiling tiling{};
+  FluxSync sync{};
+};
+
+inline SumTargets sum_targets(FluxGemmArgs const& args, int tile_m, int tile_n, int element_bytes) {
+  SumTargets s;
+  const FluxAllReduce& to = args.all_reduce;
+  const int world = max_of(args.order.world, 1);
+  s.to = to;
+  s.bias = args.bias;
+  s.ld = args.slot_ld;
+  s.rank = args.order.rank;
+  s.tiling = {args.m, args.n, world, tile_m, tile_n};
+  s.sync = args.sync;
+  std::uint64_t bits = reinterpret_cast<std::uintptr_t>(to.put) |
+                       static_cast<std::uint64_t>(args.n | tile_n | s.ld) * element_bytes;
+  for (int rank = 0; rank < min_of(world, FLUX_MAX_WORLD); ++rank) {
+    bits |= reinterpret_cast<std::uintptr_t>(to.partials[rank]) |
+            reinterpret_cast<std::uintptr_t>(to.outs[rank]);
+  }
+  s.wide = bits % 16 == 0;
+  return s;
 }
 
 // Strips of tiles that the reduction sums one by one, each with the threads of one block.

@@ -59,9 +59,9 @@ CudaOp::CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kerne
   captured_end_ = driver_->create_event();
 }
 
-std::int64_t CudaOp::pad_words(int world, int signals, int offers) {
+std::int64_t CudaOp::pad_words(int world, int signals, int offers, int sum_words) {
   const std::int64_t raised = std::int64_t{2} * world + signals + offers;
-  return raised + kStatusBytes / kWord + 1 + raised + world + FLUX_GATHER_WORDS;
+  return raised + kStatusBytes / kWord + 1 + raised + world + FLUX_GATHER_WORDS + sum_words;
 }
 
 CudaOp::~CudaOp() { close(); }
@@ -134,6 +134,11 @@ void CudaOp::require_room(const Schedule& schedule) const {
           (setup_.slot_bytes - setup_.guard_bytes) / setup_.row_bytes);
   require("rows of the result", setup_.all_reduce ? p.m : 0,
           (setup_.sums_offset - setup_.rest_offset) / setup_.row_bytes);
+  if (schedule.spec.in_kernel) {
+    require("flags of path in_kernel", flag_count(s), setup_.sum_flags);
+    require("words of sums", std::int64_t{p.m} * flag_columns(s),
+            setup_.sum_words - setup_.sum_flags);
+  }
 }
 
 // -- parts of a call -------------------------------------------------------------------------------

@@ -48,7 +48,8 @@ namespace flux::host {
 //   the status (FLUX_STATUS_WORDS of 64 bits): peers write to it only to report that they gave up;
 //   signals or flags, then offers (pulls);
 //   the words of captured calls: their count, W entries, W of the result, signals or flags, offers;
-//   those of path in_kernel: W words "my rows are here", then FLUX_GATHER_WORDS counts.
+//   those of path in_kernel: W words "my rows are here", then FLUX_GATHER_WORDS counts, then (GemmAR) flags
+//   and a word for each sum (core/all_reduce.h).
 // The data has, in this order:
 //   AllGather: gathered rows, then their scales if they have some;
 //   ReduceScatter: slots of partials, one per source, or (reduced in flight) one that all add to,
@@ -98,6 +99,8 @@ struct CudaOpSetup {
   int lane = 0;    // this rank's number among the ranks of its process on this device
   int margin = 0;  // multiprocessors that are left to kernels of other streams
   std::int64_t pushed_bytes = 0;  // of one of the two buffers of rows that kernels push
+  int sum_flags = 0;              // of GemmAR on path in_kernel
+  int sum_words = 0;              // these, and the words of sums
 };
 
 template <class T>
@@ -135,7 +138,7 @@ struct CallWords {
 class CudaOp {
  public:
   // Words of a pad: see CudaOpSetup.
-  static std::int64_t pad_words(int world, int signals, int offers);
+  static std::int64_t pad_words(int world, int signals, int offers, int sum_words);
 
   // One kernel per operand.
   CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kernel>> kernels,
@@ -253,6 +256,12 @@ class CudaOp {
                         const std::vector<Operand>& operands, Address gathered);
   FluxGather pushed_rows(const Schedule& schedule, Address x) const;
   Address pushed_words(int rank) const;
+  void reduce_in_kernel(const Schedule& schedule, Stream stream, const Rows& x,
+                        const Operand& operand, Address out);
+  FluxAllReduce all_reduce(Address out) const;
+  Address sum_flags(int rank) const;
+  Address result(int rank) const { return setup_.data[rank] + setup_.rest_offset; }
+  void begin_in_kernel(Stream stream);
   Address pushed_data(int rank) const { return setup_.data[rank] + setup_.sums_offset; }
 
   // cuda_op_nodes.cpp

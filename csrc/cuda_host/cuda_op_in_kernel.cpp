@@ -1,7 +1,8 @@
-// AllGather inside the kernel (docs/kernels/protocol.md): a call is one launch for each weight.
+// AllGather or AllReduce inside the kernel (docs/kernels/protocol.md): a call is one launch for each weight.
 //
-// The first kernel pushes the own rows to all ranks, and all wait for the rows of peers. Streams copy
-// nothing and await no words, and the host knows no number: so a captured call is the same launches.
+// AGGemm: the first kernel pushes the own rows to all ranks, and all wait for the rows of peers. GemmAR:
+// the kernel sums the own rows, and puts them to all ranks. Streams copy nothing and await no words, and the
+// host knows no number: so a captured call is the same launches.
 #include <stdexcept>
 
 #include "cuda_host/cuda_op.h"
@@ -29,15 +30,19 @@ FluxGather CudaOp::pushed_rows(const Schedule& schedule, Address x) const {
   return gather;
 }
 
+void CudaOp::begin_in_kernel(Stream stream) {
+  if (traced()) throw std::invalid_argument("calls of path in_kernel cannot be traced");
+  capture_ = driver_->capture(stream);
+  capture_ != 0 ? follow_capture(stream) : follow_calls(stream);
+}
+
 void CudaOp::gather_in_kernel(const Schedule& schedule, Stream stream, const Rows& x,
                               const std::vector<Operand>& operands, Address gathered) {
   if (setup_.remote || setup_.scales_travel) {
     throw std::invalid_argument(
         "path = in_kernel has no rows of other nodes, and no scales of rows");
   }
-  if (traced()) throw std::invalid_argument("calls of path in_kernel cannot be traced");
-  capture_ = driver_->capture(stream);
-  capture_ != 0 ? follow_capture(stream) : follow_calls(stream);
+  begin_in_kernel(stream);
   const FluxGather pushed = pushed_rows(schedule, x.x);
   for (std::size_t i = 0; i < operands.size(); ++i) {
     const Span stage("flux kernel");
@@ -63,6 +68,52 @@ void CudaOp::gather_in_kernel(const Schedule& schedule, Stream stream, const Row
                             stream);
   }
   end(stream, gathered == 0);
+}
+
+Address CudaOp::sum_flags(int rank) const {
+  return pushed_words(rank) + (setup_.world + FLUX_GATHER_WORDS) * kWord;
+}
+
+FluxAllReduce CudaOp::all_reduce(Address out) const {
+  const int world = setup_.world, rank = setup_.rank;
+  FluxAllReduce to{};
+  for (int peer = 0; peer < world; ++peer) {
+    to.partials[peer] = pointer<const void>(setup_.data[rank] + slot(peer));
+    to.outs[peer] = pointer<void>(peer == rank ? out : result(peer));
+    to.sums[peer] = pointer<std::uint32_t>(sum_flags(peer)) + setup_.sum_flags;
+  }
+  to.put = pointer<const void>(result(rank));
+  to.words = pointer<std::uint32_t>(sum_flags(rank));
+  to.word_count = static_cast<std::uint32_t>(setup_.sum_words);
+  to.scale = setup_.scale;
+  to.counts = pointer<std::uint32_t>(pushed_words(rank)) + world;
+  return to;
+}
+
+// Slots and the result are those of other paths: what reads them ends before this rank's call does.
+void CudaOp::reduce_in_kernel(const Schedule& schedule, Stream stream, const Rows& x,
+                              const Operand& operand, Address out) {
+  if (setup_.remote || !setup_.all_reduce || setup_.slots != setup_.world) {
+    throw std::invalid_argument(
+        "path = in_kernel is for GemmAR on one node, whose partials are summed by their owners");
+  }
+  require_room(schedule);
+  begin_in_kernel(stream);
+  FluxGemmArgs args = gemm_args(schedule, stream, operand, x.k);
+  args.a = pointer<const void>(x.x);
+  args.lda = x.ld;
+  args.scale_a = pointer<const float>(x.scale);
+  args.bias = pointer<const void>(operand.bias);
+  for (int owner = 0; owner < setup_.world; ++owner) {
+    args.slots[owner] = pointer<void>(setup_.data[owner] + slot(setup_.rank));
+    args.flags[owner] = pointer<std::uint32_t>(sum_flags(owner));
+  }
+  args.slot_ld = operand.n;
+  args.guard_rows = static_cast<std::int32_t>(setup_.guard_bytes / setup_.row_bytes);
+  args.all_reduce = all_reduce(out);
+  const Span stage("flux kernel");
+  kernels_.at(0)->launch(args, stream);
+  end(stream, true);
 }
 
 }  // namespace flux::host

@@ -116,6 +116,7 @@ void CudaOp::by_switch(FluxReduceArgs& args) const {
 void CudaOp::gemm_rs(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand,
                      Address out) {
   const Span call(setup_.all_reduce ? "GemmAR" : "GemmRS", schedule.spec.problem.m);
+  if (schedule.spec.in_kernel) return reduce_in_kernel(schedule, stream, x, operand, out);
   scatter(schedule, stream, x, operand);
   // Not early if ranks share the device, or leave some of it to other streams: the reduction would
   // wait in places that a peer's GEMM or those streams' kernels need.

@@ -24,7 +24,7 @@ struct ScheduleSpec {
   bool spread = false;
   // Path medium of an AllGather on GPUs: a GEMM of its own for the rows of each rank.
   bool split = false;
-  // Path in_kernel of an AllGather on GPUs: the kernel moves the rows, and there are no transfers of streams.
+  // Path in_kernel on GPUs: the kernel moves the rows, and there are no transfers of streams.
   bool in_kernel = false;
 };
 

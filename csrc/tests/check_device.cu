@@ -5,6 +5,7 @@
 // Without --expt-relaxed-constexpr a function that lacks FLUX_HD is an error here. The kernel's
 // arguments are unknown to the compiler, so nothing is folded away, and every result reaches
 // memory.
+#include "core/all_reduce.h"
 #include "core/comm_order.h"
 #include "core/ownership.h"
 #include "core/problem.h"
@@ -29,6 +30,7 @@ struct Digest {
   __device__ void add(Mesh g) { add(g.nodes), add(g.domains), add(g.lanes); }
   __device__ void add(TileCoord c) { add(c.m), add(c.n); }
   __device__ void add(TileRun r) { add(r.first), add(r.count); }
+  __device__ void add(Piece p) { add(p.column), add(p.begin), add(p.end); }
   __device__ void add(Strip s) { add(s.tile_row), add(s.begin), add(s.end); }
 };
 
@@ -103,7 +105,7 @@ __global__ void check_tile_order(TileOrder t, int slot, int* out) {
   out[threadIdx.x] = d.value;
 }
 
-// tile_map.h, scatter.h, relay.h
+// tile_map.h, scatter.h, relay.h, all_reduce.h
 __global__ void check_kernel_maps(TileOrder t, ScatterTiling s, int slot, int row, int* out) {
   Digest d;
   d.add(tile_at(tile_map(t), slot));
@@ -120,6 +122,12 @@ __global__ void check_kernel_maps(TileOrder t, ScatterTiling s, int slot, int ro
   d.add(map_row(s, 0, 0));
   d.add(strips_of_owner(s, slot));
   d.add(strip_of_owner(s, slot, row));
+  d.add(sum_count(s, slot));
+  d.add(sum_of_owner(s, slot, row));
+  d.add(copy_count(s));
+  d.add(copied_piece(s, row));
+  d.add(begins_sum(s, row));
+  d.add(sum_word(s, row, row));
   out[threadIdx.x] = d.value;
 }
 

@@ -119,8 +119,9 @@ class Knobs:
             chunk, as in TransformerEngine; on GPUs GemmRS and GemmAR keep one GEMM, whose tiles
             leave by themselves, as on path fused), ``unfused`` (library collective and one GEMM),
             ``one_shot`` (CPU, between hosts: parts go straight to their ranks, in rounds of
-            ``comm_tile_rows``, and the GEMM is cut along the rounds) or ``in_kernel`` (AGGemm on
-            GPUs of one node, M up to 512: the GEMM's own blocks send the rows, in one launch).
+            ``comm_tile_rows``, and the GEMM is cut along the rounds) or ``in_kernel`` (AGGemm and
+            GemmAR on GPUs of one node, M up to 512: the GEMM's own blocks send rows or sums, in one
+            launch).
         tile: (rows, columns) of a GEMM tile of the local output. one_shot: M rows or more leave the
             GEMM whole; smaller tiles have no meaning of their own.
         raster: rows of tiles per sweep; a sweep goes column by column.
@@ -276,6 +277,8 @@ def check_legal(knobs: Knobs, topology: Topology) -> None:
         raise ValueError(
             f"path in_kernel pushes rows to all ranks, direction push and order direct, got {way}"
         )
+    if knobs.path == "in_kernel" and knobs.reduce == "in_flight":
+        raise ValueError("path in_kernel sums in rank order, reduce local, got reduce in_flight")
     if knobs.swizzle == "xor" and world & (world - 1):
         raise ValueError(f"swizzle xor needs a power-of-two world, got {world}")
 

@@ -36,6 +36,8 @@ class Layout:
     boxes: int = 0  # words for arrivals from other nodes
     strips: int = 0  # of the boxes, for the sum of one node, where the device puts it
     pushed_bytes: int = 0  # of one of the two buffers of rows that kernels push; they are the last
+    sum_flags: int = 0  # where kernels end an AllReduce
+    sum_words: int = 0  # these, and a word for each sum
 
     @staticmethod
     def of(
@@ -60,7 +62,7 @@ class Layout:
             nodes: number of sets of ranks that share memory.
             relays: whether the device puts sums to other nodes.
             guard_rows: rows that the kernel needs in front of each slot.
-            pushed_rows: rows of calls in which kernels push them, at most.
+            pushed_rows: rows of calls in which kernels push or sum them, at most.
         """
         chunk = ceil_div(spec.max_m, world)
         row = spec.row_elements * spec.itemsize
@@ -94,7 +96,25 @@ class Layout:
                 f"{spec.label}: tiles of {tile[0]} x {tile[1]} cut [{spec.max_m}, {spec.n[0]}] "
                 f"and need {signals} flags, at most {MAX_FLAGS} are possible: take larger ones"
             )
-        return Layout(signals, count, slot, size, sums, end, row, 0, guard, boxes, strips)
+        flags = words = 0
+        if pushed_rows:
+            few = min(pushed_rows, spec.max_m)
+            flags = _C.core.ScatterTiling(few, spec.n[0], world, *tile).flag_count()
+            words = flags + few * tiling.flag_columns()
+        return Layout(
+            signals,
+            count,
+            slot,
+            size,
+            sums,
+            end,
+            row,
+            guard_bytes=guard,
+            boxes=boxes,
+            strips=strips,
+            sum_flags=flags,
+            sum_words=words,
+        )
 
     def slot_offset(self, slot: int) -> int:
         """Return the offset of row 0 of a slot from the start of the data, in bytes."""

@@ -116,6 +116,11 @@ class SimulatedCall:
         return self.schedules[0].knobs.path == "medium"
 
     @property
+    def in_kernel(self) -> bool:
+        """Whether the path is in_kernel: no stream has a part in the call."""
+        return self.schedules[0].knobs.path == "in_kernel"
+
+    @property
     def world(self) -> int:
         """Number of ranks."""
         return self.problem.world

@@ -3,9 +3,10 @@
     reduction  sum -> memory of all ranks of the own host, tile by tile        (as it is made)
     network    own rows -> one rank of each other host, tile by tile           (after the reduction)
     copies     rows from another host -> the other ranks of the own host, as each tile comes
-    stream     "what I send is there" | await the own host's ranks | result -> output
+    stream     "what I send is there", await the own host's ranks | result -> output | status
 
-(csrc/cuda_host/cuda_op_nodes.cpp.)
+(csrc/cuda_host/cuda_op_nodes.cpp.) On path in_kernel each sum has a signal, behind which blocks of
+the kernel copy it to the output.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from flux.core.events import Kind
 from flux.core.schedule import Transfer
 from flux.opsim.machine import Counter, Flag, Process
 from flux.opsim.parts import LAUNCH_US, RAISE_US, LinkPiece, Move, SimulatedCall, Stores
+from flux.select.hardware import SUM_US
 
 
 class Results:
@@ -24,12 +26,15 @@ class Results:
     Args:
         call: the call.
         stores: of each rank.
+        sums: by owner, how many pieces it sums.
     """
 
-    def __init__(self, call: SimulatedCall, stores: Sequence[Stores]) -> None:
+    def __init__(self, call: SimulatedCall, stores: Sequence[Stores], sums: Sequence[int]) -> None:
         self._call, self._stores = call, stores
         self._itemsize = call.problem.itemsize
         self._there = [Flag() for _ in range(call.world)]
+        # Sums of others that are not there.
+        self._put = [Counter(sum(sums) - own) for own in sums]
         self._came: dict[tuple[int, int, int], Flag] = {}  # receiver, owner, tile: across hosts
         self._across: list[list[Transfer]] = []
         self._forwarded: list[list[Transfer]] = []
@@ -65,8 +70,24 @@ class Results:
         self, src: int, dst: int, piece: LinkPiece, stored: Flag, start: float
     ) -> Process:
         yield stored
-        now = self._call.machine.now_us
-        self._call.log.moves.append(Move(src, dst, *piece[1:], start, now))
+        call = self._call
+        call.log.moves.append(Move(src, dst, *piece[1:], start, call.machine.now_us))
+        if call.in_kernel:
+            yield RAISE_US + call.routes[src, dst].latency_us
+            call.machine.arrive(self._put[dst])
+
+    def copy_out(self, rank: int) -> Process:
+        """Copy sums of other ranks to the output, of path in_kernel."""
+        call, machine = self._call, self._call.machine
+        start = machine.now_us
+        if self._put[rank].missing:
+            yield self._put[rank].flag
+        call.log.add(rank, "stream", Kind.wait, "waits for sums", start, machine.now_us)
+        begin, end = call.problem.rows(rank)
+        foreign = (call.problem.m - (end - begin)) * call.problem.row_bytes
+        start = machine.now_us
+        yield SUM_US / 2 + call.memory_us(2.0 * foreign)
+        call.log.add(rank, "stream", Kind.copy, "sums to output", start, machine.now_us)
 
     def finish(self, rank: int) -> Process:
         """Send the own rows to other hosts, forward theirs, and copy the result to the output."""
@@ -79,7 +100,11 @@ class Results:
             # Stores to one rank leave in order, so all before it have left.
             yield self._stores[rank].put(peer, 0)
         yield shared.flag
-        yield RAISE_US + max((call.routes[rank, peer].latency_us for peer in beside), default=0.0)
+        yield (
+            LAUNCH_US
+            + RAISE_US
+            + max((call.routes[rank, peer].latency_us for peer in beside), default=0.0)
+        )
         machine.raise_(self._there[rank])
         start = machine.now_us
         for peer in beside:
@@ -89,6 +114,7 @@ class Results:
         nbytes = 2.0 * call.problem.m * call.problem.n * self._itemsize
         yield LAUNCH_US + call.memory_us(nbytes)
         call.log.add(rank, "stream", Kind.copy, "result to output", start, machine.now_us)
+        yield LAUNCH_US
 
     def _copies(
         self, rank: int, lane: str, transfers: Sequence[Transfer], ended: Counter

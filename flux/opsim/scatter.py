@@ -11,6 +11,8 @@ one after the other; later they find the link free. A pingpong kernel multiplies
 meanwhile. sm_90a: the reduction starts as soon as blocks find no more tiles (programmatic dependent
 launch); sm_80: after the GEMM.
 
+path = in_kernel: no entries; blocks that find no more tiles sum, and copy the result to the output.
+
 path = medium: a tile is the GEMM of an owner's rows. A copy engine sends it while the next one
 multiplies, and the reduction follows the last one.
 """
@@ -33,6 +35,7 @@ from flux.opsim.parts import (
     count_ends,
 )
 from flux.opsim.result import Results
+from flux.select.hardware import SUM_US
 
 
 def scatter_processes(call: SimulatedCall) -> list[Counter]:
@@ -68,7 +71,7 @@ class _Scatter:
         )
         self._idle = [Flag() for _ in range(world)]
         self._gemm = [Counter(call.blocks) for _ in range(world)]
-        self._results = Results(call, by_sums)
+        self._results = Results(call, by_sums, [len(pieces) for pieces in self._pieces])
         self._ends = count_ends(call, 2)  # the stream and the network's stream
 
     def start(self) -> list[Counter]:
@@ -91,7 +94,7 @@ class _Scatter:
     def _stream(self, rank: int) -> Process:
         """Enter, launch the kernel, then reduce."""
         call, machine = self._call, self._call.machine
-        if call.world > 1:
+        if call.world > 1 and not call.in_kernel:
             yield RAISE_US
             call.log.add(rank, "stream", Kind.barrier, "enters the call", 0.0, machine.now_us)
         tiles = call.tiles_of(rank)
@@ -101,7 +104,9 @@ class _Scatter:
             yield self._gemm[rank].flag
         else:
             yield from self._reduce(rank)
-            if call.problem.op.all_reduces:
+            if call.in_kernel:
+                yield from self._results.copy_out(rank)
+            elif call.problem.op.all_reduces:
                 yield from self._results.finish(rank)
         machine.arrive(self._ends[rank])
 
@@ -162,7 +167,10 @@ class _Scatter:
         call, machine = self._call, self._call.machine
         nodes = call.problem.nodes
         lanes = call.world // nodes
-        if call.kernel.arch == "90a" and not call.medium:
+        if call.in_kernel:
+            yield self._idle[rank]
+            yield SUM_US / 2
+        elif call.kernel.arch == "90a" and not call.medium:
             yield self._idle[rank]
         else:
             yield self._gemm[rank].flag

@@ -247,7 +247,7 @@ def simulate(
         machine=SimulatedMachine(fabric.capacity),
     )
     run = gather_processes if problem.op.gathers else scatter_processes
-    if knobs.path == "in_kernel":
+    if knobs.path == "in_kernel" and problem.op.gathers:
         run = pushed_processes
     with paused_collector():
         ends = run(call)

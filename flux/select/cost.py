@@ -12,6 +12,7 @@
     fused     copies  ~~~~~~~~~~~~~~~                        the longer of the two, and the first
               GEMM  ==========================               (or last) tile, which is not hidden
     in_kernel rows | GEMM                                    the sum, without launches between
+              GEMM | sums, results                           with the partials of the last wave
 
 A CPU has no copy engine: inside a host copies take their time from the GEMM, and are added.
 
@@ -34,7 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem, ceil_div
 from flux.machine.cluster import Cluster, DeviceSpec, bytes_per_ms
-from flux.select.gathers import copied_ms, pushed_ms, waves
+from flux.select.gathers import copied_ms, pushed_ms, summed_ms, waves
 from flux.select.hardware import (
     ATTENTION_SHARE,
     BACKWARD_ATTENTION,
@@ -339,7 +340,10 @@ def predict(
         comm = one_shot_ms(problem, cluster)
         return Prediction(whole, one_shot_exposed_ms(problem, cluster, knobs, whole, comm))
     if knobs.path == "in_kernel":
-        comm = pushed_ms(problem, cluster)
+        if problem.op.reduces:
+            comm = summed_ms(problem, cluster, kernel, whole)
+        else:
+            comm = pushed_ms(problem, cluster)
         return Prediction(whole, comm + raster_ms(problem, cluster, kernel, knobs.raster))
     assert knobs.comm_tile_rows is not None and knobs.tile is not None
     tiles = ceil_div(problem.chunk, knobs.comm_tile_rows)
@@ -376,6 +380,9 @@ def predict(
             wave = whole / waves(problem, cluster, kernel)
             if problem.op.gathers:
                 exposed = max(exposed, comm + wave - whole)
+            elif problem.op.all_reduces and problem.nodes == 1:
+                behind = summed_ms(problem, cluster, kernel, whole, in_kernel=False)
+                exposed = max(exposed, behind - latency * 1e-3)
             exposed += _band_exposed_ms(problem, knobs, whole, comm)
             overhead += raster_ms(problem, cluster, kernel, knobs.raster)
     return Prediction(whole, exposed + latency * 1e-3 + overhead)

@@ -1,4 +1,4 @@
-"""Predict what AllGathers of GPUs on one node wait for: links, and the last wave of tiles."""
+"""Predict what GPUs of one node wait for: links, and the last wave of tiles."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from flux.machine.cluster import Cluster, Link, bytes_per_ms
 from flux.select.hardware import (
     COPY_SHARE,
     DUPLEX_SHARE,
+    LAUNCH_US,
     PUSH_US,
     SIGNAL_US,
     STORE_SHARE,
+    SUM_US,
     blocks_per_wave,
 )
 from flux.select.share import gemm_units
@@ -36,8 +38,8 @@ def copied_ms(bytes_ms: float, copies: int, link: Link) -> float:
     return bytes_ms / (COPY_SHARE * _both_ways(link)) + 1e-3 * (copies - 1) * link.latency_us
 
 
-def pushed_ms(problem: Problem, cluster: Cluster) -> float:
-    """Return the time of an AllGather whose rows the blocks of a GEMM push.
+def _sent_ms(problem: Problem, cluster: Cluster) -> float:
+    """Return the time in which multiprocessors of all ranks store a chunk at each other rank.
 
     Over PCIe half of the ranks' rows cross between processors, once for each rank behind.
     """
@@ -47,7 +49,35 @@ def pushed_ms(problem: Problem, cluster: Cluster) -> float:
     if link.kind == "pcie" and link.numa_gbs and cluster.numa_domains == 2:
         crossing = world // 2 * ceil_div(world, 2) * shard
         moved = max(moved, crossing / bytes_per_ms(link.numa_gbs * STORE_SHARE))
-    return moved + 1e-3 * (PUSH_US + link.latency_us + SIGNAL_US["cuda"])
+    return moved
+
+
+def pushed_ms(problem: Problem, cluster: Cluster) -> float:
+    """Return the time of an AllGather whose rows the blocks of a GEMM push."""
+    signal_us = cluster.link.latency_us + SIGNAL_US["cuda"]
+    return _sent_ms(problem, cluster) + 1e-3 * (PUSH_US + signal_us)
+
+
+def summed_ms(
+    problem: Problem,
+    cluster: Cluster,
+    kernel: GemmConfig | None,
+    whole: float,
+    *,
+    in_kernel: bool = True,
+) -> float:
+    """Return the time of an AllReduce behind its GEMM.
+
+    Partials leave with their tiles, those of the last wave behind all tiles. Sums follow. On other
+    paths ranks enter, and a kernel that meets and copies of result and status are behind the sums.
+    """
+    sent = _sent_ms(problem, cluster)
+    last = 1.0 / (1 if kernel is None else waves(problem, cluster, kernel))
+    late = max(sent * last, sent - whole * (1.0 - last))
+    signals_us = 2 * (cluster.link.latency_us + SIGNAL_US["cuda"])
+    steps_us = SUM_US if in_kernel else SIGNAL_US["cuda"] + 3 * LAUNCH_US["cuda"]
+    sums = sent + 1e-3 * (signals_us + steps_us)
+    return late + sums
 
 
 def waves(problem: Problem, cluster: Cluster, kernel: GemmConfig) -> int:

@@ -64,6 +64,9 @@ PUSH_US = 4.0
 """What blocks that push rows (cuda/gather.cuh) take besides bytes: the call's number, a piece, its
 rows, a fence and its count are five trips to L2 or to a peer, one behind the other, of some 0.7 us;
 our assumption."""
+SUM_US = 3.0
+"""The same of blocks that end an AllReduce (cuda/gemm/all_reduce.cuh): two claims, the partials and
+the rows of the result are trips to L2, besides signals; our assumption."""
 SLAB_COST_ROWS = 50.0
 """A GEMM cut into slabs packs its weight again for each slab. The cost equals that of this many
 more rows (5% of 1024 rows, 10% of 512, 20% of 256: flux/select/heuristic.py)."""

@@ -113,7 +113,7 @@ def untuned(problem: Problem, cluster: Cluster) -> Knobs:
 
 
 def reason_not_pushed(op: Op, world: int, nodes: int, n: object, columns: int) -> str | None:
-    """Return why kernels cannot push the rows of an op, whatever their number, or None.
+    """Return why kernels cannot push the rows or sums of an op, whatever their number, or None.
 
     Args:
         op: the op.
@@ -122,8 +122,8 @@ def reason_not_pushed(op: Op, world: int, nodes: int, n: object, columns: int) -
         n: columns of all ranks, for the text.
         columns: of the last rank, which has the fewest. Every rank launches a kernel.
     """
-    if not op.gathers:
-        return f"{op.label} communicates after its GEMM"
+    if op.scatters:
+        return f"{op.label} leaves each rank its own rows; use path = fused"
     if nodes > 1:
         return f"the ranks are on {nodes} nodes"
     return None if columns > 0 else f"rank {world - 1} of {world} has no columns, got n = {n}"
@@ -191,9 +191,10 @@ def _make(
 ) -> TileSchedule:
     kind = Op[op]
     m, n, k = shape
-    if knobs.path == "in_kernel" and not (kind.gathers and m <= IN_KERNEL_ROWS):
+    if knobs.path == "in_kernel" and (kind.scatters or m > IN_KERNEL_ROWS):
         raise ValueError(
-            f"path in_kernel is for ag_gemm with M up to {IN_KERNEL_ROWS}, got {op} with M = {m}"
+            f"path in_kernel is for ag_gemm and gemm_ar with M up to {IN_KERNEL_ROWS}, got {op} "
+            f"with M = {m}"
         )
     check_legal(knobs, topology)
     # Rank 0 has the largest share. Knobs must be the same on all ranks, so they come from its

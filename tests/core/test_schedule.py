@@ -274,6 +274,21 @@ def test_xor_needs_a_power_of_two(op: str, world: int) -> None:
         make_schedule(op, SHAPE, world, 0, knobs=Knobs(swizzle="xor"))
 
 
+@pytest.mark.parametrize(
+    ("op", "m", "knobs", "words"),
+    [
+        ("gemm_rs", 16, {}, "is for ag_gemm and gemm_ar with M up to 512, got gemm_rs with M = 16"),
+        ("gemm_ar", 513, {}, "M up to 512, got gemm_ar with M = 513"),
+        ("gemm_ar", 16, {"direction": "pull"}, "direction push and order direct"),
+        ("gemm_ar", 16, {"reduce": "in_flight"}, "reduce local, got reduce in_flight"),
+    ],
+    ids=str,
+)
+def test_path_in_kernel_is_for_few_rows(op: str, m: int, knobs: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_schedule(op, (m, 12, 8), 4, 0, knobs=Knobs(path="in_kernel", **knobs))
+
+
 @pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
 def test_store_direct_needs_tiles_inside_one_owner(op: str) -> None:
     words = "tile_m 3 straddles the chunks of 4 rows; use store staged"

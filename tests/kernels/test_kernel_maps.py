@@ -123,6 +123,36 @@ def test_strips_hold_each_row_of_an_owner_once(t: tuple[int, int, int, int, int]
         assert held == sorted(rows_of(m, world, owner))
 
 
+@given(t=tilings())
+@example(t=(14, 2, 4, 64, 1))
+@example(t=(1, 1, 8, 128, 256))
+@example(t=(8, 2, 2, 2, 1))
+def test_sums_and_copies_hold_each_element_once(t: tuple[int, int, int, int, int]) -> None:
+    m, _, world, tile_m, _ = t
+    s = core.ScatterTiling(*t)
+    summed: list[tuple[int, int]] = []
+    words: list[int] = []
+    for owner in range(world):
+        for index in range(s.sum_count(owner)):
+            column, begin, end = s.sum_of_owner(owner, index)
+            rows = range(begin, end)
+            assert 0 < len(rows) <= core.sum_rows
+            assert set(rows) <= rows_of(m, world, owner)
+            if tile_m % core.sum_rows == 0 or tile_m < core.sum_rows:  # as of all kernels
+                assert len({row // tile_m for row in rows}) == 1
+            assert [s.begins_sum(row) for row in rows] == [True, *[False] * (len(rows) - 1)]
+            words.append(s.sum_word(begin, column))
+            summed += [(row, column) for row in rows]
+    everything = [(row, column) for row in range(m) for column in range(s.flag_columns())]
+    assert sorted(summed) == everything
+    assert len(set(words)) == len(words)
+    assert all(0 <= word < len(everything) for word in words)
+    pieces = [s.copied_piece(index) for index in range(s.copy_count())]
+    copied = [(row, column) for column, begin, end in pieces for row in range(begin, end)]
+    assert sorted(copied) == everything
+    assert all(end - begin <= 32 for _, begin, end in pieces)  # lanes of a warp
+
+
 # -- boxes of bulk stores --------------------------------------------------------------------------
 
 

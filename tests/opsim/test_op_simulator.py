@@ -315,6 +315,23 @@ def test_blocks_push_rows_before_they_multiply(on: str) -> None:
     assert call.total_ms < min(other.total_ms for other in others)
 
 
+@ON
+def test_blocks_sum_and_copy_the_result_out(on: str) -> None:
+    """The last of 8 ranks has no rows, so it sums none."""
+    shape, latency_us = problem("gemm_ar", m=49), CLUSTERS[on].link.latency_us
+    call = simulate(shape, CLUSTERS[on], Knobs(path="in_kernel"))
+    events = list(call.events())
+    assert {e.rank for e in events if e.kind == Kind.reduce} == set(range(7))
+    assert not [e for e in events if e.kind == Kind.barrier]  # ranks do not enter
+    sums_end = {e.rank: e.start_us + e.duration_us for e in events if e.kind == Kind.reduce}
+    for event in events:
+        if event.kind == Kind.copy:
+            others = [end for rank, end in sums_end.items() if rank != event.rank]
+            assert event.start_us >= max(others) + latency_us
+    others_ms = [c.total_ms for c in (unfused(shape, CLUSTERS[on]), simulate(shape, CLUSTERS[on]))]
+    assert call.total_ms < min(others_ms)
+
+
 def test_an_allgather_on_pcie_goes_round_a_ring_by_default() -> None:
     shape = Problem(Op.ag_gemm, 4096, 16384, 4096, "bfloat16", 8)
     call = simulate(shape, PCIE)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from emulated import HeapWorld, SwitchedWorld
+from emulated import CrowdedWorld, HeapWorld, SwitchedWorld
 from emulated_nvshmem import puts_of
 from flux import Knobs
 from flux.kernels import runtime
@@ -31,7 +31,8 @@ TRIES = 40  # with other orders of warps: some bugs show where a rank is behind 
 
 
 def problem_of(op: str) -> Problem:
-    return Problem(op, 256, (512,), 512, torch.bfloat16)
+    n, k = (1536, 64) if op == "gemm_ar" else (512, 512)
+    return Problem(op, 256, (n,), k, torch.bfloat16)
 
 
 def built(ranks: VirtualWorld, device: PtxDevice, op: str, knobs: Knobs | None = None) -> list[Any]:
@@ -100,7 +101,8 @@ def ranks_for(bug: Bug, device: PtxDevice, kernels: Path) -> VirtualWorld:
     """Return new ranks for a call with this bug."""
     if bug.puts:
         return nodes_of(device, kernels)
-    return (SwitchedWorld if bug.switch else VirtualWorld)(2, device)
+    kind = CrowdedWorld if bug.crowded else SwitchedWorld if bug.switch else VirtualWorld
+    return kind(2, device)
 
 
 def make_calls(device: PtxDevice, kernels: Path, bug: Bug) -> None:

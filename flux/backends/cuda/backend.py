@@ -143,7 +143,8 @@ class CudaBackend:
         self.layout = Layout.of(
             spec, self.world, knobs, tile, most_tiles, self.nodes, transport.relays, guard, pushed
         )
-        self.pad_words = _C.CudaOp.pad_words(self.world, self.layout.signals, self.layout.offers)
+        words = (self.layout.signals, self.layout.offers, self.layout.sum_words)
+        self.pad_words = _C.CudaOp.pad_words(self.world, *words)
         memory = transport.memory(self.pad_words, self.layout.data_bytes)
         self.pads = [address_of(pad) for pad in memory.pads]
         self.data = [address_of(data) for data in memory.data]
@@ -205,6 +206,8 @@ class CudaBackend:
             lane=self.transport.lane,
             margin=self.margin,
             pushed_bytes=self.layout.pushed_bytes,
+            sum_flags=self.layout.sum_flags,
+            sum_words=self.layout.sum_words,
         )
 
     @on_its_device

@@ -20,6 +20,7 @@ _WAITS = {
     3: "partials of a peer (flag {signal})",
     5: "rank {signal} to reach the same place in the call",
     6: "the sum of node {node}",
+    7: "rows of the result from rank {signal}",
 }
 
 

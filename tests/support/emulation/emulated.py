@@ -70,6 +70,14 @@ class SwitchedWorld(VirtualWorld):
         return memory
 
 
+class CrowdedWorld(VirtualWorld):
+    """Virtual ranks whose kernels have more blocks than their device has room for."""
+
+    @property
+    def sm_share(self) -> int:
+        return 12
+
+
 @dataclass(frozen=True)
 class Puts:
     """Where the functions of libflux_nvshmem are, or of what stands in for it; how it learns where

@@ -16,6 +16,7 @@
 
 #include "cuda/arguments.h"
 #include "emulated_math.h"
+#include "emulated_sums.h"
 #include "emulated_sync.h"
 #include "gpu/device.h"
 
@@ -23,6 +24,7 @@ namespace {
 
 using namespace flux;
 using emulated::device;
+using emulated::Ending;
 using emulated::Footprint;
 using emulated::Place;
 using emulated::TensorMap;
@@ -202,8 +204,14 @@ int make_gemm_rs(const FluxGemmArgs& args, Work* work) {
   const ScatterTargets to = scatter_targets(args, kTileM, kTileN);
   const bool guarded = args.guard_rows >= kBoxRows - 1 || !straddles(to.tiling);
   if (!guarded) return FLUX_REFUSED;
-  lay_out_gemm(args, map.rows * map.columns, false, work);
+  const int tiles = map.rows * map.columns;
+  const bool ends = args.all_reduce.counts != nullptr;
+  const auto ending = std::make_shared<Ending>(Ending{sum_targets(args, kTileM, kTileN, 2)});
+  lay_out_gemm(args, tiles, ends, work);
+  if (ends) work->units += ending->units();
   work->open = [=](int unit, std::vector<Wait>* waits) {
+    if (ends) ending->begin();
+    if (unit >= tiles) return ending->open(unit - tiles, waits);
     const TileCoord tile = tile_at(map, unit);
     const Range owners = owners_of_tile(to.tiling, tile.m);
     const std::uint32_t epoch = to.sync.count != nullptr ? *to.sync.count : to.sync.epoch;
@@ -212,9 +220,15 @@ int make_gemm_rs(const FluxGemmArgs& args, Work* work) {
     }
   };
   work->close = [=](int unit, const std::vector<bool>& came, Place at) {
+    if (unit >= tiles) {
+      const bool complete = std::find(came.begin(), came.end(), false) == came.end();
+      return ending->close(unit - tiles, complete);
+    }
     const TileCoord tile = tile_at(map, unit);
     const Range owners = owners_of_tile(to.tiling, tile.m);
-    const auto free = [&](int owner) { return came.empty() || came[owner - owners.begin]; };
+    const auto free = [&](int owner) {
+      return !ending->silent && (came.empty() || came[owner - owners.begin]);
+    };
     const std::uint64_t begin = emulated::now();
     emulated::dawdle();
     for (int owner = owners.begin; owner < owners.end; ++owner) {
@@ -225,7 +239,7 @@ int make_gemm_rs(const FluxGemmArgs& args, Work* work) {
     for (int owner = owners.begin; owner < owners.end; ++owner) {
       if (!free(owner) || to.flags[owner] == nullptr) continue;
       emulated::store(to.flags[owner] + flag_index(to.tiling, to.rank, owner, tile.m, tile.n),
-                      to.sync.epoch);
+                      ends ? ending->number : to.sync.epoch);
     }
     emulated::tell(to.sync, stored, FLUX_TRACE_RELEASE, tile.m, tile.n, 0, at);
   };

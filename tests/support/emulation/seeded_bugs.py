@@ -36,6 +36,7 @@ class Bug:
         captured: whether the calls are replays of a graph.
         reduce: the knob of the op.
         switch: whether ranks are behind an NVLink switch.
+        crowded: whether kernels have more blocks than find room at once.
         puts: whether each rank is a node, which libflux_nvshmem connects.
         path: the knob of the op.
         tile_scheduler: the knob of the op.
@@ -54,6 +55,7 @@ class Bug:
     captured: bool = False
     reduce: str = "local"
     switch: bool = False
+    crowded: bool = False
     puts: bool = False
     idle: bool = False
     path: str = "fused"
@@ -64,7 +66,7 @@ class Bug:
         """The knobs of the op."""
         if self.op == "ag_gemm":
             return Knobs(path=self.path, tile_scheduler=self.tile_scheduler)
-        return Knobs(reduce=self.reduce, tile_scheduler=self.tile_scheduler)
+        return Knobs(path=self.path, reduce=self.reduce, tile_scheduler=self.tile_scheduler)
 
     def edit(self, text: str) -> str:
         """Return the text with the bug, where it has the kernel."""
@@ -116,6 +118,7 @@ PRODUCT = r"wgmma\.mma_async"
 TRY_WAIT = r"mbarrier\.try_wait"
 PUT = "call.uni"
 WAITS = r"[^\n]*\n +waits for "
+SPINS = r"(vote\.sync|nanosleep|ld|mov|setp|@|bra|sub|add)"
 POLLS = r"ld\.acquire\.sys" + WAITS + "a change of 4 bytes at"
 
 # -- patterns --------------------------------------------------------------------------------------
@@ -129,6 +132,13 @@ FIRST_SIGNAL = r"(?=\s*@\S+ bra \S+;\s*(?:\.loc[^\n]*\s*)*cvt\.s64\.s32)"  # a l
 FLAGS_OF_STRIP = (
     r"(mul\.lo\.s32\s+(%r\d+), %r\d+, %r\d+;)"
     r"(?=\s*(?:\.loc[^\n]*\s*)*setp\.ge\.s32\s+%p\d+, %r\d+, \2;)"
+)
+NUMBERED = (  # the number of a call of path in_kernel is read
+    r"(ld\.volatile\.global\.u32 (\S+), [^;]*;\s*(?:\.loc[^\n]*\s*)*add\.s32 \S+, \2, )1;"
+)
+ALL_BEGUN = (  # blocks of the launch, compared with all
+    r"(setp\.eq\.s32\s+(\S+), )\S+, (\S+);"
+    r"(?=(?:\s*\.loc[^\n]*|\s*mov[^\n]*)*\s*vote\.sync\.any)"
 )
 LAST_STORE = (
     r"(?s)(\{\s*\.reg \.pred p;\s*setp\.ne\.b32 p, \S+, 0;\s*@p st\.global\.v4[^}]*\};\s*\})"
@@ -168,6 +178,10 @@ def _pushed(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
 def _claimed(arch: str, pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
     op, kernel = more.pop("op", "ag_gemm"), SM80 if arch == "80" else SM90
     return Bug(arch, op, kernel, pattern, change, error, at, tile_scheduler="dynamic", **more)
+
+
+def _summed(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
+    return Bug("80", "gemm_ar", SM80, pattern, change, error, at, path="in_kernel", **more)
 
 
 def _node(kernel: str, pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
@@ -419,7 +433,7 @@ BUGS = {
         number=0,
     ),
     "all calls push rows to one buffer": _pushed(
-        r"(ld\.volatile\.global\.u32 (\S+), [^;]*;\s*(?:\.loc[^\n]*\s*)*add\.s32 \S+, \2, )1;",
+        NUMBERED,
         r"\g<1>2;",
         COPIED,
         r"st\.global",
@@ -448,6 +462,30 @@ BUGS = {
     ),
     "the counter of tiles is not set back": _claimed(
         "80", r"atom\.global\.exch\.b32[^;]*;", "", NEVER_COMES, POLLS, op="gemm_rs", idle=True
+    ),
+    # -- kernels that end an AllReduce
+    "flags of summed partials raised relaxed": _summed(
+        r"st\.release\.sys", "st.relaxed.sys", RELEASED, SUMMED, number=0
+    ),
+    "words of sums raised relaxed": _summed(
+        r"st\.release\.sys", "st.relaxed.sys", RELEASED, SUMMED, number=1
+    ),
+    "flags and words of sums read relaxed": _summed(
+        r"ld\.acquire\.sys", "ld.relaxed.sys", PUSHED, SUMMED
+    ),
+    "lanes that sum do not meet the one that waited": _summed(
+        r"bar\.warp\.sync\s+-1;", "", PUSHED, SUMMED
+    ),
+    "sums await the flags of the call before": _summed(
+        NUMBERED, r"\g<1>0;", PUSHED, f"({SUMMED}|{STORED})", number=1, rows=(256, 131, 256)
+    ),
+    "blocks that sum wait for some that have no room": _summed(
+        ALL_BEGUN,
+        r"\g<1>\3, \3;",
+        "deadlock: blocks wait for room",
+        SPINS,
+        rows=(128,),
+        crowded=True,
     ),
     # -- libflux_nvshmem: the sums of nodes
     "a relay without a fence before its put": _node(

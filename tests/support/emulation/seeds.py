@@ -68,7 +68,7 @@ def plan_of(seed: int, arch: str) -> tuple[GemmConfig, Plan]:
     topology = topology_of(rng, world)
     if rng.random() < 0.25:  # whose chunks are those of ranks, around a ring
         knobs = replace(knobs, path="medium", comm_tile_rows=None, order=None, swizzle=None)
-    elif op == "ag_gemm" and rng.random() < 0.4:
+    elif op != "gemm_rs" and rng.random() < 0.4:
         knobs = replace(knobs, path="in_kernel", direction=None, order=None, comm_tile_rows=None)
     knobs = replace(knobs, tile_scheduler=config.tile_scheduler)
     if op == "ag_gemm" and knobs.path == "fused" and of_tiles.random() < 0.5:
@@ -119,13 +119,13 @@ def run_seed(device: Any, registry: Registry, seed: int, arch: str) -> str:
     return kind_of(plan)
 
 
-def run_seeds(arch: str, seeds: range) -> Iterator[tuple[int, str, str]]:
-    """Run seeds; yield (seed, kind, what went wrong) for each.
+def run_seeds(arch: str, seeds: range, kind: str = "") -> Iterator[tuple[int, str, str]]:
+    """Run seeds whose kind contains ``kind``; yield (seed, kind, what went wrong) for each.
 
     After a fault a new device goes on.
     """
     registry = build_kernels(configs(arch))
-    waiting = iter(seeds)
+    waiting = iter(seed for seed in seeds if kind in kind_of(plan_of(seed, arch)[1]))
     seed = next(waiting, None)
     while seed is not None:
         with ExitStack() as stack:
@@ -147,6 +147,7 @@ def main() -> int:
     parser.add_argument("--arch", default=",".join(ARCHS), help="which take turns by the thousand")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=100, help="of each architecture")
+    parser.add_argument("--kind", default="", help="part of an op and its path: gemm_ar in_kernel")
     parser.add_argument("--out", type=Path, help="JSON")
     options = parser.parse_args()
     begin, rows, failures = time.monotonic(), [], []
@@ -154,7 +155,7 @@ def main() -> int:
         counts: Counter[str] = Counter()
         since = time.monotonic()
         for seed, op, problem in run_seeds(
-            arch, range(options.first, options.first + options.seeds)
+            arch, range(options.first, options.first + options.seeds), options.kind
         ):
             counts[op] += 1
             if problem:
@@ -166,7 +167,8 @@ def main() -> int:
         rows[-1]["seconds"] = round(time.monotonic() - since)
     tools = find_tools(ptx_target())
     figures = {
-        "command": f"python tests/support/emulation/seeds.py --seeds {options.seeds}",
+        "command": f"python tests/support/emulation/seeds.py --seeds {options.seeds}"
+        + (f" --kind '{options.kind}'" if options.kind else ""),
         "first": options.first,
         "nvcc": tools.nvcc.version,
         "cutlass": tools.cutlass.version,

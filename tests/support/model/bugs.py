@@ -15,7 +15,6 @@ from model.edits import (
     entry_before_fill,
     entry_forgotten,
     entry_raised_early,
-    flag_before_store,
     no_epochs,
     no_join,
     no_meeting,
@@ -28,6 +27,7 @@ from model.edits import (
     one_buffer,
     poison_in_sums,
     raised_before_copy,
+    raised_before_store,
     reset_behind_entry,
     sums_in_place,
     tiles_wait_for_no_word,
@@ -223,7 +223,7 @@ BUGS = [
                 "a tile goes to its owner behind the owner's entry",
                 no_tile_wait("entry"),
             ),
-            ("flag-after-store", "a flag comes behind its tile", flag_before_store),
+            ("flag-after-store", "a flag comes behind its tile", raised_before_store()),
             ("flags", "the reduction waits for the flags of all sources", no_tile_wait("flag")),
         )
     ),
@@ -320,6 +320,19 @@ BUGS = [
                 "a call ends behind the words of all ranks, those without rows as well",
                 (1, 1, 1),
                 no_wait_for_ranks_without_rows,
+            ),
+        )
+    ),
+    *(
+        Bug(f"sums-{name}", rule, _rs("gemm_ar", path="in_kernel", rows=(4, 4, 4)), edit)
+        for name, rule, edit in (
+            ("flag", "the flag of a partial comes behind it", raised_before_store("sum flag")),
+            ("wait", "sums wait for the flags of their partials", no_tile_wait("sum flag")),
+            ("word", "the word of a sum comes behind it", raised_before_store("sum word")),
+            (
+                "copies-wait",
+                "sums of others are copied behind their words",
+                no_tile_wait("sum word"),
             ),
         )
     ),

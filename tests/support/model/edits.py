@@ -183,9 +183,12 @@ def one_buffer(program: Program) -> None:
         step.puts = {moved.get(cell, cell): symbol for cell, symbol in step.puts.items()}
 
 
-def flag_before_store(program: Program) -> None:
-    raises = of_word(program, Kind.raise_, "flag")
-    swap(program, lambda s: s.is_access and bool(s.puts), raises)
+def raised_before_store(word: str = "flag") -> Edit:
+    def edit(program: Program) -> None:
+        raises = of_word(program, Kind.raise_, word)
+        swap(program, lambda s: s.is_access and bool(s.puts), raises)
+
+    return edit
 
 
 def entry_raised_early(program: Program) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from emulated import ROOT, EmulatedDevice, HeapWorld, Puts, SwitchedWorld
 from flux import _C, AGGemm, GemmAR, GemmRS, Knobs, Topology
+from flux.select.choose import Fixed
 from flux.transport.virtual import VirtualWorld
 
 OPS = {"ag_gemm": AGGemm, "gemm_rs": GemmRS, "gemm_ar": GemmAR}
@@ -137,6 +138,7 @@ class Scenario:
         apart: each rank has a GPU of its own, so that reductions begin beside their GEMM, and
             kernels wait for rows that are forwarded.
         path: ``fused`` | ``medium`` | ``in_kernel``.
+        few_rows: M up to which calls take path in_kernel.
     """
 
     ops: tuple[str, ...]
@@ -158,6 +160,7 @@ class Scenario:
     puts: bool = False
     apart: bool = False
     path: str = "fused"
+    few_rows: int = 0
 
     def epoch(self, turn: int) -> int:
         return self.epochs[turn] if self.epochs else turn + 1
@@ -167,6 +170,7 @@ class Scenario:
         rows = ",".join(map(str, self.rows))
         extras = [self.direction] if "ag_gemm" in self.ops else []
         extras += [self.path] if self.path != "fused" else []
+        extras += [f"in_kernel up to M = {self.few_rows}"] if self.few_rows else []
         extras += [self.order] if self.order != "direct" else []
         extras += ["poison"] if self.poison else []
         extras += ["gathered x"] if self.gather else []
@@ -301,6 +305,20 @@ def _world(device: RecordingDevice, scenario: Scenario) -> VirtualWorld:
 
 
 @dataclass(frozen=True)
+class _FewRows(Fixed):
+    """The given knobs, but for calls of up to ``few_rows``, which end in their kernels."""
+
+    few_rows: int = 0
+
+    def knobs(self, m: int) -> Knobs:
+        return Knobs(path="in_kernel") if m <= self.few_rows else self.given
+
+    @property
+    def variants(self) -> tuple[Knobs, ...]:
+        return (self.given, Knobs(path="in_kernel"))
+
+
+@dataclass(frozen=True)
 class _Span:
     """The records of one call."""
 
@@ -339,13 +357,16 @@ class _Session:
         knobs = Knobs(path=s.path, direction=s.direction, order=order, **sizes)
         margin = 0 if s.apart else None  # else the reduction would not begin early
         of_sums = Knobs(reduce="in_flight" if s.switch else "local", sm_margin=margin)
+        if s.path == "in_kernel":
+            of_sums = Knobs(path=s.path)
+        tuning = knobs if gathers else of_sums
         op = OPS[name](
             self.world.rank(rank),
             max_m=max(s.rows),
             n=n,
             k=k,
             dtype=torch.bfloat16,
-            tuning=knobs if gathers else of_sums,
+            tuning=_FewRows(tuning, few_rows=s.few_rows) if s.few_rows else tuning,
             topology=Topology(*s.topology) if s.topology else None,
             timeout_s=1.0,
         )
@@ -411,6 +432,8 @@ class _Session:
             ("graph offer", layout.offers),
             ("push word of rank", world),
             ("gather count", 5),
+            ("sum flag", layout.sum_flags),
+            ("sum word", layout.sum_words - layout.sum_flags),
         ):
             is_pad = not name.startswith("status")
             unit = WORD if is_pad else status

@@ -163,6 +163,54 @@ int record_ag_gemm(const FluxGemmArgs* args, void* stream) {
   return FLUX_OK;
 }
 
+// As csrc/cuda/gemm/all_reduce.cuh: behind the tiles come the sums, then the copies. It counts for real.
+void record_sums(const FluxGemmArgs& args, const SumTargets& s, Tile tile) {
+  const ScatterTiling& t = s.tiling;
+  const int sums = sum_count(t, s.rank), first_own = row_begin(t.m, t.world, s.rank);
+  const auto width = [&](int column) { return min_of(kTileN, args.n - column * kTileN); };
+  for (int i = 0; i < sums; ++i, ++tile.number) {
+    const Piece piece = sum_of_owner(t, s.rank, i);
+    const int column = piece.column * kTileN;
+    for (int source = 0; source < t.world; ++source) {
+      tile.word(kAwait, s.to.words,
+                flag_index(t, source, s.rank, piece.begin / t.tile_m, piece.column));
+    }
+    for (int row = piece.begin; row < piece.end; ++row) {
+      const std::int64_t number = static_cast<std::int64_t>(row) * args.n + column;
+      for (int source = 0; source < t.world; ++source) {
+        tile.touch(kRead, element(s.to.partials[source], (row - first_own) * s.ld + column),
+                   width(piece.column), kPartial, source, number);
+      }
+      for (int rank = 0; rank < t.world; ++rank) {
+        tile.touch(kWrite, element(s.to.outs[rank], number), width(piece.column), kResult, s.rank,
+                   number);
+      }
+    }
+    for (int rank = 0; rank < t.world; ++rank) {
+      if (rank != s.rank)
+        tile.word(kRaise, s.to.sums[rank], sum_word(t, piece.begin, piece.column));
+    }
+  }
+  for (int i = 0; i < copy_count(t); ++i, ++tile.number) {
+    const Piece piece = copied_piece(t, i);
+    const auto is_own = [&](int row) { return owner_of(t.m, t.world, row) == s.rank; };
+    for (int row = piece.begin; row < piece.end; ++row) {
+      if (begins_sum(t, row) && !is_own(row))
+        tile.word(kAwait, s.to.sums[s.rank], sum_word(t, row, piece.column));
+    }
+    for (int row = piece.begin; row < piece.end; ++row) {
+      if (is_own(row)) continue;
+      const std::int64_t number = static_cast<std::int64_t>(row) * args.n + piece.column * kTileN;
+      const int owner = owner_of(t.m, t.world, row);
+      for (const Kind kind : {kRead, kWrite}) {
+        const void* at = kind == kRead ? s.to.put : s.to.outs[s.rank];
+        tile.touch(kind, element(at, number), width(piece.column), kResult, owner, number);
+      }
+    }
+  }
+  s.to.counts[FLUX_SUM_CALLS] = tile.epoch;
+}
+
 std::size_t gemm_launch = 0;  // record of the last launch of a scattering GEMM
 
 int record_gemm_rs(const FluxGemmArgs* args, void* stream) {
@@ -170,8 +218,11 @@ int record_gemm_rs(const FluxGemmArgs* args, void* stream) {
   add(kLaunch, stream);
   const TileMap map = tile_map(tile_order(*args, OpKind::kGemmRS, kTileM, kTileN));
   const ScatterTargets to = scatter_targets(*args, kTileM, kTileN);
+  const SumTargets sums = sum_targets(*args, kTileM, kTileN, kElement);
+  const std::uint32_t* counts = sums.to.counts;
+  const std::uint32_t number = counts != nullptr ? counts[FLUX_SUM_CALLS] + 1 : args->sync.epoch;
   for (int slot = 0; slot < map.rows * map.columns; ++slot) {
-    const Tile tile{stream, args->sync.epoch, slot};
+    const Tile tile{stream, number, slot};
     const TileCoord at = tile_at(map, slot);
     const int begin = at.m * kTileM;
     const int end = min_of(begin + kTileM, args->m);
@@ -181,7 +232,7 @@ int record_gemm_rs(const FluxGemmArgs* args, void* stream) {
                  static_cast<std::int64_t>(row) * args->k);
     }
     const Tile entering{stream, to.sync.count != nullptr ? *to.sync.count : to.sync.epoch, slot};
-    for (int owner = owners.begin; owner < owners.end; ++owner) {
+    for (int owner = owners.begin; to.entries != nullptr && owner < owners.end; ++owner) {
       entering.word(kAwait, to.entries, owner);
     }
     const int column = at.n * kTileN;
@@ -196,6 +247,7 @@ int record_gemm_rs(const FluxGemmArgs* args, void* stream) {
       tile.word(kRaise, to.flags[owner], flag_index(to.tiling, to.rank, owner, at.m, at.n));
     }
   }
+  if (counts != nullptr) record_sums(*args, sums, {stream, number, map.rows * map.columns});
   return FLUX_OK;
 }
 

@@ -36,6 +36,12 @@ def standard() -> Iterator[Scenario]:
         yield Scenario(("ag_gemm",), 2, rows, path="in_kernel", captured=(1,))
     yield Scenario(("ag_gemm",), 3, (3, 5, 1), path="in_kernel", gather=True)
     yield Scenario(("ag_gemm",), 2, (4, 4), streams=2, fresh_x=True, path="in_kernel")
+    for rows in ((4, 4, 4), (4, 1, 3), (1, 1, 1, 1)):
+        yield Scenario(("gemm_ar",), 2, rows, path="in_kernel", captured=(1,))
+    yield Scenario(("gemm_ar",), 3, (3, 5, 1), path="in_kernel")
+    yield Scenario(("gemm_ar",), 2, (4, 4), streams=2, fresh_x=True, path="in_kernel")
+    for world, rows, which in ((2, (4, 1, 3), ()), (2, (1, 4, 1), (0, 1)), (3, (2, 6, 2), ())):
+        yield Scenario(("gemm_ar",), world, rows, poison=True, few_rows=2, captured=which)
     yield Scenario(("ag_gemm", "gemm_rs"), 2, (4, 3, 4))
     yield Scenario(("ag_gemm", "gemm_rs"), 3, (6, 4))
     yield Scenario(("gemm_ar", "ag_gemm"), 3, (6, 4), direction="pull")

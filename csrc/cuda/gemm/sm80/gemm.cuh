@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/gather.cuh"
+#include "cuda/gemm/all_reduce.cuh"
 #include "cuda/gemm/kernel.cuh"
 #include "cuda/sync.cuh"
 #include "cutlass/cutlass.h"
@@ -27,6 +28,7 @@ struct BlockParams {
   int slot = 0;    // dynamic tile scheduler: the one that the block has claimed
   FluxSync sync{};
   ScatterTargets targets{};
+  bool silent = false;  // a wait has failed: nothing is sent
 #ifdef FLUX_TRACE
   std::uint64_t began = 0;  // the tile that the block is at
   TileCoord tile{-1, -1};
@@ -190,18 +192,22 @@ struct Params {
   typename Base::Params base;
   BlockParams block;
   FluxGather gather;
+  SumTargets sums;
   int rank;
   std::uint32_t* counter;  // of a dynamic tile scheduler
 };
 
+// What a kernel does beside its multiplication, where it does so by itself (path in_kernel).
+enum class Moves { kNothing, kGathers, kSums };
+
 // C is there for the name alone: profiles and the compiler's report show it.
-template <class C, class Base, bool kStreamK, bool kGathers>
+template <class C, class Base, bool kStreamK, Moves kMoves>
 __global__ void __launch_bounds__(Base::kThreadCount)
     kernel(const __grid_constant__ Params<Base> params) {
   extern __shared__ __align__(128) char memory[];
   auto& storage = *reinterpret_cast<typename Base::SharedStorage*>(memory);
   share_block_params(params.block);
-  if constexpr (kGathers) {
+  if constexpr (kMoves == Moves::kGathers) {
     if (params.gather.counts != nullptr) {
       const CommTiling& tiling = params.block.tiling;
       const std::uint32_t number = begin_gather<typename C::Element>(
@@ -212,6 +218,15 @@ __global__ void __launch_bounds__(Base::kThreadCount)
       }
       __syncthreads();
     }
+  }
+  const bool sums = kMoves == Moves::kSums && params.sums.to.counts != nullptr;
+  if (sums) {
+    begin_all_reduce(params.sums.to);
+    if (threadIdx.x == 0) {
+      block_params().targets.sync.epoch = sum_number(params.sums.to);
+      block_params().silent = has_failed(params.sums.sync);
+    }
+    __syncthreads();
   }
   if constexpr (kStreamK) {
     Base::invoke(params.base, storage);
@@ -230,18 +245,21 @@ __global__ void __launch_bounds__(Base::kThreadCount)
     }
   }
   leave_tile({-1, -1});
+  if constexpr (kMoves == Moves::kSums) {
+    if (sums) end_all_reduce<typename C::Output>(params.sums, Base::kThreadCount / 32);
+  }
   // AllGather: every row that the block waited for has been read. GemmRS leaves it to the reduction.
   if (params.block.signals != nullptr && threadIdx.x == 0) report_failure(block_params().sync);
 }
 
 // Launches a kernel whose visitor arguments `Visited` makes, for the op `kOp`.
-template <class C, class Visited, OpKind kOp>
+template <class C, class Visited, OpKind kOp, Moves kMoves>
 struct Launcher {
   using Base = Kernel<C, typename Visited::Node>;
   static constexpr bool kStreamK = Types<C>::kStreamK;
   using Params = sm80::Params<Base>;
   static constexpr int kSharedBytes = static_cast<int>(sizeof(typename Base::SharedStorage));
-  static constexpr auto kKernel = &kernel<C, Base, kStreamK, kOp == OpKind::kAGGemm>;
+  static constexpr auto kKernel = &kernel<C, Base, kStreamK, kMoves>;
 
   static int prepare(int device) {
     int before = 0;
@@ -285,6 +303,7 @@ struct Launcher {
     Params out{typename Base::Params(arguments, with.sm_count, with.blocks_per_sm),
                {},
                args.gather,
+               sum_targets(args, C::kTileM, C::kTileN, sizeof(typename C::Output)),
                args.order.rank,
                static_cast<std::uint32_t*>(args.workspace)};
     BlockParams& at = out.block;
@@ -359,9 +378,10 @@ struct Launcher {
 };
 
 // The functions of one kernel, as FLUX_KERNEL takes them.
-template <class C, class Visited, OpKind kOp>
+template <class C, class Visited, OpKind kOp,
+          Moves kMoves = kOp == OpKind::kAGGemm ? Moves::kGathers : Moves::kNothing>
 struct Offered {
-  using Launch = Launcher<C, Visited, kOp>;
+  using Launch = Launcher<C, Visited, kOp, kMoves>;
   static constexpr int kTileM = C::kTileM;
   static constexpr int kTileN = C::kTileN;
   static std::uint64_t workspace_bytes(FluxGemmArgs const* args) {

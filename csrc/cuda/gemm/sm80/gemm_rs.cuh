@@ -27,6 +27,7 @@ struct ScatterStore : Base {
           tile_n_(tile_n) {}
 
     CUTLASS_DEVICE void begin_epilogue() {
+      reached_ = !block_params().silent;
       if (targets_->entries == nullptr) return;
       const Range owners = owners_of_tile(targets_->tiling, tile_m_);
       const FluxSync sync = entry_sync(targets_->sync);
@@ -95,18 +96,17 @@ struct Scattered {
 };
 
 template <class C>
-struct GemmRS : Offered<C, Scattered<C>, OpKind::kGemmRS> {
-  using Launch = Launcher<C, Scattered<C>, OpKind::kGemmRS>;
+struct GemmRS : Offered<C, Scattered<C>, OpKind::kGemmRS, Moves::kSums> {
   // Its blocks do not release the reduction early: devices before sm_90 have no programmatic launch.
   static constexpr int (*kReduce)(FluxReduceArgs const*,
                                   void*) = &reduce_partials<typename C::Output, false>;
   static int prepare(int device) {
-    const int status = Launch::prepare(device);
+    const int status = GemmRS::Launch::prepare(device);
     return status != 0 ? status : prepare_reduce<typename C::Output>();
   }
   static int launch(FluxGemmArgs const* args, void* stream) {
     if (args->order.world > FLUX_MAX_WORLD) return FLUX_REFUSED;
-    return Launch::launch(*args, stream);
+    return GemmRS::Launch::launch(*args, stream);
   }
 };
 

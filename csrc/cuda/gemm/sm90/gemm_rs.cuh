@@ -11,6 +11,25 @@
 
 namespace flux::sm90 {
 
+// The kernel, which ends an AllReduce by itself where no reduction follows. Its multiplying warp groups sum,
+// as the other one has given most of its registers away.
+template <class C, class Base>
+struct SummingKernel : Base {
+  static constexpr int kGroup = cutlass::NumThreadsPerWarpGroup;
+
+  CUTLASS_DEVICE void operator()(typename Base::Params const& params, char* memory) {
+    SumTargets const& sums = params.epilogue.thread.op_1.sums;
+    if (sums.to.counts != nullptr) begin_all_reduce(sums.to);
+    Base::operator()(params, memory);
+    if (sums.to.counts == nullptr || threadIdx.x < kGroup) return;
+    // The group has these registers. The compiler learns it: else it would make do with those of the other
+    // groups, where their ways have joined, and spill.
+    cutlass::arch::NamedBarrier::sync(kGroup, threadIdx.x / kGroup);
+    cutlass::arch::warpgroup_reg_alloc<Base::MmaRegisterRequirement>();
+    end_all_reduce<typename C::Output>(sums, (Base::MaxThreadsPerBlock - kGroup) / 32);
+  }
+};
+
 template <class C>
 struct GemmRSParts {
   using Output = typename C::Output;
@@ -42,22 +61,24 @@ struct GemmRSParts {
                              CopyOp>;
   using Visitor = cutlass::epilogue::fusion::Sm90EVT<Store, typename visit::Scaled<C>::Node>;
   using Epilogue = SlimEpilogue<sm90::StoringEpilogue<C, Visitor, EpilogueTile, kBuffers>>;
-  using Kernel =
-      sm90::Kernel<C, sm90::Mainloop<C, Epilogue>, Epilogue, typename Types<C>::TileScheduler>;
+  using Kernel = SummingKernel<
+      C, sm90::Kernel<C, sm90::Mainloop<C, Epilogue>, Epilogue, typename Types<C>::TileScheduler>>;
 
   static bool accepts(FluxGemmArgs const& args) {
     return args.order.world <= FLUX_MAX_WORLD && args.guard_rows >= kGuardRows;
   }
   static void complete(typename Kernel::Arguments& out, FluxGemmArgs const& args) {
     out.epilogue.thread = {visit::Scaled<C>::arguments(args),
-                           {scatter_targets(args, C::kTileM, C::kTileN)}};
+                           {scatter_targets(args, C::kTileM, C::kTileN),
+                            sum_targets(args, C::kTileM, C::kTileN, sizeof(Output))}};
     out.scheduler = scheduler_arguments<typename Kernel::TileScheduler>(
         tile_map(
             tile_order(args, OpKind::kGemmRS, C::kTileM * C::kClusterM, C::kTileN * C::kClusterN)),
         args);
   }
   static void set_sync(typename Kernel::Params& params, FluxSync const& sync) {
-    params.epilogue.thread.op_1.targets.sync = sync;
+    auto& store = params.epilogue.thread.op_1;
+    store.targets.sync = store.sums.sync = sync;
     if constexpr (kTraced) {
       params.mainloop.sync = params.epilogue.sync = params.scheduler.sync = sync;
     }

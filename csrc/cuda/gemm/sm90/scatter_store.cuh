@@ -24,7 +24,7 @@
 //      Flags hold the epoch: never reset.
 #pragma once
 
-#include "cuda/gemm/reduce.cuh"
+#include "cuda/gemm/all_reduce.cuh"
 #include "cuda/gemm/sm90/gemm.cuh"
 #include "cuda/sync.cuh"
 
@@ -41,6 +41,7 @@ struct ScatterStore : Base {
   using SharedStorage = typename Base::SharedStorage;
   struct Arguments {
     ScatterTargets targets;
+    SumTargets sums;
   };
   struct Params : Base::Params {
     using Map = decltype(cute::make_tma_copy(
@@ -50,6 +51,7 @@ struct ScatterStore : Base {
         typename Base::SmemLayoutTma{}));
     Map maps[FLUX_MAX_WORLD];
     ScatterTargets targets;
+    SumTargets sums;
   };
 
   // TMA wants rows that begin at multiples of 16 bytes.
@@ -85,6 +87,7 @@ struct ScatterStore : Base {
     const OwnerMaps maps = owner_maps(to, stride);
     for (int owner = 0; owner < to.tiling.world; ++owner) params.maps[owner] = maps[owner];
     params.targets = to;
+    params.sums = args.sums;
     return params;
   }
 
@@ -208,12 +211,14 @@ struct ScatterStore : Base {
   CUTLASS_DEVICE void raise_flags() {
     if (stored_ == 0) return;
     const ScatterTargets& to = params_->targets;
+    const SumTargets& sums = params_->sums;
     const std::uint64_t begin = stamp();
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     asm volatile("fence.proxy.async.global;" ::: "memory");
     __syncwarp();
     const int lane = threadIdx.x % 32;
     const Range owners = pending_m_ >= 0 ? owners_of_tile(to.tiling, pending_m_) : Range{0, 0};
+    const std::uint32_t number = sums.to.counts != nullptr ? sum_number(sums.to) : to.sync.epoch;
     const int widest = __reduce_max_sync(~0u, owners.end - owners.begin);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first = 0; first < stored_ * widest; first += 32) {
@@ -224,7 +229,7 @@ struct ScatterStore : Base {
       const int owner = __shfl_sync(~0u, owners.begin, tile % 32) + (first + lane) % widest;
       if (tile < stored_ && owner < end && to.flags[owner] != nullptr && may_write(owner)) {
         const int flag = flag_index(to.tiling, to.rank, owner, tile_m, tile_n);
-        store_release_sys(to.flags[owner] + flag, to.sync.epoch);
+        store_release_sys(to.flags[owner] + flag, number);
       }
     }
     if (pending_m_ >= 0) tell(to.sync, begin, {FLUX_TRACE_RELEASE, pending_m_, pending_n_, 0});
@@ -239,10 +244,15 @@ struct ScatterStore : Base {
     }
   }
 
-  // The entries that are there, which then no tile waits for.
+  // The entries that are there, which then no tile waits for. Where there are none, all owners have entered,
+  // unless this rank is to be silent behind a wait that failed.
   CUTLASS_DEVICE void see_entries() {
     const ScatterTargets& to = params_->targets;
-    if (to.entries == nullptr) return;
+    if (to.entries == nullptr) {
+      const bool silent = params_->sums.to.counts != nullptr && has_failed(to.sync);
+      entered_ = __any_sync(~0u, silent) ? 0 : ~0u;
+      return order_stores();
+    }
     const int owner = threadIdx.x % 32;
     const bool here = owner < to.tiling.world && epoch_reached(load_acquire_sys(to.entries + owner),
                                                                entry_sync(to.sync).epoch);
@@ -271,9 +281,7 @@ struct ScatterStore : Base {
   }
 
   // False when the wait for the owner's entry was given up: the owner may still read the slot.
-  CUTLASS_DEVICE bool may_write(int owner) const {
-    return params_->targets.entries == nullptr || ((entered_ >> owner) & 1u) != 0;
-  }
+  CUTLASS_DEVICE bool may_write(int owner) const { return ((entered_ >> owner) & 1u) != 0; }
 
   Params const* params_ = nullptr;
   std::uint32_t entered_ = 0;  // bit of each owner whose entry has been seen

@@ -1,0 +1,191 @@
+// The end of an AllReduce in the kernel that computes the partials (docs/kernels/protocol.md). When the tiles
+// of a block are done, its warps take pieces one by one: first sums of own rows, which go to all ranks, in
+// rank order and fp32, so that results repeat bit for bit; then pieces of the result.
+//
+//   tiles   partial -> owner, flag      sums   await flags, add, -> all, word      copies   await words, -> result
+//
+// No rank waits forever: tiles wait for nothing, sums for tiles, and copies, which are claimed behind all
+// sums, for sums. And no warp waits before all blocks of its launch have begun: one that finds no more
+// tiles earlier leaves its place to a block that waits for room. The last block to begin finds all begun.
+//
+// Memory ordering. A lane for each source acquires a flag, and a barrier of the warp passes that on to the
+// lanes that read. Their stores to peers, another barrier, and the lanes that release the words follow.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/gather.cuh"
+#include "cuda/gemm/reduce.cuh"
+
+namespace flux {
+
+// Every 2^30 calls, words that no recent call has raised: docs/kernels/protocol.md.
+constexpr std::uint32_t kRenewWords = 1u << 30;
+
+// Of the current call. The count changes when all warps of the launch are done.
+__device__ __forceinline__ std::uint32_t sum_number(const FluxAllReduce& to) {
+  return *reinterpret_cast<const volatile std::uint32_t*>(to.counts + FLUX_SUM_CALLS) + 1;
+}
+
+// Behind a wait that failed nothing is sent: peers may still read what was there.
+__device__ __forceinline__ bool has_failed(const FluxSync& sync) {
+  return *reinterpret_cast<const volatile std::uint64_t*>(sync.status + FLUX_STATUS_CODE) != 0;
+}
+
+__device__ __forceinline__ void begin_all_reduce(const FluxAllReduce& to) {
+  if (threadIdx.x == 0) atomicAdd(to.counts + FLUX_SUM_BLOCKS, 1u);
+}
+
+template <class Vector>
+__device__ __forceinline__ Vector load_past_l1(const void* at) {
+  Vector value;
+  if constexpr (sizeof(Vector) == 16) {
+    *reinterpret_cast<uint4*>(&value) = __ldcg(static_cast<const uint4*>(at));
+  } else {
+    *reinterpret_cast<unsigned short*>(&value) = __ldcg(static_cast<const unsigned short*>(at));
+  }
+  return value;
+}
+
+// One warp. Without all partials the own result is NaN, and peers get nothing.
+template <class Element, int Width>
+__device__ __forceinline__ void sum_rows(const SumTargets& s, Piece piece, bool complete) {
+  using Vector = cutlass::AlignedArray<Element, Width>;
+  const int first = piece.column * s.tiling.tile_n;
+  const int vectors = min_of(s.tiling.tile_n, s.tiling.n - first) / Width;
+  const int above = row_begin(s.tiling.m, s.tiling.world, s.rank);
+  const int world = s.tiling.world;
+  for (int at = threadIdx.x % 32; at < (piece.end - piece.begin) * vectors; at += 32) {
+    const int row = piece.begin + at / vectors;
+    const int column = first + at % vectors * Width;
+    cutlass::Array<float, Width> sum;
+    sum.fill(nanf(""));
+    if (complete) {
+      sum = sum_of_slots<Element, Width>(
+          world, [&s](int source) { return s.to.partials[source]; }, (row - above) * s.ld + column);
+    }
+    Vector result;
+#pragma unroll
+    for (int e = 0; e < Width; ++e) {
+      float value = sum[e] * s.to.scale;
+      if (s.bias != nullptr) value += float(static_cast<const Element*>(s.bias)[column + e]);
+      result[e] = Element(value);
+    }
+    for (int step = 0; step < (complete ? world : 1); ++step) {
+      const int rank = s.rank + step < world ? s.rank + step : s.rank + step - world;
+      auto* out = static_cast<Element*>(s.to.outs[rank]) + std::int64_t{row} * s.tiling.n + column;
+      *reinterpret_cast<Vector*>(out) = result;
+    }
+  }
+}
+
+template <class Element>
+__device__ __forceinline__ void sum_own(const SumTargets& s, const FluxSync& sync, Piece piece) {
+  const ScatterTiling& t = s.tiling;
+  const int lane = threadIdx.x % 32;
+  bool came = true;
+  if (lane < t.world) {
+    const int tile_row = piece.begin / t.tile_m;
+    const int flag = flag_index(t, lane, s.rank, tile_row, piece.column);
+    came = await(s.to.words, flag, sync, FLUX_WAIT_PARTIAL, tile_row);
+  }
+  const bool complete = __all_sync(~0u, came);
+  __syncwarp();
+  if (s.wide) {
+    sum_rows<Element, 16 / sizeof(Element)>(s, piece, complete);
+  } else {
+    sum_rows<Element, 1>(s, piece, complete);
+  }
+  __syncwarp();
+  if (complete && lane < t.world && lane != s.rank) {
+    store_release_sys(s.to.sums[lane] + sum_word(t, piece.begin, piece.column), sync.epoch);
+  }
+}
+
+template <class Element, int Width>
+__device__ __forceinline__ void copy_rows(const SumTargets& s, Piece piece, bool complete) {
+  using Vector = cutlass::AlignedArray<Element, Width>;
+  const ScatterTiling& t = s.tiling;
+  const int first = piece.column * t.tile_n;
+  const int vectors = min_of(t.tile_n, t.n - first) / Width;
+  const int own = row_begin(t.m, t.world, s.rank), own_end = row_end(t.m, t.world, s.rank);
+  Vector missing;
+  missing.fill(Element(nanf("")));
+  for (int at = threadIdx.x % 32; at < (piece.end - piece.begin) * vectors; at += 32) {
+    const int row = piece.begin + at / vectors;
+    if (row >= own && row < own_end) continue;
+    const std::int64_t place = std::int64_t{row} * t.n + first + at % vectors * Width;
+    const auto* from = static_cast<const Element*>(s.to.put) + place;
+    *reinterpret_cast<Vector*>(static_cast<Element*>(s.to.outs[s.rank]) + place) =
+        complete ? load_past_l1<Vector>(from) : missing;
+  }
+}
+
+// A lane for each row that a sum begins with.
+template <class Element>
+__device__ __forceinline__ void copy_others(const SumTargets& s, const FluxSync& sync,
+                                            Piece piece) {
+  const ScatterTiling& t = s.tiling;
+  const int row = piece.begin + static_cast<int>(threadIdx.x % 32);
+  bool came = true;
+  if (row < piece.end && begins_sum(t, row)) {
+    const int owner = owner_of(t.m, t.world, row);
+    const std::uint32_t* word = s.to.sums[s.rank] + sum_word(t, row, piece.column);
+    came = owner == s.rank || await_word(word, owner, sync, FLUX_WAIT_RESULT, row / t.tile_m);
+  }
+  const bool complete = __all_sync(~0u, came);
+  __syncwarp();
+  if (s.wide) {
+    copy_rows<Element, 16 / sizeof(Element)>(s, piece, complete);
+  } else {
+    copy_rows<Element, 1>(s, piece, complete);
+  }
+}
+
+template <class Element>
+__device__ __forceinline__ void take_pieces(const SumTargets& s, const FluxSync& sync) {
+  const int sums = sum_count(s.tiling, s.rank);
+  const int all = sums + copy_count(s.tiling);
+  for (;;) {
+    int piece = 0;
+    if (threadIdx.x % 32 == 0) {
+      piece = static_cast<int>(atomicAdd(s.to.counts + FLUX_SUM_CLAIMED, 1u));
+    }
+    piece = __shfl_sync(~0u, piece, 0);
+    if (piece >= all) return;
+    if (piece < sums) {
+      sum_own<Element>(s, sync, sum_of_owner(s.tiling, s.rank, piece));
+    } else {
+      copy_others<Element>(s, sync, copied_piece(s.tiling, piece - sums));
+    }
+  }
+}
+
+// Sets words that no recent call has raised to the number, since words are compared by signed difference.
+// Peers may raise them for the next call meanwhile.
+__device__ inline void renew_words(const FluxAllReduce& to, std::uint32_t number) {
+  for (unsigned i = threadIdx.x % 32; i < to.word_count; i += 32) {
+    const std::uint32_t seen = load_acquire_sys(to.words + i);
+    if (!epoch_reached(seen, number)) atomicCAS_system(to.words + i, seen, number);
+  }
+}
+
+// Ends the call. `warps` warps of each block call it when the block has no more tiles, or none of theirs.
+template <class Element>
+__device__ __forceinline__ void end_all_reduce(const SumTargets& s, unsigned warps) {
+  auto* counts = reinterpret_cast<volatile std::uint32_t*>(s.to.counts);
+  FluxSync sync = s.sync;
+  sync.epoch = sum_number(s.to);
+  const unsigned blocks = gridDim.x * gridDim.y * gridDim.z;
+  if (__any_sync(~0u, counts[FLUX_SUM_BLOCKS] == blocks)) take_pieces<Element>(s, sync);
+  if (threadIdx.x % 32 == 0) report_failure(sync);
+  if (!counts_to(s.to.counts + FLUX_SUM_WARPS, blocks * warps)) return;
+  if (sync.epoch % kRenewWords == 0) renew_words(s.to, sync.epoch);
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    counts[FLUX_SUM_BLOCKS] = counts[FLUX_SUM_CLAIMED] = counts[FLUX_SUM_WARPS] = 0;
+    counts[FLUX_SUM_CALLS] = sync.epoch;
+  }
+}
+
+}  // namespace flux
