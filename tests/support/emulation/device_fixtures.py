@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from emulated import ROOT, EmulatedDevice, build, emulated_device
 from flux.kernels import driver, runtime
 from flux.kernels.build import MissingToolError, find_tools
 from flux.kernels.config import GemmConfig
-from flux.kernels.sets import config_set
+from flux.kernels.sets import FUSED, config_set
 from ptx_target import ptx_target
 from side_by_side import built_once
 
@@ -52,8 +53,10 @@ def _build_in_flight_kernels(_: Path) -> Path:
 
 
 def _build_dynamic_kernels(_: Path) -> Path:
-    configs = [c for c in config_set("default") if c.tile_scheduler == "dynamic"]
-    return _build_kernels("emulated-dynamic", configs)
+    minimal = (c for c in config_set("minimal") if c.op in FUSED)
+    return _build_kernels(
+        "emulated-dynamic", [replace(c, tile_scheduler="dynamic") for c in minimal]
+    )
 
 
 def _build_float8_kernels(_: Path) -> Path:

@@ -15,6 +15,7 @@ from flux import Knobs
 PAGE = Path(__file__).parents[2] / "ptx" / "seeded_bugs.md"
 
 SM80, SM90, REDUCE = "sm806kernel", "device_kernel", "reduce_kernelIN7cutlass10bfloat16_tELi8"
+DYNAMIC = "dynamic_config"
 MEET = "meet_kernel"
 RELAY = "relay_kernelIN7cutlass10bfloat16_tELi8"
 NODE_SUM = "node_sum_kernelIN7cutlass10bfloat16_tELi8"
@@ -176,8 +177,8 @@ def _pushed(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
 
 
 def _claimed(arch: str, pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
-    op, kernel = more.pop("op", "ag_gemm"), SM80 if arch == "80" else SM90
-    return Bug(arch, op, kernel, pattern, change, error, at, tile_scheduler="dynamic", **more)
+    op = more.pop("op", "ag_gemm")
+    return Bug(arch, op, DYNAMIC, pattern, change, error, at, tile_scheduler="dynamic", **more)
 
 
 def _summed(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
