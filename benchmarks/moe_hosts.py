@@ -1,12 +1,15 @@
 """Ops of mixtures of experts, between hosts and on one: fused against gather or scatter of gloo.
 
     python benchmarks/moe_hosts.py [--layouts 2x1 2x2 1x2] [--rate 1gbit] [--repeats 9]
+        [--parts ops layer]
 
 Hosts are network namespaces of this machine (flux/launch/hosts.py; needs root and iproute2).
 float32, one thread per rank. The unfused path is gloo's all_gather_into_tensor,
 reduce_scatter_tensor or all_reduce, and the same grouped product; the ways are interleaved, behind
 a barrier each time, and the time of a call is that of the slowest rank. `share` is the part of the
-unfused time that is not the product. Raw samples go to benchmarks/results/hosts/moe.json.
+unfused time that is not the product. `layer` is Megatron-core's MoELayer (SwiGLU, no bias), forward
+and backward, with its dispatchers and with ours. Raw samples go to
+benchmarks/results/hosts/moe.json.
 """
 
 from __future__ import annotations
@@ -84,22 +87,81 @@ def one(
             torch.mm(rows[begin:end], w[expert].t(), out=out[begin:end])
 
     ways["product"] = product
-    times = interleaved(ways, repeats)
-    everybody: list[Any] = [None] * world
-    dist.all_gather_object(everybody, times)
-    slowest = {
-        way: [max(t) for t in zip(*(e[way] for e in everybody), strict=True)] for way in ways
-    }
+    times = slowest(interleaved(ways, repeats))
     path = op.schedule(m).knobs.path
     for each in ops.values():
         each.close()
-    return {"path": path, "us": slowest}
+    return {"path": path, "us": times}
+
+
+def measure_layer(task: Task, rank: int, progress: Any) -> list[dict[str, Any]]:
+    """Time Megatron's layer with each dispatcher beside ours."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from flux.bench.megatron_cpu import megatron_on_cpu
+    from flux.layers.megatron import swap
+
+    _, shapes, repeats, _ = task
+    world, results = dist.get_world_size(), []
+    torch.set_num_threads(1)
+    with megatron_on_cpu(1, expert_model_parallel_size=world):
+        for m, hidden, ffn, experts, topk in shapes:
+            settings: dict[str, Any] = {
+                "num_layers": 1,
+                "hidden_size": hidden,
+                "num_attention_heads": 8,
+                "ffn_hidden_size": ffn,
+                "moe_ffn_hidden_size": ffn,
+                "num_moe_experts": experts,
+                "moe_router_topk": topk,
+                "expert_model_parallel_size": world,
+                "gated_linear_unit": True,
+                "activation_func": torch.nn.functional.silu,
+                "add_bias_linear": False,
+                "bias_activation_fusion": False,
+            }
+            spec = get_moe_module_spec(use_te=False, num_experts=experts, moe_grouped_gemm=False)
+            ways: Ways = {}
+            x = torch.randn(m // world, 1, hidden, requires_grad=True)
+            for way, dispatcher in (("unfused", "allgather"), ("alltoall",) * 2, ("flux",) * 2):
+                kind = "allgather" if way == "flux" else dispatcher
+                config = TransformerConfig(
+                    **settings, moe_token_dispatcher_type=kind, tp_comm_overlap=way == "flux"
+                )
+                torch.manual_seed(1 + rank)
+                layer = MoELayer(config, spec.submodules, layer_number=1)
+                swap(layer, overlap=None)
+
+                def step(layer: Any = layer, x: torch.Tensor = x) -> None:
+                    layer.zero_grad()
+                    layer(x)[0].sum().backward()
+
+                ways[way] = step
+            with torch.compiler.set_stance("force_eager"):
+                us = slowest(interleaved(ways, repeats))
+            shape = {"m": m, "hidden": hidden, "ffn": ffn, "experts": experts, "topk": topk}
+            results.append({"op": "layer", **shape, "ep": world, "path": "", "us": us})
+    return results
+
+
+def slowest(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return the time of the slowest rank, of each call of each way."""
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, times)
+    return {
+        way: [max(call) for call in zip(*(of_rank[way] for of_rank in everybody), strict=True)]
+        for way in times
+    }
 
 
 def row(run: dict[str, Any]) -> list[str]:
     us = {way: statistics.median(times) for way, times in run["us"].items()}
     ratios = [a / b for a, b in zip(run["us"]["flux"], run["us"]["unfused"], strict=True)]
-    share = 1 - us["product"] / us["unfused"]
+    share = f"{1 - us['product'] / us['unfused']:.0%}" if "product" in us else ""
+    if "alltoall" in us:
+        share = f"alltoall {us['alltoall'] / us['unfused']:.2f}"
     return [
         run["layout"],
         run["op"],
@@ -109,7 +171,7 @@ def row(run: dict[str, Any]) -> list[str]:
         f"{us['flux'] / us['unfused']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
         f"{us['unfused'] / 1e3:.1f}",
         f"{us['flux'] / 1e3:.1f}",
-        f"{share:.0%}",
+        share,
     ]
 
 
@@ -117,6 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layouts", nargs="+", default=["2x1", "2x2", "1x2"])
     parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--parts", nargs="+", default=["ops", "layer"], choices=["ops", "layer"])
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=OPS)
     parser.add_argument("--shapes", nargs="+", help="MxHIDDENxFFNxEXPERTSxTOPK")
     parser.add_argument("--repeats", type=int, default=9)
@@ -128,7 +191,10 @@ def main() -> None:
         task = (args.ops, shapes, args.repeats, sorted({1, hosts * each}))
         with Hosts(hosts, None if hosts == 1 else args.rate) as made:
             places = made.placed([rank // each for rank in range(hosts * each)])
-            runs = run_ranks(measure, task, hosts * each, places=places)
+            runs = []
+            for part, work in (("ops", measure), ("layer", measure_layer)):
+                if part in args.parts:
+                    runs += run_ranks(work, task, hosts * each, places=places)
         results += [
             {"layout": layout, "rate": args.rate if hosts > 1 else "none", **r} for r in runs
         ]

@@ -282,37 +282,45 @@ def _sum_grads_fake(
     return grads + ([dz.new_empty(bias)] if needed[3] else [])
 
 
-def _gather_choices(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:
-    """Gather own rows [own, topk] into all M rows."""
+def _gather_choices(
+    experts: torch.Tensor, probs: torch.Tensor, m: int, handle: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather the choices for own rows, [own, topk], into those of all M rows."""
     op = _op(handle)
-    full: torch.Tensor = op._guarded(op.gather_rows, x, m)
+    full: tuple[torch.Tensor, torch.Tensor] = op._guarded(op.share_choices, experts, probs, m)
     return full
 
 
-def _gather_choices_fake(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:
-    return x.new_empty(m, x.shape[1])
+def _gather_choices_fake(
+    experts: torch.Tensor, probs: torch.Tensor, m: int, handle: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = experts.new_empty(m, experts.shape[1], dtype=torch.int64)
+    return wide, probs.new_empty(m, probs.shape[1])
 
 
-def _setup_choices(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, ctx.m, ctx.handle = inputs
-    ctx.rows = x.shape[0]
+def _setup_choices(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, probs, ctx.m, ctx.handle = inputs
+    ctx.rows = probs.shape[0]
+    ctx.mark_non_differentiable(output[0])
 
 
 def _backward_choices(
-    ctx: Any, saved: Tensors, needed: Sequence[Any], grad: torch.Tensor
+    ctx: Any, saved: Tensors, needed: Sequence[Any], grad_experts: Grad, grad: torch.Tensor
 ) -> tuple[Any, ...]:
     op = _op(ctx.handle)
-    begin = _C.core.row_begin(ctx.m, op.world, op.rank)
-    return grad[begin : begin + ctx.rows].clone(), None, None
+    begin, own = _C.core.row_begin(ctx.m, op.world, op.rank), op.own_rows(ctx.m)
+    rows = grad.new_zeros(ctx.rows, grad.shape[1])
+    rows[:own] = grad[begin : begin + own]
+    return None, rows, None, None
 
 
 define(
-    "gather_choices(Tensor x, SymInt m, int handle) -> Tensor",
+    "gather_choices(Tensor experts, Tensor probs, SymInt m, int handle) -> (Tensor, Tensor)",
     _gather_choices,
     _gather_choices_fake,
     ordered=True,
-    formula=Formula(_setup_choices, _backward_choices),
 )
+FORMULAS["gather_choices"] = Formula(_setup_choices, _backward_choices)
 _SUM = "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, Tensor[] probs, int handle)"
 define(
     "ag_grouped_gemm(Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, "

@@ -358,27 +358,41 @@ class AGGroupedGemm(GroupedOp):
             As for a call.
         """
         rows = experts.shape[0] * self.world if m is None else m
-        wide = experts.to(torch.int64)
-        return call("gather_choices", wide, rows, self.handle), call(
-            "gather_choices", probs, rows, self.handle
-        )
+        result: tuple[torch.Tensor, torch.Tensor]
+        result = call("gather_choices", experts, probs, rows, self.handle)
+        return result
 
-    def gather_rows(self, x: torch.Tensor, m: int) -> torch.Tensor:
-        """Gather own rows [own rows, topk] of what a router chose: see ``gather_choices``."""
+    def share_choices(
+        self, experts: torch.Tensor, probs: torch.Tensor, m: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather what a router chose: see ``gather_choices``. Both travel in one collective."""
         try:
-            x = self._checker._tensor("choices", x, x.dtype)
-            if x.dim() != 2 or x.shape[1] != self.spec.topk:
-                text = f"choices must be [rows, topk = {self.spec.topk}], got {list(x.shape)}"
-                raise ValueError(f"{self.spec.label}: {text}")
-            m, rows = rows_of_call(self.spec, self.world, self.rank, x.shape[0], m)
+            if experts.dtype.is_floating_point:
+                raise TypeError(f"{self.spec.label}: experts must be integers, got {experts.dtype}")
+            parts = []
+            for name, tensor in (("experts", experts), ("probs", probs)):
+                tensor = self._checker._tensor(name, tensor, tensor.dtype)
+                if tensor.dim() != 2 or tensor.shape[1] != self.spec.topk:
+                    text = f"{name} must be [rows, topk = {self.spec.topk}], got"
+                    raise ValueError(f"{self.spec.label}: {text} {list(tensor.shape)}")
+                total, own = rows_of_call(self.spec, self.world, self.rank, tensor.shape[0], m)
+                parts.append(tensor[:own].contiguous())
         except (TypeError, ValueError) as error:
             self._refuse(error)
             raise
+        parts[0] = parts[0].to(torch.int64)
         self._begun = True
         if self._backend is None:
-            return x.clone()
-        self._backend.meet(None, m)()
-        return self._unfused.gather_rows(x[:rows], m)
+            return parts[0].clone(), parts[1].clone()
+        self._backend.meet(None, total * 16 + parts[1].itemsize)()
+        packed = torch.cat([part.view(torch.uint8) for part in parts], dim=1)
+        full = self._unfused.gather_rows(packed, total)
+        columns = parts[0].shape[1] * parts[0].itemsize
+        of_ranks = full[:, :columns], full[:, columns:]
+        experts, probs = (
+            mine.contiguous().view(part.dtype) for mine, part in zip(of_ranks, parts, strict=True)
+        )
+        return experts, probs
 
 
 class GroupedGemmRS(GroupedOp):
