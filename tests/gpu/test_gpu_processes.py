@@ -15,7 +15,7 @@ import torch
 from flux import Knobs
 from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
-from gpu_cases import RankGpus, gpu_and_world, gpu_of_one_arch, inputs_on, of
+from gpu_cases import RankGpus, gpu_and_world, gpu_of_one_arch, inputs_on, of, room_for
 from harness import more, run_ranks
 from matrix import ROUTES
 from reference import Problem
@@ -65,9 +65,10 @@ def test_processes_give_the_bits_of_virtual_ranks(
     processes = run_ranks(world, _calls, rank_gpus, op, direction, timeout=400.0, fresh=True)
     p = problem(gpu, op)
     everything = inputs_of(gpu, p, world)
-    by_call = checked_calls(
-        VirtualWorld(world, gpu), p, everything, tuning=Knobs(direction=direction)
-    )
+    with room_for(gpu, world):
+        by_call = checked_calls(
+            VirtualWorld(world, gpu), p, everything, tuning=Knobs(direction=direction)
+        )
     for rank, of_process in enumerate(processes):
         for a, of_virtual in zip(of_process, by_call, strict=True):
             assert torch.equal(a, of_virtual[rank][0].cpu())

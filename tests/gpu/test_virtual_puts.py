@@ -67,14 +67,15 @@ def test_puts_give_the_bits_of_exchanges(
     rng = random.Random(4)
     everything = [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(4 * STRESS)]
     knobs = Knobs(comm_tile_rows=3)
-    ptx.set_delay(1000)
-    by_puts = checked_calls(
-        HeapWorld(world, ptx, nodes, puts), p, everything, "two_levels", tuning=knobs
-    )
-    ptx.set_delay(0)
-    expected = checked_calls(
-        VirtualWorld(world, ptx, nodes), p, everything, "two_levels", tuning=knobs
-    )
+    with ptx.room_for(world):
+        ptx.set_delay(1000)
+        by_puts = checked_calls(
+            HeapWorld(world, ptx, nodes, puts), p, everything, "two_levels", tuning=knobs
+        )
+        ptx.set_delay(0)
+        expected = checked_calls(
+            VirtualWorld(world, ptx, nodes), p, everything, "two_levels", tuning=knobs
+        )
     check_same_bits(by_puts, expected)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,6 +71,16 @@ def cases_on(device: Device) -> int:
 def of(device: Device, on_gpu: T, on_machine: T) -> T:
     """One of two values: a size or a count for a GPU, or a smaller one for the PTX machine."""
     return on_machine if isinstance(device, EmulatedDevice) else on_gpu
+
+
+def room_for(device: Device, world: int) -> AbstractContextManager[None]:
+    """Let the PTX machine have multiprocessors for kernels of ``world`` ranks; a GPU has them."""
+    if not isinstance(device, EmulatedDevice):
+        return nullcontext()
+    from ptx_device import MachineDevice  # needs the machine, which only make test builds
+
+    assert isinstance(device, MachineDevice)
+    return device.room_for(world)
 
 
 def gpu_and_world(

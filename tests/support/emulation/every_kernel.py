@@ -39,7 +39,6 @@ from flux.kernels.config import ARCHS, GemmConfig  # noqa: E402
 from flux.kernels.registry import BuiltKernel, Registry  # noqa: E402
 from flux.kernels.sets import FUSED, config_set  # noqa: E402
 from flux.trace import Kind, record_op  # noqa: E402
-from flux.transport.base import SPARE  # noqa: E402
 from flux.transport.virtual import VirtualWorld  # noqa: E402
 from ptx_figures import write_figures  # noqa: E402
 from ptx_target import ptx_target  # noqa: E402
@@ -168,17 +167,15 @@ def only(
     """Let a device have one kernel, and few multiprocessors, so that blocks have several tiles."""
     config = built.config
     blocks = config.cluster[0] * config.cluster[1]
-    before = device.registry, device.capability, device.sm_count
+    before = device.registry, device.capability
     builds = {"traced": {config.name: traced}} if traced is not None else {}
     device.registry = replace(device.registry, kernels={config.name: built}, **builds)
     device.capability = CAPABILITIES[config.arch]
-    device.sm_count = SPARE + 2 * world * blocks
-    device.cuda.multiprocessors = device.sm_count
     try:
-        yield
+        with device.room_for(world, blocks):
+            yield
     finally:
-        device.registry, device.capability, device.sm_count = before
-        device.cuda.multiprocessors = device.sm_count
+        device.registry, device.capability = before
 
 
 def worst(plan: Plan, inputs: Inputs, got: list[torch.Tensor], rank: int) -> float:

@@ -14,6 +14,7 @@ import torch
 
 from emulated import EmulatedDevice
 from flux.kernels.registry import Registry
+from flux.transport.base import SPARE
 from ptx_machine import PtxError, cuda_device, extent
 from ptx_machine.gpu import LIBRARY
 
@@ -79,6 +80,19 @@ class MachineDevice(EmulatedDevice):
                 yield
         finally:
             self.cuda.device = before
+
+    @contextmanager
+    def room_for(self, world: int, blocks: int = 2) -> Iterator[None]:
+        """Have two places for each of ``world`` ranks' clusters of ``blocks``, within the context.
+
+        Ranks that wait hold multiprocessors that the kernels they wait for must not need.
+        """
+        before = self.sm_count
+        self.sm_count = self.cuda.multiprocessors = SPARE + 2 * world * blocks
+        try:
+            yield
+        finally:
+            self.sm_count = self.cuda.multiprocessors = before
 
     def know(self, *tensors: torch.Tensor) -> None:
         """Let kernels access the memory of these tensors."""
