@@ -50,19 +50,28 @@ CUTLASS_DEVICE void share_block_params(BlockParams const& params) {
   __syncthreads();
 }
 
-// Trace builds: the block is done with its tile if it comes to another one, and ends if to none.
+// Trace builds: the block is done with its tile if it comes to another one, and ends if to none. Only
+// thread 0 reads which: volatile, as the compiler loads other memory for all threads and tests them later.
+#ifdef FLUX_TRACE
+CUTLASS_DEVICE TileCoord tile_of_block() {
+  TileCoord& tile = block_params().tile;
+  return {*static_cast<volatile int*>(&tile.m), *static_cast<volatile int*>(&tile.n)};
+}
+#endif
 CUTLASS_DEVICE void leave_tile([[maybe_unused]] TileCoord next) {
 #ifdef FLUX_TRACE
+  if (threadIdx.x != 0) return;
   BlockParams& p = block_params();
-  if (threadIdx.x != 0 || p.tile.m < 0 || (p.tile.m == next.m && p.tile.n == next.n)) return;
-  tell(p.sync, p.began, {FLUX_TRACE_TILE, p.tile.m, p.tile.n, 0});
+  const TileCoord tile = tile_of_block();
+  if (tile.m < 0 || (tile.m == next.m && tile.n == next.n)) return;
+  tell(p.sync, p.began, {FLUX_TRACE_TILE, tile.m, tile.n, 0});
   p.tile = {-1, -1};
 #endif
 }
 CUTLASS_DEVICE void enter_tile([[maybe_unused]] TileCoord at) {
 #ifdef FLUX_TRACE
+  if (threadIdx.x != 0 || tile_of_block().m >= 0) return;
   BlockParams& p = block_params();
-  if (threadIdx.x != 0 || p.tile.m >= 0) return;
   p.began = stamp();
   p.tile = at;
 #endif
