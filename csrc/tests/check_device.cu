@@ -105,6 +105,17 @@ __global__ void check_tile_order(TileOrder t, int slot, int* out) {
   out[threadIdx.x] = d.value;
 }
 
+// row_map.h
+__global__ void check_row_map(RowMap map, int expert, int owner, Range tokens, int* out) {
+  Digest d;
+  d.add(routed_rows(map));
+  d.add(run_of(map, expert, owner));
+  d.add(rows_of_expert(map, expert));
+  d.add(first_row_from(map, expert, tokens.begin));
+  d.add(routed_rows_of(map, expert, tokens));
+  out[threadIdx.x] = d.value;
+}
+
 // tile_map.h, scatter.h, relay.h, all_reduce.h
 __global__ void check_kernel_maps(TileOrder t, ScatterTiling s, int slot, int row, int* out) {
   Digest d;
@@ -122,6 +133,7 @@ __global__ void check_kernel_maps(TileOrder t, ScatterTiling s, int slot, int ro
   d.add(map_row(s, 0, 0));
   d.add(strips_of_owner(s, slot));
   d.add(strip_of_owner(s, slot, row));
+  d.add(rows_summed(s));
   d.add(sum_count(s, slot));
   d.add(sum_of_owner(s, slot, row));
   d.add(copy_count(s));
@@ -137,6 +149,7 @@ __global__ void check_kernel_maps(TileOrder t, ScatterTiling s, int slot, int ro
 void launch_checks(int* out) {
   const Mesh mesh{1, 1, 4};
   check_ownership<<<1, 1>>>(Problem{OpKind::kAGGemm, 7, 8, 8, 4}, 1, 3, out);
+  check_row_map<<<1, 1>>>(RowMap{7, 4, 1}, 0, 1, Range{2, 5}, out);
   check_signals<<<1, 1>>>(CommTiling{7, 4, 1}, 1, 0, 2, 5, 4, 5, out);
   check_comm_order<<<1, 1>>>(Order::kDirect, Swizzle::kNone, Direction::kPull, mesh, 1, 0,
                              Coord{0, 0, 1}, out);
