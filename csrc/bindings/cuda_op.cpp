@@ -123,7 +123,6 @@ void bind_op(py::module_& m) {
       .def("close", &CudaOp::close)
       .def("touch_peers", &CudaOp::touch_peers)
       .def("look", &CudaOp::look, py::call_guard<WithoutGil>())
-      .def("read_words", &CudaOp::read_words, py::arg("words"), py::call_guard<WithoutGil>())
       .def("let_go", &CudaOp::let_go, py::call_guard<WithoutGil>())
       .def("trace", &CudaOp::trace, py::arg("kernels"), py::arg("streams"))
       .def_property("epoch", &CudaOp::epoch, &CudaOp::set_epoch)

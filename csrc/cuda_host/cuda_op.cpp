@@ -255,19 +255,6 @@ void CudaOp::look() {
   driver_->synchronize(*rescue_);
 }
 
-// Not the counts, which kernels change in ways that a copy would race with.
-void CudaOp::read_words(Address words) {
-  const Address pad = setup_.pads[setup_.rank], counts = pushed_words(setup_.rank);
-  const Address sums = sum_flags(setup_.rank);
-  const auto read = [&](Address begin, Address end) {
-    if (begin < end) driver_->copy(*rescue_, words + (begin - pad), begin, end - begin);
-  };
-  read(pad, count_);
-  read(count_ + kWord, counts + setup_.world * kWord);
-  read(sums, sums + setup_.sum_words * kWord);
-  driver_->synchronize(*rescue_);
-}
-
 void CudaOp::let_go() {
   for (int rank = neighbours().begin; rank < neighbours().end; ++rank) {
     if (rank == setup_.rank) continue;

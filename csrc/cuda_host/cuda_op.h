@@ -162,9 +162,6 @@ class CudaOp {
   bool failed() const;
   // Reads the status now. Blocks until that is done.
   void look();
-  // Copies the words of this rank's pad that calls raise to `words`, which has room for all of its pad.
-  // Blocks until that is done.
-  void read_words(Address words);
   Stream copy_stream() const { return copy_stream_; }
   Stream network_stream() const { return network_stream_; }  // 0: there is one node
 

@@ -158,7 +158,7 @@ class CudaBackend:
         abandon_in_children(self)
         self._workspaces = Workspaces(self.device)
         who = f"{spec.label}: rank {self.rank}"
-        noticed = (self.native, self.peers, watch, self._report, self.pad_words)
+        noticed = (self.native, self.peers, watch, self._report)
         self._waits = StreamWaits(who, transport, *noticed, timeout_s)
         self._touch_peers()
         self._calls = CachedCalls()

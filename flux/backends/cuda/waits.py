@@ -8,14 +8,11 @@ import torch
 
 from flux import _C
 from flux.core.errors import PeerDiedError, PeerTimeoutError
-from flux.core.tensors import address_of
 from flux.transport.base import DeviceTransport, Peers
 from flux.transport.watch import Watch
 
 GRACE_S = 0.3
 """Seconds from noticing that a peer has died to giving up: it may have done its part before."""
-LOOKS = 4
-"""How often within a timeout the host looks whether calls go on."""
 ABANDONED = 4  # the codes of csrc/cuda/abi.h
 _WAITS = {
     1: "rows of x (AllGather signal {signal})",
@@ -37,7 +34,6 @@ class StreamWaits:
         peers: what the host does for the peers.
         watch: looks for peers that die; None where all ranks are in this process.
         report: what a kernel that has given up leaves: code, tile, signal, expected, observed.
-        pad_words: of the rank's pad.
         timeout_s: of each wait, in seconds.
     """
 
@@ -49,7 +45,6 @@ class StreamWaits:
         peers: Peers,
         watch: Watch | None,
         report: torch.Tensor,
-        pad_words: int,
         timeout_s: float,
     ) -> None:
         self._who = who
@@ -59,7 +54,6 @@ class StreamWaits:
         self.peers = peers
         self._watch = watch
         self._report = report
-        self._words = transport.device.pinned(pad_words, torch.int32)
         self._timeout_s = timeout_s
         self.streams: set[int] = set()
         self.ending = False  # a wait that is going on is to give up
@@ -102,21 +96,11 @@ class StreamWaits:
     def drain(self, stream: int) -> bool:
         """Wait until a stream is done; return False if its wait had to be ended.
 
-        Kernels give up by themselves within the timeout. A stream cannot: its wait is ended when
-        the words of the pad have not changed for so long. Many calls on it may take longer.
+        Kernels give up by themselves within the timeout. A stream cannot.
         """
-        patience = self._timeout_s + 1.0
-        deadline = time.monotonic() + patience
-        look_at = time.monotonic() + patience / LOOKS
-        before = None
+        deadline = time.monotonic() + self._timeout_s + 1.0
         some_died = False
         while not self._driver.ready(stream):
-            if time.monotonic() > look_at and not some_died:
-                words = self._raised()
-                if before is not None and not torch.equal(words, before):
-                    deadline = time.monotonic() + patience
-                before = words
-                look_at = time.monotonic() + patience / LOOKS
             if not some_died and self._dead() is not None:
                 some_died = True
                 deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -126,11 +110,6 @@ class StreamWaits:
                 return False
             time.sleep(0.0005)
         return True
-
-    def _raised(self) -> torch.Tensor:
-        """Return the words of the rank's pad, which every call changes."""
-        self._native.read_words(address_of(self._words))
-        return self._words.clone()
 
     def let_go(self) -> None:
         """Tell the peers, and end all waits of this rank's streams."""
