@@ -55,6 +55,7 @@ def test_the_header_is_read_completely() -> None:
         "FluxTrace",
         "FluxSync",
         "FluxGather",
+        "FluxAllReduce",
         "FluxCollectArgs",
         "FluxGemmArgs",
         "FluxReduceArgs",

@@ -362,7 +362,7 @@ def test_memory_is_what_the_container_has_left(monkeypatch: pytest.MonkeyPatch) 
         "/sys/fs/cgroup/memory.current": f"{3 << 30}\n",
         "/sys/fs/cgroup/memory.stat": f"anon 7\ninactive_file {1 << 30}\n",
     }
-    monkeypatch.setattr(host, "_text", lambda path: files.get(path, ""))
+    monkeypatch.setattr(host, "system_text", lambda path: files.get(path, "").strip())
     assert host.available_memory() == 2 << 30
     files["/sys/fs/cgroup/memory.max"] = "max\n"
     assert host.available_memory() == 8 << 30

@@ -38,7 +38,8 @@ def problem_of(op: str) -> Problem:
 def built(ranks: VirtualWorld, device: PtxDevice, op: str, knobs: Knobs | None = None) -> list[Any]:
     """Return the op of each rank, which is a GPU of its own."""
     device.set_copy_delay(10_000)
-    return [problem_of(op).build(ranks.rank(r), tuning=knobs) for r in range(ranks.world)]
+    tuning = knobs or Knobs()
+    return [problem_of(op).build(ranks.rank(r), tuning=tuning) for r in range(ranks.world)]
 
 
 def call(
