@@ -151,7 +151,7 @@ def _gather_grads(
     op, m = _op(handle), experts.shape[0]
     need_x, need_w, need_b = needed
     routing = op.routing(experts)
-    dbs = [_bias_grad(dy, routing, _local_experts(op))] if need_b else []
+    dbs = [_bias_grad(dy, routing, len(op.local_experts))] if need_b else []
     mirror = _mirror(op, GroupedGemmRS, m, x.dtype) if need_x and d_gathered is None else None
     wait = op._unfused.start_gather(x[: op.own_rows(m)], m) if need_w else None
     dws: list[torch.Tensor] = []
@@ -210,7 +210,7 @@ def _sum_grads(
             op._unfused.sum_over_ranks(dp)
         grads.append(dp.view(m, -1).to(probs[0].dtype))
     if need_b:
-        grads.append(_bias_grad(weighted, routing, _local_experts(op)))
+        grads.append(_bias_grad(weighted, routing, len(op.local_experts)))
     return grads
 
 
@@ -236,10 +236,6 @@ def _scattered_back(
     return full, dh
 
 
-def _local_experts(op: GroupedOp) -> int:
-    return int(op.spec.local_experts(op.world, op.rank)[1])
-
-
 def _bias_grad(dy: torch.Tensor, routing: Routing, experts: int) -> torch.Tensor:
     """Return the sums of each expert's rows of ``dy``, [experts, columns]."""
     grad = dy.new_zeros(experts, dy.shape[1])
@@ -261,7 +257,7 @@ def _gather_grads_fake(
     rows = own_rows(op, experts.shape[0])
     grads = [x.new_empty(rows, x.shape[1])] if needed[0] else []
     grads += [w.new_empty(w.shape) for w in weights if needed[1]]
-    return grads + ([dy.new_empty(_local_experts(op), dy.shape[1])] if needed[2] else [])
+    return grads + ([dy.new_empty(len(op.local_experts), dy.shape[1])] if needed[2] else [])
 
 
 def _sum_grads_fake(
@@ -275,7 +271,7 @@ def _sum_grads_fake(
     handle: int,
 ) -> list[torch.Tensor]:
     op = _op(handle)
-    bias = (_local_experts(op), dz.shape[1])
+    bias = (len(op.local_experts), dz.shape[1])
     grads = [x.new_empty(x.shape)] if needed[0] else []
     grads += [w.new_empty(w.shape) for w in weights if needed[1]]
     grads += [probs[0].new_empty(probs[0].shape)] if needed[2] else []

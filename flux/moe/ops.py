@@ -253,7 +253,7 @@ class GroupedOp(TensorParallelOp):
     @property
     def adds_bias(self) -> bool:
         """Whether this rank adds the bias of a sum: the first of those that share an expert."""
-        return self.rank % (self.world // self.spec.ep) == 0
+        return cast(GroupedChecker, self._checker).adds_bias
 
     def _run(
         self,
