@@ -153,6 +153,15 @@ build_kernels() {
   "$python" tools/compile_kernels.py --set minimal --arch 90a,80 --out flux/lib/kernels
 }
 
+# Kernels whose blocks claim their tiles are in the set default.
+schedulers_bench() {
+  if ! grep -qs '"dynamic"' flux/lib/kernels/*/*.json; then
+    echo "skipped: no kernel with a dynamic tile scheduler is built (make kernels SET=default)"
+    return
+  fi
+  "$python" benchmarks/gpu_schedulers.py "$out/tile_scheduler.json"
+}
+
 # Kernels of a trace build come with the others (make kernels ARGS=--trace), or are built here.
 build_trace_kernels() {
   "$python" tools/compile_kernels.py --trace --set minimal --arch 90a --out flux/lib/kernels
@@ -165,6 +174,18 @@ virtual_ops() {
     [[ -e $out/virtual_$op.json ]] && continue
     "$python" -m flux bench op --backend cuda --transport virtual --op "$op" --nproc 8 --dtype bfloat16 \
       --m 2048 --n 8192 --k 4096 --repeats 3 --json "$out/virtual_$op.json" || return
+  done
+}
+
+# Few rows, whose kernels push them, or end the AllReduce.
+in_kernel_ops() {
+  local op m
+  for op in ag_gemm gemm_ar; do
+    for m in 16 512; do
+      [[ -e $out/in_kernel_${op}_$m.json ]] && continue
+      "$python" -m flux bench op --backend cuda --transport virtual --op "$op" --nproc 8 --dtype bfloat16 \
+        --path in_kernel --m "$m" --n 8192 --k 4096 --repeats 3 --json "$out/in_kernel_${op}_$m.json" || return
+    done
   done
 }
 
@@ -225,8 +246,8 @@ kernels_bench() { "$python" benchmarks/gpu_kernels.py --json "$out/kernels.json"
 loopback_bench() { "$python" benchmarks/gpu_loopback.py "$out/loopback.json" "$@"; }
 
 # timeout runs commands, not functions: a bash that has them.
-functions=(environment tma_store build_native build_module build_kernels build_trace_kernels virtual_ops trace_ops
-  tune_briefly sanitize kernels_bench loopback_bench run_tests)
+functions=(environment tma_store build_native build_module build_kernels build_trace_kernels schedulers_bench
+  virtual_ops in_kernel_ops trace_ops tune_briefly sanitize kernels_bench loopback_bench run_tests)
 export -f "${functions[@]}"
 export python nvcc out
 work() { # name, seconds, function, arguments...
@@ -245,11 +266,13 @@ work streams 60 "$python" benchmarks/gpu_streams.py "$out/streams.json"
 test_step test_small 60 tests/gpu/test_gpu.py -x -k "small or plain"
 test_step test_regressions 90 tests/gpu/test_gpu.py -k "regression"
 test_step test_gpu 120 tests/gpu/test_gpu.py -k "not small and not regression"
+work in_kernel 90 in_kernel_ops
+work kernels_small 90 kernels_bench --rows 64 128 256 512
 work kernels_large 110 kernels_bench --rows 8192 4096 2048 1024
+work schedulers 60 schedulers_bench
 work loopback 120 loopback_bench --rows 8192 4096
 work virtual 120 virtual_ops
 work fp8 60 "$python" benchmarks/gpu_kernels.py --dtype e4m3 --rows 8192 64 --json "$out/kernels_e4m3.json"
-work kernels_small 90 kernels_bench --rows 64 128 256 512
 test_step test_loopback 60 tests/gpu/test_gpu_loopback.py
 work memcheck 90 sanitize memcheck -k small
 work racecheck 90 sanitize racecheck -k "small and ag_gemm"

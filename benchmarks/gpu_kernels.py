@@ -128,7 +128,7 @@ class Shape:
         return args
 
     def method(
-        self, built: BuiltKernel, raster: int | None = None, without: str = ""
+        self, built: BuiltKernel, raster: int | None = None, without: str = "", sm_count: int = 0
     ) -> Callable[[int], None]:
         op = built.config.op
         kernel = loading.load(built)
@@ -136,6 +136,7 @@ class Shape:
         made = []
         for index in range(COPIES):
             args = self.args(index, built.config, raster)
+            args.sm_count = sm_count
             if op == "ag_gemm":
                 args.signals = self.words.data_ptr()
             if op == "gemm_rs":
@@ -147,7 +148,7 @@ class Shape:
                 args.guard_rows = GUARD_ROWS
             room = torch.zeros(kernel.workspace_bytes(args) + 16, device="cuda", dtype=torch.uint8)
             args.workspace, args.workspace_bytes = room.data_ptr(), room.numel()
-            self.workspaces[f"{built.symbol} {index} {raster} {without}"] = room
+            self.workspaces[f"{built.symbol} {index} {raster} {without} {sm_count}"] = room
             made.append(args)
         return lambda index: kernel.launch(made[index], self.device.current_stream())
 

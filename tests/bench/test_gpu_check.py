@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_kernels
 import gpu_loopback
+import gpu_schedulers
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +73,7 @@ def run(tmp_path: Path) -> Run:
         (root / f"tests/gpu/test_gpu{part}.py").write_text("import pytest\n")
     (root / "tests/bench/test_gpu_bench.py").write_text("import pytest\n")
     (root / "flux/lib/kernels/a_traced_b/kernel.so").touch()
+    (root / "flux/lib/kernels/a_traced_b/kernel.json").write_text('{"tile_scheduler": "dynamic"}')
     for part in ("schedule", "cpu", "cuda_host", "bindings"):
         (root / f"csrc/{part}/one.cpp").touch()
     commands.mkdir()
@@ -107,6 +110,10 @@ def test_all_steps_run_and_leave_their_status(run: Run) -> None:
     plain = "-o addopts= -p no:cacheprovider -m gpu"
     assert outcome.called(f"{plain} tests/gpu/test_gpu.py -x -k small or plain")
     assert outcome.called("tma_store host")  # loopback's peers have their memory there
+    assert outcome.called("gpu_schedulers.py") == 1
+    early = ("in_kernel", "kernels_small", "kernels_large", "schedulers", "loopback")
+    assert [step for step in outcome.steps if step in early] == list(early)
+    assert outcome.called("--path in_kernel") == 4
 
 
 def test_failed_step_does_not_stop_later_steps(run: Run) -> None:
@@ -250,6 +257,37 @@ def test_ratios_are_formed_within_rounds() -> None:
 def test_short_kernels_run_several_times_between_events() -> None:
     counts = [gpu_kernels.inner_calls(m, 6144, 12288) for m in (8192, 1024, 64, 1)]
     assert counts == sorted(counts) and counts[0] == 1 and 1 < counts[-1] <= gpu_kernels.MAX_INNER
+
+
+def test_tile_schedulers_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way alone and beside another kernel in a round; ratios are to the static one alone."""
+    timed = []
+
+    def one_time(run: Any, other: Any, _: int) -> float:
+        timed.append((run(0), None if other is None else other(0)))
+        return {"static": 2.0, "dynamic": 3.0}.get(run(0), 4.0) * (2 if other else 1)
+
+    shape = SimpleNamespace(method=lambda name, sm_count=0: lambda _: f"{name}{sm_count or ''}")
+    fakes = {
+        "Shape": lambda *_: shape,
+        "cheapest": lambda device, op, problem, scheduler: scheduler,
+        "usable": lambda *_: ["plain"],
+        "checked": lambda *_: ({}, {"a kernel": 1.0}),
+        "one_time": one_time,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(gpu_schedulers, name, fake)
+    device: Any = SimpleNamespace(sm_count=132)
+    result = gpu_schedulers.run_shape(device, "ag_gemm", 64, 8, 8, rounds=3)
+    plain = f"plain{gpu_schedulers.TAKEN}"
+    rounds = [timed[i : i + 6] for i in range(0, len(timed), 6)]
+    every = {(way, o) for way in ("static", "dynamic", "static108") for o in (None, plain)}
+    assert len(rounds) == 3 + gpu_schedulers.WARM_UP
+    assert all(set(round_) == every for round_ in rounds) and rounds[0][1:] == rounds[1][:-1]
+    ratios = {name: ratio["median"] for name, ratio in result["vs_static_alone"].items()}
+    assert (ratios["static, beside"], ratios["dynamic, alone"]) == (2.0, 1.5)
+    assert result["complaints"] == ["a kernel: wrong by 1.0"]
+    assert "ag_gemm 64" in gpu_schedulers.table({"shapes": [result]})
 
 
 def test_wrong_results_and_nan_are_complaints() -> None:
