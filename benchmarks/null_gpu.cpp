@@ -81,6 +81,8 @@ int cuEventCreate(void** event, unsigned) {
 }
 int cuEventDestroy_v2(void*) { return 0; }
 int cuEventRecord(void*, void*) { return counted("record"); }
+int cuEventQuery(void*) { return counted("query"); }
+int cuThreadExchangeStreamCaptureMode(int*) { return 0; }
 int cuEventElapsedTime(float* ms, void*, void*) {
   *ms = 0;
   return 0;

@@ -123,6 +123,13 @@ void bind_op(py::module_& m) {
       .def("close", &CudaOp::close)
       .def("touch_peers", &CudaOp::touch_peers)
       .def("look", &CudaOp::look, py::call_guard<WithoutGil>())
+      .def_property_readonly("key", [](const CudaOp& op) { return reinterpret_cast<Address>(&op); })
+      .def("waiting",
+           [](CudaOp& op) -> std::optional<std::pair<Address, std::uint64_t>> {
+             const auto call = op.waiting();
+             if (!call) return std::nullopt;
+             return std::pair{reinterpret_cast<Address>(call->op), call->number};
+           })
       .def("let_go", &CudaOp::let_go, py::call_guard<WithoutGil>())
       .def("trace", &CudaOp::trace, py::arg("kernels"), py::arg("streams"))
       .def_property("epoch", &CudaOp::epoch, &CudaOp::set_epoch)

@@ -55,7 +55,7 @@ CudaOp::CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kerne
   if (setup_.remote) network_stream_ = driver_->create_stream();
   forked_ = driver_->create_event();
   joined_ = driver_->create_event();
-  last_call_ = driver_->last_call(setup_.lane);
+  calls_ = Calls::of(driver_, setup_.lane);
   captured_end_ = driver_->create_event();
 }
 
@@ -75,7 +75,7 @@ void CudaOp::close() {
   if (network_stream_ != 0) driver_->destroy_stream(network_stream_);
   copy_stream_ = network_stream_ = 0;
   rescue_.reset();
-  last_call_.reset();
+  calls_.reset();
   if (setup_.remote) setup_.remote->close();
 }
 
@@ -189,7 +189,7 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
   if (capture_ != 0) return begin_captured(schedule, stream);
   const bool behind = read_by_peers(schedule);
   ++epoch_;
-  follow_calls(stream);
+  calls_->begin(stream, this, streams_wait(schedule));
   if (traced()) whole_call_ = streams_->begin(stream);
   if (epoch_ % kRenewEvery == 0) renew_signals(stream);
   if (!behind) fill_with_nan(stream);
@@ -202,11 +202,9 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
   }
 }
 
-// Calls run one after the other on whatever streams they are: an entry covers all earlier calls.
-void CudaOp::follow_calls(Stream stream) {
-  if (last_call_->stream.value_or(stream) != stream)
-    driver_->await_event(stream, last_call_->ended);
-  last_call_->stream = stream;
+bool CudaOp::streams_wait(const Schedule& schedule) const {
+  const bool copied = schedule.spec.tiles.op == OpKind::kAGGemm;
+  return copied || setup_.remote != nullptr || (setup_.poison && read_by_peers(schedule));
 }
 
 bool CudaOp::read_by_peers(const Schedule& schedule) const {
@@ -243,7 +241,7 @@ void CudaOp::end(Stream stream, bool kernel_reports) {
   if (!kernel_reports) {
     driver_->copy(stream, setup_.report, status_of(setup_.rank), kStatusBytes);
   }
-  driver_->record(capture_ != 0 ? captured_end_ : last_call_->ended, stream);
+  capture_ != 0 ? driver_->record(captured_end_, stream) : calls_->end(stream);
 }
 
 Address CudaOp::status_of(int rank) const {

@@ -31,6 +31,7 @@
 #include <memory>
 #include <vector>
 
+#include "cuda_host/calls.h"
 #include "cuda_host/driver.h"
 #include "cuda_host/gather_tiles.h"
 #include "cuda_host/kernels.h"
@@ -162,6 +163,8 @@ class CudaOp {
   bool failed() const;
   // Reads the status now. Blocks until that is done.
   void look();
+  // See Calls.
+  std::optional<Calls::Call> waiting() { return calls_->waiting(); }
   Stream copy_stream() const { return copy_stream_; }
   Stream network_stream() const { return network_stream_; }  // 0: there is one node
 
@@ -203,10 +206,11 @@ class CudaOp {
  private:
   void begin(const Schedule& schedule, Stream stream);
   void begin_captured(const Schedule& schedule, Stream stream);
-  void follow_calls(Stream stream);
   void follow_capture(Stream stream);
   FluxMeetArgs meeting(const std::vector<Address>& words) const;
   FluxMeetArgs rows_wait() const;
+  // Whether streams of an eager call wait for peers. Elsewhere kernels alone do.
+  bool streams_wait(const Schedule& schedule) const;
   // Whether peers read this rank's buffers. If so, these are free when all have entered the next
   // call.
   bool read_by_peers(const Schedule& schedule) const;
@@ -295,8 +299,8 @@ class CudaOp {
   std::shared_ptr<const Stream> rescue_;  // no wait is put on it
   Event forked_ = 0;
   Event joined_ = 0;
-  std::shared_ptr<Driver::LastCall> last_call_;  // of the rank's eager calls, of any op
-  Event captured_end_ = 0;                       // of the op's last call, within a capture
+  std::shared_ptr<Calls> calls_;  // of the rank
+  Event captured_end_ = 0;        // of the op's last call, within a capture
   Stream captured_stream_ = 0;
   std::uint64_t last_capture_ = 0;
   Address kernel_trace_ = 0;  // FluxTrace

@@ -33,7 +33,7 @@ FluxGather CudaOp::pushed_rows(const Schedule& schedule, Address x) const {
 void CudaOp::begin_in_kernel(Stream stream) {
   if (traced()) throw std::invalid_argument("calls of path in_kernel cannot be traced");
   capture_ = driver_->capture(stream);
-  capture_ != 0 ? follow_capture(stream) : follow_calls(stream);
+  capture_ != 0 ? follow_capture(stream) : calls_->begin(stream, this, false);
 }
 
 void CudaOp::gather_in_kernel(const Schedule& schedule, Stream stream, const Rows& x,

@@ -18,6 +18,7 @@ constexpr unsigned kWriteDefault = 0;
 constexpr unsigned kWaitGreaterOrEqual = 0;  // (int32)(*address - value) >= 0
 constexpr int kCaptureActive = 1;
 constexpr int kCaptureInvalidated = 2;
+constexpr int kCaptureRelaxed = 2;
 constexpr int kOpWait = 1;
 constexpr int kOpWrite = 2;
 constexpr int kNativeAtomics = 3;      // CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
@@ -48,6 +49,7 @@ struct Driver::Entries {
   int (*event_create)(void**, unsigned);
   int (*event_destroy)(void*);
   int (*event_record)(void*, void*);
+  int (*event_query)(void*);
   int (*event_elapsed)(float*, void*, void*);
   int (*stream_wait_event)(void*, void*, unsigned);
   int (*copy)(Address, Address, std::size_t, void*);
@@ -55,6 +57,7 @@ struct Driver::Entries {
   int (*wait_value)(void*, Address, std::uint32_t, unsigned);
   int (*batch)(void*, unsigned, BatchOp*, unsigned);
   int (*fill)(Address, unsigned, std::size_t, void*);
+  int (*exchange_mode)(int*);
   int (*capture_info)(void*, int*, std::uint64_t*, void**, const void**, std::size_t*);
 };
 
@@ -69,6 +72,7 @@ Driver::Driver(const std::string& library) : library_(library, "the CUDA driver"
   library_.look_up("cuEventCreate", &entries_->event_create);
   library_.look_up("cuEventDestroy_v2", &entries_->event_destroy);
   library_.look_up("cuEventRecord", &entries_->event_record);
+  library_.look_up("cuEventQuery", &entries_->event_query);
   library_.look_up("cuEventElapsedTime", &entries_->event_elapsed);
   library_.look_up("cuStreamWaitEvent", &entries_->stream_wait_event);
   library_.look_up("cuMemcpyAsync", &entries_->copy);
@@ -76,6 +80,7 @@ Driver::Driver(const std::string& library) : library_(library, "the CUDA driver"
   library_.look_up("cuStreamWaitValue32_v2", &entries_->wait_value);
   library_.look_up("cuStreamBatchMemOp_v2", &entries_->batch);
   library_.look_up("cuMemsetD32Async", &entries_->fill);
+  library_.look_up("cuThreadExchangeStreamCaptureMode", &entries_->exchange_mode);
   library_.look_up("cuStreamGetCaptureInfo_v2", &entries_->capture_info);
 }
 
@@ -133,19 +138,6 @@ std::shared_ptr<const Stream> Driver::rescue_stream() {
   return stream;
 }
 
-std::shared_ptr<Driver::LastCall> Driver::last_call(int lane) {
-  std::weak_ptr<LastCall>& kept = last_calls_[lane];
-  std::shared_ptr<LastCall> last = kept.lock();
-  if (last) return last;
-  last = std::shared_ptr<LastCall>(new LastCall{create_event(), std::nullopt},
-                                   [library = library_, entries = entries_](LastCall* call) {
-                                     entries->event_destroy(reinterpret_cast<void*>(call->ended));
-                                     delete call;
-                                   });
-  kept = last;
-  return last;
-}
-
 Event Driver::create_event() {
   void* event = nullptr;
   check(entries_->event_create(&event, kEventDisableTiming), "cuEventCreate");
@@ -178,6 +170,17 @@ void Driver::await_event(Stream stream, Event event) {
   check(entries_->stream_wait_event(reinterpret_cast<void*>(stream), reinterpret_cast<void*>(event),
                                     0),
         "cuStreamWaitEvent");
+}
+
+// A query would break a capture that goes on in some thread, unless the mode of this one is relaxed.
+bool Driver::passed(Event event) {
+  int mode = kCaptureRelaxed;
+  check(entries_->exchange_mode(&mode), "cuThreadExchangeStreamCaptureMode");
+  const int result = entries_->event_query(reinterpret_cast<void*>(event));
+  check(entries_->exchange_mode(&mode), "cuThreadExchangeStreamCaptureMode");
+  if (result == kNotReady) return false;
+  check(result, "cuEventQuery");
+  return true;
 }
 
 void Driver::copy(Stream stream, Address to, Address from, std::size_t bytes) {

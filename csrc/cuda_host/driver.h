@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,6 +29,8 @@ struct MemOp {
   std::uint32_t value;
 };
 
+class Calls;
+
 class Driver {
  public:
   // Throws std::runtime_error if the library does not exist or lacks an entry point.
@@ -45,15 +46,6 @@ class Driver {
   // ops share it. It is created before any of them waits: streams share hardware queues, and a new
   // stream may be behind a stream that waits. It lives as long as a caller holds it.
   std::shared_ptr<const Stream> rescue_stream();
-  // The end of the last call that one of this process's ranks has made, and the stream it is on. Calls
-  // of all ops of a rank run one after the other, in the order in which the host makes them. If two of
-  // them waited for peers at the same time, each with the multiprocessors that the other one needs on
-  // a peer, neither would end. `lane` is the rank's number in the process.
-  struct LastCall {
-    Event ended;
-    std::optional<Stream> stream;  // torch's default stream is 0
-  };
-  std::shared_ptr<LastCall> last_call(int lane);
   void synchronize(Stream stream);
   // Whether all work of the stream is done.
   bool ready(Stream stream);
@@ -69,6 +61,8 @@ class Driver {
   void destroy_event(Event event) noexcept;
   void record(Event event, Stream stream);
   void await_event(Stream stream, Event event);
+  // Whether the work before the last record of an event is done, or the event was never recorded.
+  bool passed(Event event);
   void copy(Stream stream, Address to, Address from, std::size_t bytes);
   void signal(Stream stream, Address word, std::uint32_t value);
   // Holds the stream until the word has reached `value`, as flux::epoch_reached compares.
@@ -82,6 +76,8 @@ class Driver {
   // The unique number of the capture that a stream takes part in; 0: none.
   std::uint64_t capture(Stream stream);
 
+  std::map<int, std::weak_ptr<Calls>> calls;  // by lane (calls.h)
+
  private:
   struct Entries;
   void check(int result, const char* what) const;
@@ -89,7 +85,6 @@ class Driver {
   SharedLibrary library_;
   std::shared_ptr<Entries> entries_;
   std::weak_ptr<const Stream> rescue_;
-  std::map<int, std::weak_ptr<LastCall>> last_calls_;
 };
 
 }  // namespace flux::host

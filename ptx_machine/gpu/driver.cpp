@@ -217,6 +217,17 @@ int cuEventRecord(void* handle, void* stream) {
   }));
   return 0;
 }
+int cuEventQuery(void* handle) {
+  const auto* event = static_cast<Event*>(handle);
+  if (event->capture != 0) return kUnsupported;
+  if (device().failed()) return kLaunchFailure;
+  return event->done->is_raised ? 0 : kNotReady;
+}
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  thread_local int current = 0;
+  std::swap(current, *mode);
+  return 0;
+}
 int cuEventElapsedTime(float* ms, void* begin, void* end) {
   const auto* from = static_cast<Event*>(begin);
   const auto* to = static_cast<Event*>(end);

@@ -19,7 +19,14 @@ from harness import STRESS, more
 from matrix import OPS
 from op_cases import Case, random_cases
 from reference import Inputs, Problem
-from virtual_cases import built, call_all, check_all, check_cases, check_missing_node
+from virtual_cases import (
+    built,
+    call_all,
+    call_on_and_on,
+    check_all,
+    check_cases,
+    check_missing_node,
+)
 
 BF16 = torch.bfloat16
 MESHES = [(2, 1), (3, 1), (2, 2), (3, 2), (2, 3), (4, 4)]
@@ -64,6 +71,21 @@ def test_random_cases(device: EmulatedDevice, op: str, nodes: int, lanes: int) -
         device.set_delay(int(case.delay_s * 1e7))
         calls += check_cases(device, world, [case], nodes=nodes)
     assert calls == sum(len(case.calls) for case in drawn)
+
+
+@pytest.mark.parametrize("op", ["gemm_rs", *more("ag_gemm", "gemm_ar")])
+def test_many_calls_may_take_longer_than_a_timeout(device: EmulatedDevice, op: str) -> None:
+    """Each wait has the timeout, not all calls that are on the streams."""
+    p = problem(op, 8)
+    everything = [Inputs(p, 8, 2, seed=s) for s in range(12)]
+    with VirtualWorld(2, device, 2) as ranks, built(ranks, p, timeout_s=0.5) as ops:
+        device.set_copy_delay(100_000)
+        outs = call_on_and_on(ranks, ops, everything)
+        for o in ops:
+            o.wait()
+        device.set_copy_delay(0)
+        device.finish()
+    check_all(everything, outs, "two_levels")
 
 
 # -- faults ----------------------------------------------------------------------------------------

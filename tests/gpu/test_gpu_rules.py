@@ -383,3 +383,34 @@ def test_streams_and_events_are_released_after_a_fault(device: EmulatedDevice) -
     device.driver.destroy_stream(stream)
     events.close()
     assert (device.streams(), device.timed_events()) == before
+
+
+def test_work_in_front_of_a_call_may_take_longer_than_a_timeout(device: EmulatedDevice) -> None:
+    """A call goes on from its entry: before, its stream does what is of no concern to the op."""
+    p = Problem("ag_gemm", 16, (16,), 8, BF16)
+    inputs = Inputs(p, 16, 2, seed=1)
+    with VirtualWorld(2, device) as ranks, built(ranks, p, timeout_s=0.1) as ops:
+        for stream in ranks.streams:
+            with device.on_stream(stream):
+                device.enqueue(lambda: time.sleep(1.5))
+        check(ops, [inputs], [call_all(ranks, ops, inputs)])
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_a_call_that_another_op_is_behind_ends(device: EmulatedDevice, direction: str) -> None:
+    """Rank 1 makes no calls. Rank 0 waits for its second op alone."""
+    p = Problem("ag_gemm", 16, (16,), 8, BF16)
+    inputs, knobs = Inputs(p, 16, 2, seed=1), Knobs(direction=direction)
+    with (
+        VirtualWorld(2, device) as ranks,
+        built(ranks, p, tuning=knobs, timeout_s=0.2) as first,
+        built(ranks, p, tuning=knobs, timeout_s=0.2) as second,
+    ):
+        ready = [inputs.ready(0) for _ in range(2)]
+        ranks.run(lambda r: [ready[0](first[0]), ready[1](second[0])] if r == 0 else None)
+        for op in (second[0], first[0]):
+            with pytest.raises(PeerTimeoutError, match="rank 0"):
+                op.wait()
+        for op in (second[1], first[1]):
+            with pytest.raises(PeerTimeoutError, match="rank 0 gave up"):
+                op.wait()

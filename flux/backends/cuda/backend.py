@@ -218,7 +218,7 @@ class CudaBackend:
             PeerTimeoutError: a kernel of another op kept them from ending.
         """
         self.native.touch_peers()
-        if not self._waits.drain(self.native.copy_stream):
+        if not self._waits.drain(self.native.copy_stream, self.timeout_s):
             raise PeerTimeoutError(
                 f"{self.spec.label}: rank {self.rank}: the first copies to its peers were not done "
                 f"after {self.timeout_s:g} s"

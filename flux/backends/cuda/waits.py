@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -13,6 +15,8 @@ from flux.transport.watch import Watch
 
 GRACE_S = 0.3
 """Seconds from noticing that a peer has died to giving up: it may have done its part before."""
+TAIL_S = 1.0
+"""Seconds from the timeout to the end of a call whose kernels have given up by themselves."""
 ABANDONED = 4  # the codes of csrc/cuda/abi.h
 _WAITS = {
     1: "rows of x (AllGather signal {signal})",
@@ -22,6 +26,8 @@ _WAITS = {
     6: "the sum of node {node}",
     7: "rows of the result from rank {signal}",
 }
+
+_BY_OP: WeakValueDictionary[int, StreamWaits] = WeakValueDictionary()
 
 
 class StreamWaits:
@@ -57,14 +63,16 @@ class StreamWaits:
         self._timeout_s = timeout_s
         self.streams: set[int] = set()
         self.ending = False  # a wait that is going on is to give up
+        self._gave_up = False
+        _BY_OP[native.key] = self
 
     def check(self, wait: bool) -> None:
         """Raise what waits of earlier calls have found: see ``CudaBackend.check``."""
-        done = True
         if wait:
             for stream in self.streams:
-                done &= self.drain(stream)
+                self.drain(stream)
             self._native.look()
+        done = not self._gave_up
         # Others that noticed it sooner give up, which makes waits of this rank fail.
         dead = self._dead() if self._native.failed or not done else None
         if dead is not None:
@@ -93,23 +101,42 @@ class StreamWaits:
         if dead is not None:
             raise dead
 
-    def drain(self, stream: int) -> bool:
-        """Wait until a stream is done; return False if its wait had to be ended.
+    def drain(self, stream: int, at_most_s: float = math.inf) -> bool:
+        """Wait until a stream is done; return False if waits of this op had to be ended.
 
-        Kernels give up by themselves within the timeout. A stream cannot.
+        Kernels give up by themselves within the timeout. A stream cannot: the host ends the waits
+        of an op whose call has gone on for the timeout, or of which a kernel has given up.
+
+        Args:
+            stream: the stream.
+            at_most_s: for work that belongs to no call, in seconds.
         """
-        deadline = time.monotonic() + self._timeout_s + 1.0
-        some_died = False
+        began = time.monotonic()
+        deadline = began + at_most_s
+        waiting = None  # a call of this op, or one that is in front of it on the streams
         while not self._driver.ready(stream):
-            if not some_died and self._dead() is not None:
-                some_died = True
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-            if time.monotonic() > deadline or self.ending:
-                self.let_go()
-                self._driver.synchronize(stream)
-                return False
+            now = time.monotonic()
+            call = self._native.waiting()
+            if call != waiting:
+                waiting, began = call, now
+            owner = self if call is None else _BY_OP.get(call[0], self)
+            if call is not None and now - began > owner._timeout_s + TAIL_S:
+                owner.give_up()
+            if self._native.failed:
+                deadline = min(deadline, now + TAIL_S)
+            if self._dead() is not None:
+                deadline = min(deadline, now + GRACE_S)
+            if now > deadline or self.ending:
+                owner.give_up()
+                self.give_up()
             time.sleep(0.0005)
-        return True
+        return not self._gave_up
+
+    def give_up(self) -> None:
+        """End the waits of this op, once."""
+        if not self._gave_up:
+            self._gave_up = True
+            self.let_go()
 
     def let_go(self) -> None:
         """Tell the peers, and end all waits of this rank's streams."""
