@@ -10,7 +10,7 @@ One raw JSON per run goes to benchmarks/results/serving/; the table goes to stdo
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from common import (
     load,
     markdown,
     measured,
-    milliseconds,
     unbroken,
 )
 
@@ -105,28 +104,23 @@ def conclusion() -> str:
     return f"**Between two hosts at 1 Gbit/s, {'; '.join(parts)}.**"
 
 
-def rows(document: dict[str, Any]) -> Iterable[list[str]]:
-    for phase in document["phases"]:
-        median = phase["median_ms"]
-        alone = phase.get("ratio_to_alone")
-        yield [
-            unbroken(title_of(document)),
-            unbroken(place_of(document)),
-            unbroken(phase_title(phase["kind"], phase["size"])),
-            f"**{phase['ratio_to_stock']:.2f}**" + interval_text(phase["ratio_to_stock_interval"]),
-            *(milliseconds(median[form]) for form in ("stock", "flux")),
-            "" if alone is None else f"{alone:.2f}",
-        ]
-
-
-HEADER = ["program", "hosts x ranks", "time", "ratio to stock", "stock ms", "flux ms"]
-HEADER += ["ratio to one rank alone"]
+def row(document: dict[str, Any]) -> list[str]:
+    """Return a run's line: its ratios to stock, and to one rank alone in brackets."""
+    cells = [unbroken(title_of(document)), unbroken(place_of(document))]
+    found = {(phase["kind"], phase["size"]): phase for phase in document["phases"]}
+    for kind_and_size in PHASES:
+        phase = found[kind_and_size]
+        interval = interval_text(phase["ratio_to_stock_interval"])
+        cell, alone = f"**{phase['ratio_to_stock']:.2f}**{interval}", phase.get("ratio_to_alone")
+        cells.append(cell if alone is None else f"{cell} [{alone:.2f}]")
+    return cells
 
 
 def table(measured_runs: list[dict[str, Any]]) -> str:
-    """Return every phase of every run, a line each."""
-    lines = [line for document in measured_runs for line in rows(document)]
-    return f"{markdown(HEADER, lines)}\n\n{conditions(measured_runs[0])}"
+    """Return a line for each run, with all of its phases."""
+    header = ["program", "hosts x ranks", *(phase_title(*phase) for phase in PHASES)]
+    lines = [row(document) for document in measured_runs]
+    return f"{markdown(header, lines)}\n\n{conditions(measured_runs[0])}"
 
 
 def main() -> None:

@@ -2,9 +2,10 @@
 
 A plan maps names of modules and parameters to names of styles, which Transformers keeps in a
 registry (ALL_PARALLEL_STYLES). Linear layers under Transformers' ColwiseParallel and
-RowwiseParallel, in every layout, get ours (flux/layers/dtensor.py). Gradients of replicated
-parameters are summed by ours, too. Transformers' own code applies every other style, known to us or
-not, and the log ("flux.layers") names it once.
+RowwiseParallel, in every layout, get ours (flux/layers/dtensor.py), and so do experts
+(flux/layers/huggingface_experts.py). Gradients of replicated parameters are summed by ours, too.
+Transformers' own code applies every other style, known to us or not, and the log ("flux.layers")
+names it once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from importlib import import_module
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -24,6 +26,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from flux.layers import dtensor
 from flux.layers.eligible import say_once
+from flux.layers.huggingface_experts import ExpertsForward, is_experts
 from flux.layers.linear import sum_grad
 
 
@@ -72,6 +75,7 @@ def fuse_sharded(model: Any, mesh: Any) -> None:
             style = _fused(_registry()[plan[key]])
             if style is not None:
                 fused += _fuse_sharded_linear(key, module, style)
+        fused += is_experts(module) and _fuse_sharded_experts(key, module, plan, model)
     if not fused:
         raise ValueError("the model, which is sharded already, has no linear layer to replace")
 
@@ -94,6 +98,31 @@ def _fuse_sharded_linear(key: str, module: nn.Linear, style: Any) -> bool:
         module.bias = nn.Parameter(whole, requires_grad=bias.requires_grad)
     dtensor.fuse_sharded(style, module, weight.device_mesh)
     return True
+
+
+def _fuse_sharded_experts(key: str, module: Any, plan: Mapping[str, Any], model: Any) -> bool:
+    """Make a module of experts ours; return False if it stays Transformers'."""
+    forward, weight = vars(module).get("forward"), module.down_proj
+    if not isinstance(weight, DTensor):
+        return False
+    mesh = weight.device_mesh
+    if plan.get(key) == "moe_tp_experts" and _is_installed(forward):
+        own: Any = InstalledForward(module, _registry()[plan[key]], mesh)
+        module.forward = ExpertsForward(module, own, mesh.get_group(), split_experts=False)
+        return True
+    if getattr(forward, "__qualname__", "").endswith("install_forward.<locals>.ep_forward"):
+        ranks = dist.get_process_group_ranks(mesh.get_group())
+        if ranks == dist.get_process_group_ranks(_group_of_tokens(model)):
+            module.forward = ExpertsForward(module, forward, mesh.get_group(), split_experts=True)
+            return True
+        say_once(f"{key}: stays Transformers', because its ranks have different tokens")
+    return False
+
+
+def _group_of_tokens(model: Any) -> dist.ProcessGroup:
+    """Return the group of the ranks that have the same tokens, of a model that is sharded."""
+    group: dist.ProcessGroup = model._mesh_manager.get_mesh("tp").get_group()
+    return group
 
 
 def _take_off(module: nn.Module) -> bool:
@@ -215,12 +244,13 @@ def _style_of(
             return fused
     if style == "replicated_with_grad_allreduce" and used == {style}:
         return SumGradients()
-    for unfused in sorted(used):
+    experts = style == "moe_tp_experts" and is_experts(module)
+    for unfused in sorted(used - {style if experts else None}):
         say_once(f"style {unfused!r} of {_generic(name)}: applied by Transformers itself")
     entries = dict(of_parameters)
     if style is not None:
         entries[""] = style
-    return TransformersStyle(entries, model.config)
+    return (ExpertsStyle if experts else TransformersStyle)(entries, model.config)
 
 
 def _fused(style: Any) -> Any:
@@ -300,6 +330,17 @@ class TransformersStyle(ParallelStyle):
         return module
 
 
+class ExpertsStyle(TransformersStyle):
+    """Transformers' styles of a module of experts, whose sums over the ranks are ours."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        if isinstance(vars(module).get("forward"), InstalledForward):
+            group = device_mesh.get_group()
+            module.forward = ExpertsForward(module, module.forward, group, split_experts=False)
+        return module
+
+
 class InstalledForward:
     """The forward that Transformers installs in one module. A deep copy of the module gets its own.
 
@@ -318,9 +359,9 @@ class InstalledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call Transformers' forward; after a copy, install one first."""
         if self._forward is None:
-            del self._module.forward
+            outer = vars(self._module).pop("forward")  # this, or what calls it
             self._style.install_forward(self._module, self._mesh)
-            self._forward, self._module.forward = self._module.forward, self
+            self._forward, self._module.forward = self._module.forward, outer
         return self._forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InstalledForward:

@@ -6,6 +6,14 @@
 
 from flux.moe import autograd
 from flux.moe.ops import AGGroupedGemm, GroupedGemmAR, GroupedGemmRS
+from flux.moe.replicated import expand_tokens
 from flux.moe.routing import Routing
 
-__all__ = ["AGGroupedGemm", "GroupedGemmAR", "GroupedGemmRS", "Routing", "autograd"]
+__all__ = [
+    "AGGroupedGemm",
+    "GroupedGemmAR",
+    "GroupedGemmRS",
+    "Routing",
+    "autograd",
+    "expand_tokens",
+]

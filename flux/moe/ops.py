@@ -121,10 +121,12 @@ class GroupedChecker(CallChecker):
         except (TypeError, ValueError) as error:
             raise type(error)(f"{label}: {error}") from None
 
-    def _weights(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return each expert's weight as [N, K]."""
+    def _weights(
+        self, weights: Sequence[torch.Tensor], sizes: tuple[int, int] | None = None
+    ) -> list[torch.Tensor]:
+        """Return each expert's weight as [N, K]; ``sizes``: N and K, if not the op's."""
         spec = self.spec
-        shape = [self.rows_of_weight, self.k]
+        shape = list(sizes or (self.rows_of_weight, self.k))
         if spec.transpose_weight:
             shape.reverse()
         one = len(weights) == 1 and isinstance(weights[0], torch.Tensor) and weights[0].dim() == 3
@@ -146,9 +148,9 @@ class GroupedChecker(CallChecker):
             ready += weight.unbind() if one else [weight]
         return [weight.t() for weight in ready] if spec.transpose_weight else ready
 
-    def _expert_bias(self, bias: torch.Tensor) -> torch.Tensor:
+    def _expert_bias(self, bias: torch.Tensor, columns: int | None = None) -> torch.Tensor:
         bias = self._tensor("bias", bias, self.spec.out_dtype)
-        expected = [self.count, self.rows_of_weight]
+        expected = [self.count, columns or self.rows_of_weight]
         if list(bias.shape) != expected:
             raise ValueError(f"{self.spec.label}: bias must be {expected}, got {list(bias.shape)}")
         return bias

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import harness
 from flux.layers import close_pools, eligible, replace_linears
 from flux.layers.dtensor import ColwiseLinear, RowwiseLinear
+from flux.layers.huggingface_experts import ExpertsForward
 from harness import more, run_ranks, stress_only
 from scripts import ROOT, run_script
 
@@ -95,6 +96,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+FUSED_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
+
+
+def _major() -> int:
+    return int(transformers.__version__.partition(".")[0])
+
+
 def build(name: str) -> Any:
     """Return a model with the same random values on every rank, biases and norms included."""
     kind, settings = MODELS[name]
@@ -148,6 +156,9 @@ def _equal(rank: int, world: int, name: str) -> None:
     tokens = torch.randint(101, (2, 12))
     expected = reference(name)
     model = replace_linears(build(name), mesh=dist.group.WORLD)
+    if name in FUSED_EXPERTS:
+        assert bool(_experts(model)) == (_major() >= 5)
+        assert not any("Transformers' own path" in text for text in eligible._said)
     check(results(model, tokens), results(expected, tokens))
     prompt = tokens[:, :5]
     assert torch.equal(tokens_of(model, prompt), tokens_of(expected, prompt))
@@ -163,8 +174,11 @@ def test_model_equals_the_whole_one(world: int, name: str) -> None:
 # -- models that Transformers has sharded, and what users do with a model --------------------------
 
 
-def sharded(rank: int, name: str, path: str) -> Any:
-    """Return a model that from_pretrained has sharded over the ranks."""
+def sharded(rank: int, name: str, path: str, **options: Any) -> Any:
+    """Return a model that from_pretrained has sharded over the ranks.
+
+    ``options``: of Transformers 5's configuration.
+    """
     if rank == 0:
         build(name).save_pretrained(path)
     dist.barrier()
@@ -172,7 +186,8 @@ def sharded(rank: int, name: str, path: str) -> Any:
     if hasattr(kind, "is_distributed_loading_by_transformers"):
         from transformers.distributed import DistributedConfig
 
-        options = {"distributed_config": DistributedConfig(tp_size=dist.get_world_size())}
+        config = DistributedConfig(tp_size=dist.get_world_size(), **options)
+        options = {"distributed_config": config}
     else:
         options = {"tp_plan": "auto"}
     model = kind.from_pretrained(path, attn_implementation="eager", **options)
@@ -190,6 +205,7 @@ def _sharded(rank: int, world: int, path: str) -> None:
             replace_linears(model, mesh=DeviceMesh("cpu", [rank]))
         assert replace_linears(model) is model
         assert any(isinstance(m, ColwiseLinear) for m in model.modules())
+        assert _major() < 5 or bool(_experts(model)) == (name in FUSED_EXPERTS)
         assert not any(type(m) is RowwiseLinear and "forward" in vars(m) for m in model.modules())
         check(results(model, tokens), results(expected, tokens))
         assert torch.equal(tokens_of(model, tokens), tokens_of(expected, tokens))
@@ -200,6 +216,66 @@ def _sharded(rank: int, world: int, path: str) -> None:
 
 def test_model_that_transformers_sharded_equals_the_whole_one(tmp_path: Path) -> None:
     run_ranks(2, _sharded, str(tmp_path))
+
+
+def _experts(model: Any) -> list[ExpertsForward]:
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    return [forward for forward in forwards if isinstance(forward, ExpertsForward)]
+
+
+def _split_experts(rank: int, world: int, path: str) -> None:
+    for name in ("gpt_oss", "qwen3_moe", "deepseek_v3"):
+        tokens = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(1))
+        model = replace_linears(sharded(rank, name, f"{path}/{name}", ep_size=world))
+        assert _experts(model)
+        check(results(model, tokens), results(reference(name), tokens))
+        assert torch.equal(tokens_of(model, tokens), tokens_of(reference(name), tokens))
+    assert not any("Transformers' own path" in text for text in eligible._said)
+    close_pools()
+
+
+def test_experts_that_transformers_gave_to_the_ranks(tmp_path: Path) -> None:
+    """Expert parallelism: each rank has whole experts (GPT-OSS has no other plan for them)."""
+    pytest.importorskip("transformers.distributed.expert_parallel", reason="Transformers 5.24")
+    run_ranks(2, _split_experts, str(tmp_path))
+
+
+def _note_shape(shapes: list[torch.Size], module: Any, args: Any, out: torch.Tensor) -> None:
+    shapes.append(out.shape)
+
+
+def _trained_experts(rank: int, world: int) -> None:
+    """Experts beside checkpointing, autocast, frozen weights and hooks."""
+    tokens = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(1))
+    seen: list[list[torch.Size]] = [[], []]
+    models = [build("mixtral").train(), replace_linears(build("mixtral"), mesh=dist.group.WORLD)]
+    for shapes, model in zip(seen, models, strict=True):
+        model.train().config._experts_implementation = "eager"
+        model.gradient_checkpointing_enable()
+        for layer in model.model.layers:
+            layer.mlp.experts.down_proj.requires_grad_(False)
+            layer.mlp.experts.register_forward_hook(partial(_note_shape, shapes))
+    assert len(_experts(models[1])) == 2
+    for dtype, bound in ((torch.float32, 3e-5), (torch.bfloat16, 0.06)):
+        values = []
+        for model in models:
+            model.zero_grad(set_to_none=True)
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                out = model(input_ids=tokens, labels=tokens, use_cache=False)
+            out.loss.backward()
+            grads = {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+            values.append({"logits": whole(out.logits).detach(), **grads})
+        want, got = values
+        for key, value in want.items():
+            error = (got[key] - value).abs().max()
+            assert error <= bound * value.abs().max() + 1e-8, (dtype, key, error)
+    assert seen[0] == seen[1] and set(seen[1]) == {torch.Size((24, 64))}
+    assert not any("Transformers' own path" in text for text in eligible._said)
+    close_pools()
+
+
+def test_experts_train() -> None:
+    run_ranks(2, _trained_experts)
 
 
 def _copied(rank: int, world: int) -> None:

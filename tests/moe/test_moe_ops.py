@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from flux import Knobs, PeerTimeoutError
-from flux.moe import AGGroupedGemm, GroupedGemmRS
+from flux.moe import AGGroupedGemm, GroupedGemmAR, GroupedGemmRS, expand_tokens
 from harness import STRESS, fresh_ranks, more, run_ranks
 from moe_cases import MOE_OPS, ROUTINGS, MoeCase, MoeInputs, random_moe_case
 from op_cases import same_bits
@@ -76,16 +76,22 @@ def _gradients(rank: int, world: int, ep: int, ends: str) -> None:
     sizes: dict[str, Any] = {"max_m": m, "experts": experts, "topk": topk, "ep": ep}
     sizes["dtype"] = torch.float64
     first = MOE_OPS["gather"](n=n, k=k, **sizes)
-    second = MOE_OPS[ends](n=k, k=n, transpose_weight=True, **sizes)
+    second = MOE_OPS["reduce" if ends == "replicated" else ends](
+        n=k, k=n, transpose_weight=True, **sizes
+    )
     inputs = MoeInputs(MoeCase("gather", m, n, k, experts, topk, ep), m, world, "random", 1)
     here, part = inputs.part(rank)
     e, own = slice(here.start, here.stop), inputs_rows(m, world, rank)
-    local = [x[own], w1[e, part], w2[e, :, part].transpose(1, 2), b1[e, part], b2[e], p]
+    tokens = slice(None) if ends == "replicated" else own
+    local = [x[tokens], w1[e, part], w2[e, :, part].transpose(1, 2), b1[e, part], b2[e], p]
     mine = [t.detach().clone().contiguous().requires_grad_() for t in local]
 
     def layer(*tensors: torch.Tensor) -> torch.Tensor:
         xs, one, two, bias, last, weights = tensors
-        hidden = torch.tanh(first(xs, one, choices, bias))
+        if ends == "replicated":
+            hidden = expand_tokens(second, xs, one.transpose(1, 2), choices, bias).tanh()
+        else:
+            hidden = torch.tanh(first(xs, one, choices, bias))
         result: torch.Tensor = second(hidden, list(two.unbind()), choices, weights, last)
         return result
 
@@ -96,7 +102,7 @@ def _gradients(rank: int, world: int, ep: int, ends: str) -> None:
         z = run(*mine)
         torch.testing.assert_close(z, wanted[rows], rtol=1e-10, atol=1e-10)
         (z * outside[rows]).sum().backward()
-        grads = [x.grad[own], w1.grad[e, part], w2.grad[e, :, part].transpose(1, 2)]
+        grads = [x.grad[tokens], w1.grad[e, part], w2.grad[e, :, part].transpose(1, 2)]
         grads += [b1.grad[e, part], b2.grad[e], p.grad]
         for tensor, grad in zip(mine, grads, strict=True):
             torch.testing.assert_close(tensor.grad, grad, rtol=1e-9, atol=1e-9)
@@ -109,7 +115,7 @@ def inputs_rows(m: int, world: int, rank: int) -> slice:
     return slice(min(m, rank * chunk), min(m, (rank + 1) * chunk))
 
 
-@pytest.mark.parametrize("ends", ["scatter", "reduce"])
+@pytest.mark.parametrize("ends", ["scatter", "reduce", "replicated"])
 @pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 1), (3, 3), (4, 2)])
 def test_gradients_of_a_layer(world: int, ep: int, ends: str) -> None:
     run_ranks(world, _gradients, ep, ends)
@@ -195,6 +201,33 @@ def _refusals(rank: int, world: int) -> None:
 
 def test_bad_input_is_refused_on_all_ranks_and_the_op_goes_on() -> None:
     run_ranks(2, _refusals)
+
+
+def _refused_products(rank: int, world: int) -> None:
+    """A first product that is refused on one rank is refused on the others, by the second."""
+    m, k = 12, 10
+    experts = torch.arange(m * 2).view(m, 2) % 6
+    x, up, down = torch.randn(m, k), torch.randn(6, 16, k), torch.randn(6, k, 8)
+    with GroupedGemmAR(max_m=m, n=k, k=8 * world, experts=6, topk=2, timeout_s=20) as op:
+
+        def layer(x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+            gate, rows = expand_tokens(op, x, up, experts).chunk(2, dim=1)
+            return op(gate * rows, down, experts)
+
+        for bad, text in (
+            ((x[:-1], up), r"x must be \[12, 10\]"),
+            ((x, up[:, 1:]), "8 columns or a multiple"),
+            ((x, up[1:]), "weight must be"),
+            ((x.double(), up), "x must be torch.float32"),
+        ):
+            arguments, said = (bad, text) if rank == 0 else ((x, up), "rank 0 refused")
+            with pytest.raises((TypeError, ValueError), match=said):
+                layer(*arguments)
+        assert layer(x, up).shape == (m, k)
+
+
+def test_a_first_product_is_refused_on_all_ranks() -> None:
+    run_ranks(2, _refused_products)
 
 
 def _constructors(rank: int, world: int) -> None:

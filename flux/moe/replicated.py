@@ -1,0 +1,197 @@
+"""The first grouped GEMM of tokens that every rank has, as without sequence parallelism.
+
+    y[r]  = x[token of r] @ w[expert of r].T + b               local: nothing travels
+    dx    = sum over ranks and choices of dy @ w               GroupedGemmAR, beside
+    dw[e] = dy[rows of e].T @ x[tokens of e]
+
+``expand_tokens`` goes before a call of GroupedGemmAR, the second GEMM of the same experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from flux.core.backend import OverlapHooks
+from flux.core.call import rows_of_call
+from flux.moe.autograd import _bias_grad, _each, _op, _weight_grads, _where
+from flux.moe.ops import GroupedChecker, GroupedGemmAR, Weights
+from flux.moe.product import Experts, GatherProduct
+from flux.ops.autograd import Mirrors
+from flux.ops.transforms import Formula, call, define
+
+Tensors = Sequence[torch.Tensor]
+
+
+def expand_tokens(
+    op: GroupedGemmAR,
+    x: torch.Tensor,
+    weights: Weights,
+    experts: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the first product of the experts whose second one is ``op``. Local.
+
+    All ranks have all tokens. In backward the gradient of x is summed over the ranks, while they
+    multiply: call that on all ranks alike.
+
+    Args:
+        op: of the second product, from [R, K/tp] to [M, N].
+        x: all tokens, [M, N].
+        weights: [E, C, N] of this rank's E experts ([E, N, C] if ``op`` takes transposed weights),
+            or a sequence of E weights. C columns: K/tp, or a multiple of it (gate and up) if tp
+            divides K.
+        experts: as for AGGroupedGemm.
+        bias: [E, C], or None.
+
+    Returns:
+        y [R, C], sorted by expert, then by token.
+
+    Raises:
+        ValueError, TypeError: illegal input; the peers hear of it in their next call of ``op``.
+    """
+    listed = [weights] if isinstance(weights, torch.Tensor) else list(weights)
+    biases = [] if bias is None else [bias]
+    op._check_tensors(x, *listed, *biases, experts)
+    try:
+        _check(op, x, listed, bias, experts)
+    except (TypeError, ValueError) as error:
+        op._guarded(op._refuse, error)
+        raise
+    out: torch.Tensor = call("grouped_gemm", x, listed, biases, experts, op.handle)
+    return out
+
+
+def _check(
+    op: GroupedGemmAR,
+    x: torch.Tensor,
+    weights: Tensors,
+    bias: torch.Tensor | None,
+    experts: torch.Tensor,
+) -> None:
+    checker, spec = cast(GroupedChecker, op._checker), op.spec
+    label, (width,) = f"{spec.label}, first product", spec.n
+    checker._routing(experts)
+    x = checker._tensor("x", x, spec.dtype)
+    expected = [experts.shape[0], width]
+    if list(x.shape) != expected:
+        raise ValueError(f"{label}: x must be {expected}, got {list(x.shape)}")
+    rows_of_call(spec, op.world, op.rank, x.shape[0], x.shape[0])
+    shape = list(weights[0].shape) if weights else []
+    own = shape[-1 if spec.transpose_weight else -2] if len(shape) > 1 else 0
+    equal = spec.k % (op.world // spec.ep) == 0
+    if own == 0 or (own % checker.k if equal else own != checker.k):
+        text = f"{checker.k} columns" + (" or a multiple of them" if equal else "")
+        raise ValueError(f"{label}: weights must have {text}, got {shape}")
+    checker._weights(weights, (own, width))
+    if bias is not None:
+        checker._expert_bias(bias, own)
+
+
+def _expand(
+    x: torch.Tensor, weights: Tensors, biases: Tensors, experts: torch.Tensor, handle: int
+) -> torch.Tensor:
+    op = cast(GroupedGemmAR, _op(handle))
+    routing = op.routing(experts)
+    each = _each(op, weights, transposed=False)
+    out = x.new_empty(routing.rows, each[0].shape[0])
+    product = GatherProduct(op.spec, Experts(each, biases[0] if biases else None, routing))
+    product(x, 0, x.shape[0], out, None)
+    return out
+
+
+def _expand_fake(
+    x: torch.Tensor, weights: Tensors, biases: Tensors, experts: torch.Tensor, handle: int
+) -> torch.Tensor:
+    columns = weights[0].shape[-1 if _op(handle).spec.transpose_weight else -2]
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size(), columns)
+
+
+def _grads(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weights: Tensors,
+    experts: torch.Tensor,
+    needed: Sequence[bool],
+    handle: int,
+) -> list[torch.Tensor]:
+    """Return the gradients that are needed of x [M, K], the weights and the bias."""
+    op = _op(handle)
+    need_x, need_w, need_b = needed
+    routing = op.routing(experts)
+    dws: list[torch.Tensor] = []
+
+    def multiply() -> None:
+        if need_w:
+            rows = x.index_select(0, routing.tokens)
+            dws.extend(_weight_grads(op, dy, rows, routing, weights))
+
+    dxs: list[torch.Tensor] = []
+    if need_x:
+        m, spec = x.shape[0], op.spec
+        own, parts = dy.shape[1], op.world // spec.ep
+        columns = spec.k if own == op._checker.k else own * parts
+        options = {"experts": spec.experts, "topk": spec.topk, "ep": spec.ep}
+        mirror = Mirrors(op, m, x.dtype).op(
+            cast(Any, GroupedGemmAR),
+            m,
+            x.shape[1],
+            columns,
+            x.dtype,
+            transpose_weight=not spec.transpose_weight,
+            **options,
+        )
+        dxs = mirror.overlapped(dy, weights, experts, OverlapHooks(multiply))
+    else:
+        multiply()
+    return [*dxs, *dws, *([_bias_grad(dy, routing, len(op.local_experts))] if need_b else [])]
+
+
+def _grads_fake(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weights: Tensors,
+    experts: torch.Tensor,
+    needed: Sequence[bool],
+    handle: int,
+) -> list[torch.Tensor]:
+    grads = [x.new_empty(x.shape)] if needed[0] else []
+    grads += [w.new_empty(w.shape) for w in weights if needed[1]]
+    return grads + ([dy.new_empty(len(_op(handle).local_experts), dy.shape[1])] * needed[2])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weights, biases, experts, ctx.handle = inputs
+    ctx.save_for_backward(x, experts, *weights)
+    ctx.biased = len(biases)
+
+
+def _backward(ctx: Any, saved: Tensors, needed: Sequence[Any], dy: torch.Tensor) -> tuple[Any, ...]:
+    x, experts, *weights = saved
+    need_w = list(needed[1])
+    needs = [bool(needed[0]), any(need_w), any(needed[2])]
+    delivered: Any = iter(())
+    if any(needs):
+        delivered = iter(call("grouped_gemm_grads", dy, x, weights, experts, needs, ctx.handle))
+    dx = next(delivered) if needs[0] else None
+    dws = _where(need_w, delivered)
+    dbs = [next(delivered) if needs[2] else None] * ctx.biased
+    return dx, dws, dbs, None, None
+
+
+define(
+    "grouped_gemm(Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, int handle) "
+    "-> Tensor",
+    _expand,
+    _expand_fake,
+    formula=Formula(_setup, _backward),
+)
+define(
+    "grouped_gemm_grads(Tensor dy, Tensor x, Tensor[] weights, Tensor experts, bool[] needed, "
+    "int handle) -> Tensor[]",
+    _grads,
+    _grads_fake,
+    ordered=True,
+)
