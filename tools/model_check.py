@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support/emul
 from model.bugs import BUGS
 from model.check import LimitError, Mode, Report, explore
 from model.program import program_of
-from model.recording import RecordingDevice, Scenario, build, record
+from model.recording import RecordingDevice, build, record
+from model.records import Scenario
 from model.scenarios import OPS, standard
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import fuzz_files
+import fuzz_tuning
 from flux.bench import page, results, suite_view
 from flux.bench.shapes import load_shapes
 from flux.cli.app import app
@@ -27,7 +28,8 @@ from flux.select.cache import Cache
 from flux.select.space import load_space
 from flux.select.winners import DamagedEntryError, Entry, Key, checksum
 from flux.tune.journal import Journal
-from fuzz_files import KEY, Kind, fuzz, kinds, outcome, place
+from fuzz_files import Kind, fuzz, kinds, outcome, place
+from fuzz_tuning import KEY
 from harness import STRESS
 from mutate import parsed
 
@@ -310,13 +312,13 @@ def test_a_cache_that_cannot_be_listed_is_reported(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_events_of_a_journal_are_ignored(event: dict[str, Any], tmp_path: Path) -> None:
-    search = fuzz_files._search()
+    search = fuzz_tuning.new_search()
     with Journal(tmp_path, "run", {}) as journal:
         journal.add("checked", shape=search.label, name="two")
         rest = {name: value for name, value in event.items() if name != "event"}
         journal.add(event["event"], shape=search.label, **rest)
     with pytest.warns(RuntimeWarning, match=r"run\.jsonl: event 2 is ignored"):
-        found = fuzz_files._resume(journal.path)
+        found = fuzz_tuning.resume(journal.path)
     assert (found.samples, found.excluded, found.winner) == ({}, {}, None)
     assert found.checked == {"two"}
 

@@ -14,7 +14,8 @@ from harness import more
 from model.bugs import BUGS, Bug
 from model.check import LimitError, Mode, Report, explore
 from model.program import Program, Step, program_of
-from model.recording import Kind, Record, RecordingDevice, Scenario, build, record
+from model.recording import RecordingDevice, build, record
+from model.records import Kind, Record, Scenario
 from model.scenarios import LAST_EPOCHS, OPS, drawn, standard
 from side_by_side import built_once
 

@@ -23,7 +23,8 @@ from flux.transport.virtual import VirtualWorld
 from harness import STRESS, stress_only
 from ptx_device import PtxDevice
 from reference import Inputs, Problem
-from seeded_bugs import BUGS, PAGE, Bug, page
+from seeded_bug import Bug
+from seeded_bugs import BUGS, PAGE, page
 from virtual_cases import call_on_and_on
 
 REPLAYS = 4

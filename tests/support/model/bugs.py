@@ -33,7 +33,7 @@ from model.edits import (
     tiles_wait_for_no_word,
     word_before_rows,
 )
-from model.recording import Scenario
+from model.records import Scenario
 
 
 @dataclass(frozen=True)

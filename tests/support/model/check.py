@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from flux import _C
 from model.program import NOTHING, Item, Program, Step, Symbol, blocks_of
-from model.recording import Kind, What
+from model.records import Kind, What
 
 Reached = Callable[[int, int], bool]
 _MEETS = {

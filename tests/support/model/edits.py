@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from model.program import POISON, Item, Program, Step
-from model.recording import PUSHED, Kind, What
+from model.records import PUSHED, Kind, What
 
 Matches = Callable[[Step], bool]
 Edit = Callable[[Program], None]

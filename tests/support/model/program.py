@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from model.recording import MASK, WORD, Content, Kind, Record, Recording, Region, What
+from model.records import MASK, WORD, Content, Kind, Record, Recording, Region, What
 
 Symbol = tuple[What, int, int, int, int]  # what, op, source, epoch, byte
 NOTHING: Symbol = (What.nothing, 0, 0, 0, 0)

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from model.recording import Scenario
+from model.records import Scenario
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 LAST_EPOCHS = (2**32 - 2, 2**32 - 1, 2**32)  # as many calls, and the 32-bit epoch wraps
