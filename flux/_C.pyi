@@ -206,6 +206,7 @@ def build_schedule(
     spread: bool = ...,
     split: bool = ...,
     in_kernel: bool = ...,
+    rows: Sequence[int] = ...,
 ) -> Schedule: ...
 def room_for(
     *, order: int, direction: int, mesh: Mesh, hosts: Sequence[int] = ...

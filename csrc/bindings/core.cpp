@@ -103,7 +103,7 @@ std::shared_ptr<Schedule> make_schedule(int op, int m, int n, int k, int rank,
                                         const MeshTuple& mesh, int tile_m, int tile_n, int raster,
                                         int comm_rows, int direction, int order, int swizzle,
                                         int store, std::vector<int> hosts, bool spread, bool split,
-                                        bool in_kernel) {
+                                        bool in_kernel, std::vector<int> rows) {
   ScheduleSpec spec;
   spec.problem = Problem{static_cast<OpKind>(op), m, n, k, world_of(mesh_of(mesh))};
   // Do not divide by a world below 1, which build_schedule refuses later.
@@ -116,6 +116,7 @@ std::shared_ptr<Schedule> make_schedule(int op, int m, int n, int k, int rank,
   spec.spread = spread;
   spec.split = split;
   spec.in_kernel = in_kernel;
+  spec.rows = std::move(rows);
   return std::make_shared<Schedule>(build_schedule(spec));
 }
 
@@ -351,7 +352,8 @@ void bind_schedule(py::module_& m) {
         py::arg("k"), py::arg("rank"), py::arg("mesh"), py::arg("tile_m"), py::arg("tile_n"),
         py::arg("raster"), py::arg("comm_rows"), py::arg("direction"), py::arg("order"),
         py::arg("swizzle"), py::arg("store"), py::arg("hosts") = std::vector<int>(),
-        py::arg("spread") = false, py::arg("split") = false, py::arg("in_kernel") = false);
+        py::arg("spread") = false, py::arg("split") = false, py::arg("in_kernel") = false,
+        py::arg("rows") = std::vector<int>());
   m.def(
       "room_for",
       [](int order, int direction, const MeshTuple& mesh, const std::vector<int>& hosts) {

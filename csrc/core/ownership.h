@@ -43,7 +43,8 @@ FLUX_HD constexpr int local_n(const Problem& p, int rank) {
   return p.op == OpKind::kAGGemm ? row_count(p.n, p.world, rank) : p.n;
 }
 FLUX_HD constexpr int local_k(const Problem& p, int rank) {
-  return p.op == OpKind::kAGGemm ? p.k : row_count(p.k, p.world, rank);
+  const bool reduces = p.op == OpKind::kGemmRS || p.op == OpKind::kGemmAR;
+  return reduces ? row_count(p.k, p.world, rank) : p.k;
 }
 
 }  // namespace flux

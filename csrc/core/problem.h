@@ -12,7 +12,13 @@
 
 namespace flux {
 
-enum class OpKind : int { kAGGemm = 0, kGemmRS = 1, kGemmAR = 2 };
+enum class OpKind : int {
+  kAGGemm = 0,
+  kGemmRS = 1,
+  kGemmAR = 2,
+  kGemmAllToAll = 3,
+  kAllToAllGemm = 4
+};
 
 // Written without a + b - 1, which would overflow for a knob as large as INT_MAX.
 FLUX_HD constexpr int ceil_div(int a, int b) { return a / b + (a % b != 0 ? 1 : 0); }
@@ -36,6 +42,7 @@ FLUX_HD constexpr int wrap(int a, int m) { return ((a % m) + m) % m; }
 //   AGGemm        x [M/W, K]  x  w [N/W, K]  ->  y [M, N/W]
 //   GemmRS        x [M, K/W]  x  w [N, K/W]  ->  y [own rows, N]
 //   GemmAR        x [M, K/W]  x  w [N, K/W]  ->  y [M, N]
+// The two of an all-to-all have blocks in place of chunks (csrc/schedule/exchange.h).
 // Whatever is divided by W is divided as rows are (ownership.h), so none has to be a multiple of
 // it.
 struct Problem {

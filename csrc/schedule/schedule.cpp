@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cpu/reducing.h"
+#include "schedule/exchange.h"
 
 namespace flux::host {
 namespace {
@@ -26,7 +27,7 @@ void check_tiles(const TileOrder& t) {
 // Signals in each pad: one group per region of partials, one for the result.
 int checked_signals(const ScheduleSpec& s) {
   int regions = 1;
-  if (s.problem.op != OpKind::kAGGemm) {
+  if (s.problem.op == OpKind::kGemmRS || s.problem.op == OpKind::kGemmAR) {
     regions = Reducing(s).room().regions + (s.problem.op == OpKind::kGemmAR ? 1 : 0);
   }
   const std::int64_t signals = std::int64_t{s.comm.world} * tiles_per_chunk(s.comm) * regions;
@@ -44,7 +45,7 @@ void check(const ScheduleSpec& s) {
     require(v >= 0 && v <= last,
             std::string(what) + " must be in [0, " + str(last) + "], got " + str(v));
   };
-  code("op", static_cast<int>(p.op), static_cast<int>(OpKind::kGemmAR));
+  code("op", static_cast<int>(p.op), static_cast<int>(OpKind::kAllToAllGemm));
   code("order", static_cast<int>(t.order), static_cast<int>(Order::kNuma));
   code("direction", static_cast<int>(t.direction), static_cast<int>(Direction::kPull));
   code("swizzle", static_cast<int>(t.swizzle), static_cast<int>(Swizzle::kXor));
@@ -92,7 +93,7 @@ Needs needs_of(const ScheduleSpec& s) {
     needs.result_rows = p.m;
     return needs;
   }
-  needs.blocks = Reducing(s).room().blocks;
+  needs.blocks = is_exchange(p.op) ? p.world - 1 : Reducing(s).room().blocks;
   needs.block_rows = chunk_rows(p.m, p.world);
   // A pulled result lies in its owner's memory, a pushed one at its rows of a full [M, N].
   if (p.op == OpKind::kGemmAR) needs.result_rows = is_push(s) ? p.m : needs.block_rows;
@@ -432,6 +433,11 @@ Schedule build_schedule(const ScheduleSpec& spec) {
   Schedule s;
   s.spec = spec;
   s.needs = needs_of(spec);
+  if (is_exchange(spec.problem.op)) {
+    check_exchange(spec);
+    build_exchange(&s);
+    return s;
+  }
   choose_sequence(&s);
   build_visits(&s);
   if (spec.problem.op == OpKind::kAGGemm) {

@@ -26,6 +26,7 @@ struct ScheduleSpec {
   bool split = false;
   // Path in_kernel on GPUs: the kernel moves the rows, and there are no transfers of streams.
   bool in_kernel = false;
+  std::vector<int> rows = {};  // all-to-all: of each rank
 };
 
 // One move of a communication tile. AllGather: rows of x. ReduceScatter: rows of a partial result.
@@ -83,7 +84,8 @@ struct Parcel {
   int block;   // in the receiver's memory; partials only
 };
 
-// One GEMM tile: rows x columns of the local output.
+// One GEMM tile: rows x columns of the local output. All-to-all: `owner` is the rank that a block
+// goes to (`completes`) or comes from (`waits`); without columns rows are copied, not multiplied.
 struct Visit {
   Range rows;
   Range cols;

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from flux import _C
 from flux.backends.epilogue import Multiplier, pack, unpack
 from flux.core.backend import OverlapHooks, nothing
-from flux.core.call import Call
+from flux.core.call import Blocks, Call
 from flux.core.errors import PeerTimeoutError
+from flux.core.knobs import AllToAllOp
 from flux.core.recorder import Work
 from flux.core.spec import FP8, OpSpec
 from flux.core.tensors import reason_without_memory, settled
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 # Newer releases of PyTorch have renamed the collectives on single tensors.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+all_to_all = dist.all_to_all_single
 
 T = TypeVar("T")
 FOREVER = timedelta(days=365)
@@ -173,15 +176,17 @@ class UnfusedBackend:
             hooks: the caller's work beside the call, if any.
             met: waits for the peers, before anything travels.
         """
-        if self.world == 1:
-            return self._alone(call, gather, hooks)
         hooks = hooks or OverlapHooks()
+        if self.world == 1 and call.blocks is None:
+            return self._alone(call, gather, hooks)
 
         def begin() -> None:
             met()
             self._unfinished = True
 
         try:
+            if call.blocks is not None:
+                return self._all_to_all(call.blocks, hooks, begin)
             if self.spec.op.gathers:
                 begin()
                 return self._ag_gemm(call, gather, hooks)
@@ -194,7 +199,7 @@ class UnfusedBackend:
             self._unfinished = False
             raise
 
-    def _alone(self, call: Call, gather: bool, hooks: OverlapHooks | None) -> list[torch.Tensor]:
+    def _alone(self, call: Call, gather: bool, hooks: OverlapHooks) -> list[torch.Tensor]:
         """Make the call of a group of one, which has all rows."""
         spec = self.spec
         began = self._began()
@@ -209,8 +214,7 @@ class UnfusedBackend:
                 out.add_(bias)  # to the rounded sum, as with more ranks
             outs.append(out)
         self._ended(Work.gemm, began)
-        if hooks is not None:
-            hooks.both()
+        hooks.both()
         # An output must not alias the input.
         return [*outs, call.x.clone(memory_format=torch.contiguous_format)] if gather else outs
 
@@ -287,6 +291,40 @@ class UnfusedBackend:
         self._beside(meanwhile, lambda: self._wait(work, in_steps=True))
         self._ended(Work.collective, began, out.nbytes)
         return self._finish(out, call.biases[0])
+
+    def _all_to_all(
+        self, blocks: Blocks, hooks: OverlapHooks, begin: Callable[[], None]
+    ) -> list[torch.Tensor]:
+        """Make all blocks, exchange them, and take them; the own one stays."""
+        columns, dtype = self.spec.travelling(self.world)
+        coming, going = list(blocks.rows), [blocks.rows[self.rank]] * self.world
+        if self.spec.op is AllToAllOp.all_to_all_gemm:
+            coming, going = going, coming
+        own = torch.empty(going[self.rank], columns, dtype=dtype, device="cpu")
+        coming[self.rank] = going[self.rank] = 0
+        sent, received = (own.new_empty(sum(rows), columns) for rows in (going, coming))
+        began = self._began()
+        of_peers = list(sent.split(going))
+        of_peers[self.rank] = own
+        for peer, block in enumerate(of_peers):
+            if block.shape[0] > 0:
+                blocks.send(peer, 0, block.shape[0], block)
+        self._ended(Work.gemm, began)
+        if self.world > 1:
+            begin()
+            began = self._began()
+            sizes = coming, going
+            work = all_to_all(received, sent, *sizes, group=self.group, async_op=True)
+            self._beside(hooks.both, lambda: self._wait(work))
+            self._ended(Work.collective, began, sent.nbytes)
+        else:
+            hooks.both()
+        began = self._began()
+        for peer, block in ((self.rank, own), *enumerate(received.split(coming))):
+            if block.shape[0] > 0:
+                blocks.receive(peer, 0, block.shape[0], block)
+        self._ended(Work.gemm, began)
+        return blocks.results()
 
     def _finish(self, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.spec.reduce == "avg":

@@ -53,6 +53,25 @@ class GroupedProduct(Protocol):
         """
 
 
+class Blocks(Protocol):
+    """The operands of an all-to-all, as the blocks of rows that ranks send to each other.
+
+    Attributes:
+        rows: of each rank, in the order of its tokens.
+    """
+
+    rows: tuple[int, ...]
+
+    def send(self, peer: int, first: int, last: int, block: torch.Tensor) -> None:
+        """Write rows [first, last) of the block for a rank, [last - first, columns]."""
+
+    def receive(self, peer: int, first: int, last: int, block: torch.Tensor) -> None:
+        """Take rows [first, last) of the block of a rank; all of the own block first."""
+
+    def results(self) -> list[torch.Tensor]:
+        """Return the results, after all rows have been taken."""
+
+
 @dataclass(slots=True)
 class Call:
     """Checked arguments of one call on one rank.
@@ -68,6 +87,7 @@ class Call:
         scale_weights: one per weight, [columns] or [1]; empty without scaling.
         gemm: the caller's product, in place of a weight.
         grouped: the product of a mixture of experts, in place of a weight.
+        blocks: the operands of an all-to-all, in place of a weight.
         digest: equal on all ranks of a call that fits together.
     """
 
@@ -80,6 +100,7 @@ class Call:
     scale_weights: tuple[torch.Tensor, ...] = ()
     gemm: Gemm | None = None
     grouped: GroupedProduct | None = None
+    blocks: Blocks | None = None
     digest: int = 0
 
     @property

@@ -13,8 +13,8 @@ from enum import IntEnum
 from typing import NamedTuple
 
 
-class Op(IntEnum):
-    """The table of fused ops; values as in csrc/core/problem.h.
+class OpRow(IntEnum):
+    """A row of a table of fused ops; values as in csrc/core/problem.h.
 
     Attributes:
         label: name of the class.
@@ -24,6 +24,7 @@ class Op(IntEnum):
         reduces: the partial results are communicated and summed, after the GEMM.
         scatters: of the sum each rank gets its own rows.
         all_reduces: every rank gets the whole sum.
+        exchanges: each rank has a block for each other rank: an all-to-all.
         kernel: family of its kernels (``flux.kernels.config.OPS``).
     """
 
@@ -34,19 +35,25 @@ class Op(IntEnum):
     reduces: bool
     scatters: bool
     all_reduces: bool
+    exchanges: bool
     kernel: str
 
-    def __new__(cls, value: int, label: str, title: str, collective: str) -> Op:
+    def __new__(cls, value: int, label: str, title: str, collective: str) -> OpRow:
         """Return the member; called once for each line below."""
         op = int.__new__(cls, value)
         op._value_ = value
         op.label, op.title, op.collective = label, title, collective
         op.gathers = collective == "all_gather"
-        op.reduces = not op.gathers
+        op.exchanges = collective == "all_to_all"
+        op.reduces = not (op.gathers or op.exchanges)
         op.scatters = collective == "reduce_scatter"
         op.all_reduces = collective == "all_reduce"
         op.kernel = "ag_gemm" if op.gathers else "gemm_rs"
         return op
+
+
+class Op(OpRow):
+    """The fused ops of tensor parallelism."""
 
     @classmethod
     def named(cls, name: str) -> Op:
@@ -61,6 +68,18 @@ class Op(IntEnum):
 
 
 OPS = tuple(Op.__members__)
+
+
+class AllToAllOp(OpRow):
+    """The fused ops of sequence parallelism by heads (flux.ulysses)."""
+
+    gemm_all_to_all = 3, "GemmAllToAll", "GEMM + AllToAll", "all_to_all"
+    all_to_all_gemm = 4, "AllToAllGemm", "AllToAll + GEMM", "all_to_all"
+
+
+def op_row(name: str) -> OpRow:
+    """Return the op of a schedule by its name."""
+    return Op[name] if name in Op.__members__ else AllToAllOp[name]
 
 
 class Order(IntEnum):

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from flux import _C
-from flux.core.knobs import Direction, Knobs, Op, Order, Store, Swizzle, Topology
+from flux.core.knobs import Direction, Knobs, Order, Store, Swizzle, Topology, op_row
 
 
 class ParcelKind(IntEnum):
@@ -63,9 +63,10 @@ class Parcel(NamedTuple):
 class Visit(NamedTuple):
     """One GEMM tile: rows and columns of the local output, half-open.
 
-    ``waits`` is the range of signals (AllGather) that the tile waits for. ``owner`` is the rank
-    that owns all its rows, or -1. ``completes`` is the range of ``transfers`` (ReduceScatter) that
-    may leave after it.
+    ``waits`` is the range of signals (AllGather, all-to-all) that the tile waits for. ``owner`` is
+    the rank that owns all its rows, or -1. ``completes`` is the range of ``transfers``
+    (ReduceScatter, all-to-all) that may leave after it. All-to-all: rows are those of the block to
+    or from ``owner``, and a visit without columns copies them.
     """
 
     row_begin: int
@@ -82,7 +83,7 @@ class TileSchedule:
     """The work of one rank in one call: GEMM tiles, transfers, signals. Hashable and printable.
 
     Attributes:
-        op: ``ag_gemm`` | ``gemm_rs`` | ``gemm_ar``.
+        op: ``ag_gemm`` | ``gemm_rs`` | ``gemm_ar`` | ``gemm_all_to_all`` | ``all_to_all_gemm``.
         shape: global (m, n, k), in elements.
         world: number of ranks.
         rank: the rank of this schedule.
@@ -91,6 +92,7 @@ class TileSchedule:
         spread: for GPUs between hosts, whose partials cross links: ranks of a host store partials
             for other hosts to different ranks at a time, and not all to one.
         splits: a GPU runs a GEMM for each chunk, in place of one for all.
+        rows: all-to-all: of each rank; M has as many rows for each block as the largest one.
     """
 
     op: str
@@ -101,6 +103,7 @@ class TileSchedule:
     knobs: Knobs
     spread: bool = False
     splits: bool = False
+    rows: tuple[int, ...] = ()
 
     @cached_property
     def native(self) -> _C.Schedule:
@@ -109,7 +112,7 @@ class TileSchedule:
         assert knobs.tile is not None and knobs.comm_tile_rows is not None
         m, n, k = self.shape
         return _C.build_schedule(
-            op=Op[self.op],
+            op=op_row(self.op),
             m=m,
             n=n,
             k=k,
@@ -127,6 +130,7 @@ class TileSchedule:
             spread=self.spread,
             split=self.splits,
             in_kernel=self.knobs.path == "in_kernel",
+            rows=self.rows,
         )
 
     @cached_property
@@ -181,12 +185,15 @@ class TileSchedule:
         return "\n".join(lines)
 
     def _knobs_text(self) -> str:
-        gathers = Op[self.op].gathers
+        gathers = op_row(self.op).gathers
         return str(replace(self.knobs, store=None) if gathers else self.knobs)
 
     def _visit_text(self, v: Visit) -> str:
         text = f"rows [{v.row_begin}, {v.row_end})  columns [{v.col_begin}, {v.col_end})"
-        if Op[self.op].gathers:
+        if op_row(self.op).exchanges and v.waits != (0, 0):
+            first, last = v.waits
+            return f"{text}  from rank {v.owner}, waits for signals [{first}, {last})"
+        if op_row(self.op).gathers:
             first, last = v.waits
             return text + (
                 f"  waits for signals [{first}, {last})" if last > first else "  own rows, no wait"
@@ -199,7 +206,7 @@ class TileSchedule:
         self, title: str, transfers: tuple[Transfer, ...], lands: str = "raises"
     ) -> list[str]:
         how = f"{self.knobs.direction}, store {self.knobs.store}"
-        if Op[self.op].gathers:
+        if op_row(self.op).gathers:
             how = f"{self.knobs.direction}, {self.knobs.order}"
         lines = [f"{title} ({len(transfers)}, {how}):"]
         for i, t in enumerate(transfers):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from flux import _C
-from flux.core.knobs import Op
+from flux.core.knobs import Op, OpRow
 from flux.core.problem import ACTIVATIONS, SCALINGS, ceil_div
 from flux.core.problem import DTYPES as DTYPES_BY_NAME
 
@@ -17,7 +17,7 @@ _RESULTS = {dtype: getattr(torch, row.result) for dtype, row in DTYPES.items()}
 
 FP8 = torch.float8_e4m3fn
 
-GROUPED_LABELS = {
+GROUPED_LABELS: dict[OpRow, str] = {
     Op.ag_gemm: "AGGroupedGemm",
     Op.gemm_rs: "GroupedGemmRS",
     Op.gemm_ar: "GroupedGemmAR",
@@ -42,6 +42,10 @@ class OpSpec:
     ``topk``; groups of W/``ep`` ranks have equal parts of them, and divide n or k. ``gated``: the
     activation of one half of a product's columns multiplies the other half.
 
+    All-to-all: ``heads`` of ``head_dim`` elements, one number for each tensor whose heads are
+    packed into n or k (queries, keys, values), which the ranks share. ``heads_first``: tensors are
+    [batch, heads, sequence, head_dim], else [batch, sequence, heads, head_dim].
+
     Attributes that follow from the arguments:
         label: the class name, for messages.
         plain: whether results are just the product (and a bias) in the dtype of the operands.
@@ -53,7 +57,7 @@ class OpSpec:
             its scale travels with it.
     """
 
-    op: Op
+    op: OpRow
     max_m: int
     n: tuple[int, ...]
     k: int
@@ -67,6 +71,9 @@ class OpSpec:
     topk: int = 0
     ep: int = 1
     gated: bool = False
+    heads: tuple[int, ...] = ()
+    head_dim: int = 0
+    heads_first: bool = True
     label: str = field(init=False, repr=False, compare=False)
     plain: bool = field(init=False, repr=False, compare=False)
     out_dtype: torch.dtype = field(init=False, repr=False, compare=False)
@@ -103,10 +110,12 @@ class OpSpec:
                     f"{self.label}: {name} must be a positive integer up to {MAX_SIZE}, "
                     f"got {values if len(values) != 1 else values[0]!r}"
                 )
-        if (self.op.reduces or self.experts is not None) and len(self.n) != 1:
+        if (not self.op.gathers or self.experts is not None) and len(self.n) != 1:
             raise ValueError(f"{self.label}: n must be one size, got {self.n}")
         if self.experts is not None:
             self._check_experts()
+        if self.op.exchanges:
+            self._check_heads()
         if self.reduce not in ("sum", "avg"):
             raise ValueError(f"{self.label}: reduce must be 'sum' or 'avg', got {self.reduce!r}")
         out_dtype = _RESULTS[self.dtype]
@@ -143,13 +152,65 @@ class OpSpec:
                 f"{self.gated!r} with activation = {self.activation}"
             )
 
+    def _check_heads(self) -> None:
+        """Raise for heads that do not make up the packed dimension."""
+        valid = all(type(v) is int and 1 <= v <= MAX_SIZE for v in (*self.heads, self.head_dim))
+        if not self.heads or not valid:
+            raise ValueError(
+                f"{self.label}: heads and head_dim must be positive integers, got {self.heads} and "
+                f"{self.head_dim!r}"
+            )
+        packed = sum(self.heads) * self.head_dim
+        name, size = ("n", self.n[0]) if self.op.name == "gemm_all_to_all" else ("k", self.k)
+        if size != packed:
+            raise ValueError(
+                f"{self.label}: {name} must be heads * head_dim = {packed}, got {size}"
+            )
+        if self.dtype == FP8:
+            raise ValueError(f"{self.label}: float8 is not supported, got {self.dtype}")
+
+    def reason_not_shared(self, world: int) -> str | None:
+        """Return why this many ranks cannot share the heads of an all-to-all, or None.
+
+        Ranks of a group of queries each get the key and value head that they need, so these may be
+        fewer than ranks.
+        """
+        for number, heads in enumerate(self.heads):
+            if heads % world and (number == 0 or world % heads):
+                least = "" if number == 0 else ", or divide it"
+                return f"heads must be a multiple of the world of {world}{least}, got {heads}"
+        return None
+
+    def columns_of(self, world: int, rank: int) -> list[tuple[int, int]]:
+        """Return the columns [begin, end) of the packed dimension that ``rank`` takes, by tensor.
+
+        Ranks that share a head take it all: each of heads 0 and 1 goes to two of 4 ranks.
+        """
+        columns, base = [], 0
+        for heads in self.heads:
+            count = max(heads // world, 1)
+            first = base + (rank * heads // world) * self.head_dim
+            columns.append((first, first + count * self.head_dim))
+            base += heads * self.head_dim
+        return columns
+
+    def travelling(self, world: int) -> tuple[int, torch.dtype]:
+        """Return ``travelling_row``, which of an all-to-all depends on the number of ranks."""
+        if not self.op.exchanges:
+            return self.travelling_row
+        return sum(end - begin for begin, end in self.columns_of(world, 0)), self.dtype
+
     def local_n(self, world: int, rank: int) -> tuple[int, ...]:
         """Return the columns of each weight's result on ``rank``."""
+        if self.op.exchanges:
+            return self.n
         parts = world // self.ep
         return tuple(_C.core.local_n(self.op, n, parts, rank % parts) for n in self.n)
 
     def local_k(self, world: int, rank: int) -> int:
         """Return the depth of the GEMM on ``rank``."""
+        if self.op.exchanges:
+            return self.k
         parts = world // self.ep
         return _C.core.local_k(self.op, self.k, parts, rank % parts)
 

@@ -30,6 +30,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "UlyssesAttention":
+        from flux.layers import ulysses
+
+        return ulysses.UlyssesAttention
     if name in _MEGATRON:
         from flux.layers import megatron
 

@@ -20,9 +20,9 @@ from flux.backends import make_cuda_backend
 from flux.backends.cpu.backend import CpuBackend
 from flux.backends.unfused import UnfusedBackend
 from flux.core.backend import Backend, OverlapHooks
-from flux.core.call import CallChecker, Gemm
+from flux.core.call import Call, CallChecker, Gemm
 from flux.core.env import CHECK, KERNEL_CHOICE
-from flux.core.knobs import Knobs, Op, Topology
+from flux.core.knobs import Knobs, OpRow, Topology
 from flux.core.schedule import TileSchedule
 from flux.core.spec import OpSpec
 from flux.ops import torch_internals
@@ -72,7 +72,7 @@ class TensorParallelOp:
     when one cannot. Calls are collective too, and happen in the same order on all ranks.
     """
 
-    kind: Op
+    kind: OpRow
     _checks: type[CallChecker] = CallChecker
 
     def __init__(
@@ -93,7 +93,7 @@ class TensorParallelOp:
         scaling: str = "none",
         fast_accum: bool = False,
         activation: str = "none",
-        **of_experts: Any,
+        **of_op: Any,
     ) -> None:
         self._runs = 0  # calls that have reached this op
         self.closed = True  # also after a failure
@@ -121,7 +121,7 @@ class TensorParallelOp:
                     "tuple[int, ...]", tuple(n) if isinstance(n, (list, tuple)) else (n,)
                 )
                 how = (transpose_weight, reduce, activation, scaling, fast_accum)
-                spec = OpSpec(self.kind, max_m, columns, k, dtype, *how, **of_experts)
+                spec = OpSpec(self.kind, max_m, columns, k, dtype, *how, **of_op)
                 if isinstance(tuning, Knobs):
                     knobs = tuning
                 elif fixed is None and tuning not in ("cache", "off"):
@@ -216,6 +216,9 @@ class TensorParallelOp:
             self._backend.require_room(schedule)
         self._schedules[m] = schedule
         return schedule
+
+    def _schedule_of(self, call: Call) -> TileSchedule:
+        return self.schedule(call.m)
 
     def _make_schedule(self, m: int, knobs: Knobs) -> TileSchedule:
         return make_schedule(
@@ -368,7 +371,7 @@ class TensorParallelOp:
         # about to make the same call, so a refusal is shared with them.
         try:
             call = self._checker.check(x, weights, biases, m, scales)
-            schedule = self.schedule(call.m)
+            schedule = self._schedule_of(call)
         except (TypeError, ValueError) as error:
             self._refuse(error)
             raise
@@ -376,7 +379,10 @@ class TensorParallelOp:
         self._begun = True
         if self._comparison is not None:
             biased = self.kind.reduces and call.biases[0] is not None
-            self._compare(self._comparison, f"M = {call.m}{', with bias' if biased else ''}")
+            what = f"M = {call.m}{', with bias' if biased else ''}"
+            if call.blocks is not None:
+                what = f"rows = {call.blocks.rows}"
+            self._compare(self._comparison, what)
         if backend is None:
             return self._unfused.run(call, gather, hooks)
         if schedule.knobs.path == "unfused":

@@ -14,6 +14,7 @@ from flux.core.knobs import Knobs, Topology, check_legal
 from flux.core.spec import DTYPES, FP8, OpSpec
 from flux.kernels.legality import MAX_WORLD
 from flux.ops import torch_internals
+from flux.select.all_to_all import reason_illegal
 from flux.select.heuristic import IN_KERNEL_ROWS
 from flux.select.in_kernel import reason_not_in_kernel
 from flux.transport.base import DeviceTransport
@@ -154,6 +155,9 @@ def check_executor(
         raise ValueError(
             f"{label}: ep must divide the world of {exchange.world} ranks, got {spec.ep}"
         )
+    reason = spec.reason_not_shared(exchange.world) or reason_illegal(knobs)
+    if spec.op.exchanges and reason is not None:
+        raise ValueError(f"{label}: {reason}")
     for variable in VARIABLES:
         variable.get()
     one_gpu = exchange.of if isinstance(exchange, OneGpuExchange) else None
@@ -168,8 +172,8 @@ def check_executor(
             f"{label}: with {where} and backend {backend}, transport must be {_or(transports)}, "
             f"got {transport!r}"
         )
-    if backend == "cuda" and spec.experts:
-        raise ValueError(f"{label}: experts need backend cpu so far, got {where} with CUDA")
+    if backend == "cuda" and (spec.experts or spec.op.exchanges):
+        raise ValueError(f"{label} needs backend cpu so far, got {where} with CUDA")
     if backend == "cuda" and knobs.path == "one_shot":
         raise ValueError(f"{label}: path = one_shot needs backend cpu, got {where}")
     if knobs.path == "in_kernel":

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from flux.core.knobs import Knobs, Topology, check_legal
+from flux.core.knobs import Knobs, Op, Topology, check_legal
 from flux.core.problem import Problem
 from flux.core.spec import DTYPES, OpSpec
 from flux.kernels.config import GemmConfig
@@ -158,12 +158,13 @@ def choose(
         kind: of device: ``cpu`` | ``cuda``.
         legal: whether a schedule can be made for (M, knobs).
     """
-    if exchange.world == 1:
-        return Fixed(Knobs())  # no communication to tune
+    if exchange.world == 1 or spec.op.exchanges:
+        return Fixed(Knobs())  # no communication to tune, or no winners (flux/select/all_to_all.py)
     shape = world_shape(placement.nodes)
     n, k, dtype = sum(spec.n), spec.k, DTYPES[spec.dtype].name
     if spec.experts:  # a dense GEMM with as many operations
         n, k = (n * spec.topk, k) if spec.op.gathers else (n, k * spec.topk)
+    assert isinstance(spec.op, Op)
     problem = Problem(spec.op, spec.max_m, n, k, dtype, topology.world, topology.nodes)
     # A topology says how rows travel. Whether memory can be pulled from follows from the placement.
     apart = placement.topology.nodes > 1 if kind == "cpu" else topology.nodes > 1

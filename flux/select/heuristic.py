@@ -60,7 +60,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flux import _C
 from flux.core.datafile import MOST_SIZE
-from flux.core.knobs import ClusterTile, Knobs, Op, Topology, check_legal
+from flux.core.knobs import ClusterTile, Knobs, Op, OpRow, Topology, check_legal
 from flux.core.problem import ceil_div, round_up
 from flux.core.schedule import TileSchedule
 from flux.select.hardware import SLAB_COST_ROWS
@@ -112,7 +112,7 @@ def untuned(problem: Problem, cluster: Cluster) -> Knobs:
     return Knobs()
 
 
-def reason_not_pushed(op: Op, world: int, nodes: int, n: object, columns: int) -> str | None:
+def reason_not_pushed(op: OpRow, world: int, nodes: int, n: object, columns: int) -> str | None:
     """Return why kernels cannot push the rows or sums of an op, whatever their number, or None.
 
     Args:
@@ -250,7 +250,7 @@ def resolve(sizes: Problem | Sizes, knobs: Knobs, cluster: ClusterTile | None = 
     )
 
 
-def across_hosts(op: Op, knobs: Knobs, nodes: int) -> Knobs:
+def across_hosts(op: OpRow, knobs: Knobs, nodes: int) -> Knobs:
     """Set the knobs that depend only on the number of nodes: order and direction.
 
     Between hosts memory cannot be pulled from, and every byte should cross once.
@@ -262,7 +262,7 @@ def across_hosts(op: Op, knobs: Knobs, nodes: int) -> Knobs:
     return replace(knobs, order=order, direction=knobs.direction or ("pull" if pulls else "push"))
 
 
-def most_comm_tiles(op: Op, chunk: int, knobs: Knobs, nodes: int, of_winners: int = 0) -> int:
+def most_comm_tiles(op: OpRow, chunk: int, knobs: Knobs, nodes: int, of_winners: int = 0) -> int:
     """Return no less than the most communication tiles that a chunk is cut into, at any M.
 
     Symmetric memory is sized by this number, so it must change with ``resolve``.

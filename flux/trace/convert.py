@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flux.core.events import Event, Kind
-from flux.core.knobs import Op
+from flux.core.knobs import op_row
 from flux.core.recorder import LaneRecords, Record, Work
 from flux.core.schedule import Parcel, TileSchedule, Transfer, Visit
 
@@ -37,7 +37,7 @@ KINDS = {
 
 def collective(op: str) -> str:
     """Return the name of an op's collective, for people."""
-    return Op[op].collective.replace("_", "-")
+    return op_row(op).collective.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class _TracedCall:
         A tile may leave now (store = staged), or is already in its owner's memory (store = direct).
         """
         assert self.schedule is not None
-        if Op[self.op].gathers:
+        if op_row(self.op).gathers:
             return
         staged = self.schedule.knobs.store == "staged"
         for t in self._completed(visits):

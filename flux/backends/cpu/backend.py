@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from flux import _C
+from flux.backends.cpu.all_to_all import run_all_to_all
 from flux.backends.cpu.diagnosis import Diagnosis, mismatch_text
 from flux.backends.cpu.one_shot import OneShot
 from flux.backends.cpu.slabs import SegmentLayout, SlabPlan, make_plan
@@ -117,7 +118,7 @@ class CpuBackend:
         columns = spec.local_n(self.world, self.rank)
         # None: of several weights, or of experts.
         self._columns = columns[0] if len(columns) == 1 and not spec.experts else None
-        row, wire = spec.travelling_row
+        row, wire = spec.travelling(self.world)
         # AllGather: the gathered input; pushed GemmAR: where peers leave the result.
         self.gathered = torch.empty(0, row, dtype=wire, device=_CPU)
         self.slots: list[torch.Tensor] = []
@@ -181,6 +182,8 @@ class CpuBackend:
         hooks: OverlapHooks | None = None,
     ) -> list[torch.Tensor]:
         """Execute a call: see ``Backend.run``."""
+        if call.blocks is not None:
+            return run_all_to_all(self, schedule, call.blocks, call.digest, hooks)
         if self.spec.op.gathers:
             outs = self._ag_gemm(schedule, call, gather, hooks)
         else:

@@ -23,6 +23,9 @@ def mismatch_text(spec: OpSpec, rank: int, f: _C.FailureDict) -> str:
         return f"{label}: rank {peer} is ahead of rank {rank}: ranks made different calls"
     if f["observed"] == REFUSED:
         return f"{label}: rank {peer} refused its input: {f['refusal']}"
+    if spec.op.exchanges:
+        text = f"rank {peer} and rank {rank} passed different batches or lengths of sequences"
+        return f"{label}: ranks disagree: {text}"
     if spec.experts:
         text = f"rank {peer} and rank {rank} passed different tokens, routing or biases"
         return f"{label}: ranks disagree: {text}"

@@ -13,6 +13,7 @@ from flux.core.knobs import Direction, Knobs, Op, Order, Topology
 from flux.core.problem import ceil_div
 from flux.core.schedule import TileSchedule, Visit
 from flux.core.spec import OpSpec
+from flux.select.all_to_all import most_block_tiles
 from flux.select.heuristic import across_hosts, most_comm_tiles
 
 if TYPE_CHECKING:
@@ -194,12 +195,16 @@ class SegmentLayout:
         ``most_tiles`` is what ``Choice.most_tiles`` has.
         """
         world = topology.world
-        elements, dtype = spec.travelling_row
+        elements, dtype = spec.travelling(world)
         row = elements * dtype.itemsize
         if not knobs.is_tiled:
             return SegmentLayout(0, row, 0, 0, 0, 0)
-        knobs = across_hosts(spec.op, knobs, topology.nodes)
         chunk = ceil_div(spec.max_m, world)
+        if spec.op.exchanges:
+            slot, blocks = chunk * row, world - 1
+            signals = min(world * most_block_tiles(chunk, knobs), _C.core.max_tiles)
+            return SegmentLayout(signals, row, blocks, slot, blocks * slot, blocks * slot)
+        knobs = across_hosts(spec.op, knobs, topology.nodes)
         tiles = most_comm_tiles(spec.op, chunk, knobs, topology.nodes, most_tiles)
         blocks, regions = 0, 1
         if spec.op.reduces:
