@@ -23,7 +23,7 @@ from flux.ops.base import op_of
 from flux.ops.gradients import Grad, weight_grad
 from flux.ops.library import product_flops
 from flux.ops.transforms import FORMULAS, Formula, call, define
-from flux.ulysses.ops import AllToAllGemm, GemmAllToAll, Operands, UlyssesOp
+from flux.ulysses.ops import AllToAllGemm, GemmAllToAll, ProjectionOperands, UlyssesOp
 
 Tensors = Sequence[torch.Tensor]
 
@@ -60,7 +60,7 @@ def _project(
     x: torch.Tensor, weight: torch.Tensor, biases: Tensors, seq_lens: Sequence[int], handle: int
 ) -> list[torch.Tensor]:
     bias = biases[0] if biases else None
-    outs: list[torch.Tensor] = _op(handle)._start(x, Operands(weight, bias, seq_lens))
+    outs: list[torch.Tensor] = _op(handle)._start(x, ProjectionOperands(weight, bias, seq_lens))
     return outs
 
 
@@ -89,7 +89,7 @@ def _gather(
     return_gathered: bool,
     handle: int,
 ) -> list[torch.Tensor]:
-    operands = Operands(weight, biases[0] if biases else None, seq_lens, return_gathered)
+    operands = ProjectionOperands(weight, biases[0] if biases else None, seq_lens, return_gathered)
     outs: list[torch.Tensor] = _op(handle)._start(x, operands)
     return outs
 

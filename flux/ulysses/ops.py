@@ -32,7 +32,7 @@ from flux.select.all_to_all import block_schedule
 from flux.ulysses.blocks import HeadBlocks, ProjectedBlocks, Sequences
 
 
-class Operands:
+class ProjectionOperands:
     """What a call passes beside x: it takes the place of a dense op's weights.
 
     Attributes:
@@ -66,8 +66,8 @@ class BlocksChecker(CallChecker):
         m: int | None,
         scales: Sequence[torch.Tensor] = (),
     ) -> Call:
-        """Check a call's arguments: see ``CallChecker.check``; ``weights`` are ``Operands``."""
-        operands: Operands = weights
+        """Check a call: see ``CallChecker.check``; ``weights`` are ``ProjectionOperands``."""
+        operands: ProjectionOperands = weights
         spec = self.spec
         weight = None if operands.weight is None else self._weight(operands.weight)
         bias = None if operands.bias is None else self._bias(operands.bias, sum(spec.n))
@@ -261,7 +261,7 @@ class UlyssesOp(TensorParallelOp):
     def _start(
         self,
         x: torch.Tensor | Sequence[torch.Tensor],
-        operands: Operands,
+        operands: ProjectionOperands,
         hooks: OverlapHooks | None = None,
     ) -> list[torch.Tensor]:
         """Make a call with plain tensors, without autograd."""
@@ -331,7 +331,7 @@ class GemmAllToAll(UlyssesOp):
         lengths = self._lengths(seq_lens)
         biases = [] if bias is None else [bias]
         if self._plain(x, weight, *biases):
-            outs = self._start(x, Operands(weight, bias, lengths))
+            outs = self._start(x, ProjectionOperands(weight, bias, lengths))
         else:
             self._check_tensors(x, weight, *biases)
             outs = self._dispatched(x, weight, biases, lengths, self.handle)
@@ -345,7 +345,7 @@ class GemmAllToAll(UlyssesOp):
         hooks: OverlapHooks,
     ) -> list[torch.Tensor]:
         """Run the op on plain tensors without autograd; the hooks run when all rows have left."""
-        return self._start(x, Operands(weight, None, lengths), hooks)
+        return self._start(x, ProjectionOperands(weight, None, lengths), hooks)
 
 
 class AllToAllGemm(UlyssesOp):
@@ -399,7 +399,7 @@ class AllToAllGemm(UlyssesOp):
         lengths = self._lengths(seq_lens)
         biases = [] if bias is None else [bias]
         if self._plain(x, weight, *biases):
-            return self._start([x], Operands(weight, bias, lengths))[0]
+            return self._start([x], ProjectionOperands(weight, bias, lengths))[0]
         self._check_tensors(x, weight, *biases)
         # The gradient of the weight needs the gathered heads, which are kept in place of x.
         gather = torch.is_grad_enabled()
@@ -421,7 +421,7 @@ class AllToAllGemm(UlyssesOp):
             lengths: of the part of each rank; empty: equal parts.
             gather: return the gathered heads too, [own tokens, K].
         """
-        return self._start(heads, Operands(weight, None, lengths, gather))
+        return self._start(heads, ProjectionOperands(weight, None, lengths, gather))
 
 
 def _packed(heads: Any, head_dim: Any, size: int | None) -> int:
