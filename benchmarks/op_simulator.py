@@ -27,7 +27,6 @@ WORLD = 8
 SIZES = {"ag_gemm": (49152, 12288), "gemm_rs": (12288, 49152)}
 """N and K of each op: the two layers of GPT-3 175B's MLP (Flux paper, section 5.1)."""
 
-
 AS_PUBLISHED = Knobs(sm_margin=0)
 """The published kernels leave no multiprocessors to others."""
 
@@ -53,6 +52,27 @@ PUBLISHED = (
     Published("flux-l20-pcie", "gemm_rs", 5.392, 12.273, 5.389, 0.341),
 )
 ROWS = 4096
+
+
+class PublishedExperts(NamedTuple):
+    """The two layers of a mixture of experts on 8 ranks; times in ms of torch and of flux."""
+
+    cluster: str
+    experts: int
+    topk: int
+    torch: tuple[float, float]
+    flux: tuple[float, float]
+
+
+# github.com/bytedance/flux, docs/performance.md: M = N = K = 8192, tensor parallelism alone.
+EXPERTS = (
+    PublishedExperts("flux-l20-pcie", 32, 4, (26.792, 42.092), (7.813, 7.976)),
+    PublishedExperts("flux-l20-pcie", 8, 2, (19.734, 28.046), (5.901, 6.744)),
+    PublishedExperts("flux-h800", 32, 4, (4.702, 10.452), (1.146, 1.863)),
+    PublishedExperts("flux-h800", 8, 2, (2.124, 4.561), (0.657, 1.019)),
+)
+EXPERTS_SIZE = 8192
+EXPERTS_RESULT = RESULT.with_name("experts.json")
 
 
 class Ranges(NamedTuple):
@@ -184,6 +204,32 @@ def line(published: Published, method: str) -> dict[str, Any]:
         "order": run.knobs.order,
         "direction": run.knobs.direction,
     }
+
+
+def experts(published: PublishedExperts) -> list[dict[str, Any]]:
+    """Return both layers of a published mixture of experts, and their simulation."""
+    cluster, size = load_cluster(published.cluster), EXPERTS_SIZE
+    rows = []
+    for layer, op in enumerate(SIZES):
+        of_experts = {"experts": published.experts, "topk": published.topk}
+        sizes = (size * published.topk, size, size, "bfloat16", WORLD)
+        problem = Problem(Op[op], *sizes, **of_experts)
+        library, fused = unfused(problem, cluster), best(problem, cluster)
+        rows.append(
+            {
+                "cluster": published.cluster,
+                "op": op,
+                **of_experts,
+                "gemm_ms": round(library.gemm_ms, 4),
+                "comm_ms": round(library.comm_ms, 4),
+                "unfused_ms": round(library.total_ms, 4),
+                "flux_ms": round(fused.total_ms, 4),
+                "published_torch_ms": published.torch[layer],
+                "published_flux_ms": published.flux[layer],
+                "off": round(fused.total_ms / published.flux[layer] - 1, 4),
+            }
+        )
+    return rows
 
 
 def ranges(published: Ranges) -> dict[str, Any]:
@@ -426,10 +472,26 @@ def two_hosts_table(content: dict[str, Any]) -> str:
     return markdown(header, rows)
 
 
+def experts_table(content: dict[str, Any]) -> str:
+    """Return published and simulated times of mixtures of experts, in ms."""
+    header = ["cluster", "layer", "experts, topk", "GEMM", "collective", "unfused, published"]
+    header += ["simulated", "flux, published", "simulated", "off"]
+    rows = []
+    for row in content["rows"]:
+        layer = "AllGather" if Op[row["op"]].gathers else "ReduceScatter"
+        times = ("gemm", "comm", "published_torch", "unfused", "published_flux", "flux")
+        cells = [row["cluster"].removeprefix("flux-"), layer, f"{row['experts']}, {row['topk']}"]
+        cells += [f"{row[f'{time}_ms']:.3f}" for time in times]
+        rows.append([*cells, signed(row["off"])])
+    return markdown(header, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", type=Path, nargs="?", default=RESULT)
     keep(document(), parser.parse_args().target)
+    rows = [row for published in EXPERTS for row in experts(published)]
+    keep({"size": EXPERTS_SIZE, "rows": rows}, EXPERTS_RESULT)
 
 
 if __name__ == "__main__":

@@ -124,6 +124,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "dhelix_paper": of(dhelix_paper.table, dhelix_paper.RESULT),
     "domino_hosts": of(domino_hosts.table, domino_hosts.RESULT),
     "op_simulator_variants": of(op_simulator.variants_table, op_simulator.RESULT),
+    "op_simulator_experts": of(op_simulator.experts_table, op_simulator.EXPERTS_RESULT),
     "op_simulator_hosts": of(op_simulator.two_hosts_table, op_simulator.RESULT),
     "serving": lambda: serving.table(serving.documents()),
     "serving_says": serving.conclusion,

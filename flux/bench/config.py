@@ -46,7 +46,7 @@ def link_bytes_minimum(problem: Problem, hosts: Sequence[int]) -> int:
     """
     crossings = len(set(hosts)) - 1
     twice = 2 if problem.op.all_reduces else 1
-    return twice * crossings * problem.m * problem.row_bytes
+    return int(twice * crossings * problem.m * problem.row_bytes)
 
 
 def check_numbers(of: object) -> None:

@@ -131,9 +131,12 @@ class Problem:
         dtype: of x and the weight, as torch names it.
         world: number of ranks.
         nodes: number of hosts of the ranks.
+        experts: weights, of which each multiplies an equal share of the rows.
+        topk: rows of a token, of which each has another expert: m counts all of them, and one
+            travels: the token, or the sum of its rows.
         itemsize: bytes of an element of the communicated matrix.
         row_elements: elements of a communicated row: of the input (AllGather) or of the result.
-        row_bytes: bytes of a communicated row, without scales.
+        row_bytes: bytes that travel for a row, without scales.
         chunk: rows of the largest shard, ceil(M/W).
         local: columns and depth of the largest local GEMM: that of rank 0.
     """
@@ -145,14 +148,16 @@ class Problem:
     dtype: str
     world: int
     nodes: int = 1
+    experts: int = 1
+    topk: int = 1
     itemsize: int = field(init=False, repr=False, compare=False)
     row_elements: int = field(init=False, repr=False, compare=False)
-    row_bytes: int = field(init=False, repr=False, compare=False)
+    row_bytes: float = field(init=False, repr=False, compare=False)
     chunk: int = field(init=False, repr=False, compare=False)
     local: tuple[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("m", "n", "k", "world", "nodes"):
+        for name in ("m", "n", "k", "world", "nodes", "experts", "topk"):
             value, most = (
                 getattr(self, name),
                 MOST_WORLD if name in ("world", "nodes") else MOST_SIZE,
@@ -161,6 +166,11 @@ class Problem:
                 raise ValueError(f"{name} must be at least 1, got {value}")
             if value > most:
                 raise ValueError(f"{name} must be at most {most}, got {value}")
+        if self.topk > self.experts or self.m % self.topk:
+            raise ValueError(
+                f"topk must be at most experts = {self.experts} and divide m = {self.m}, got "
+                f"{self.topk}"
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         n, k, world, dtype = self.n, self.k, self.world, DTYPES[self.dtype]
@@ -171,14 +181,14 @@ class Problem:
         vars(self).update(
             itemsize=itemsize,
             row_elements=elements,
-            row_bytes=itemsize * elements,
+            row_bytes=itemsize * elements / self.topk if self.topk > 1 else itemsize * elements,
             chunk=ceil_div(self.m, world),
             local=local,
         )
 
     def as_dict(self) -> dict[str, object]:
         """Return op, sizes, dtype and world, for JSON."""
-        names = ("m", "n", "k", "dtype", "world")
+        names = ["m", "n", "k", "dtype", "world"] + ["experts", "topk"] * (self.experts > 1)
         return {"op": self.op.name, **{name: getattr(self, name) for name in names}}
 
     @property

@@ -31,6 +31,12 @@ def simulate_op(
     m: options.M = 4096,
     n: options.N = 49152,
     k: options.K = 12288,
+    experts: Annotated[
+        int, typer.Option(min=1, help="Experts of a grouped GEMM, with equal shares of the rows.")
+    ] = 1,
+    topk: Annotated[
+        int, typer.Option(min=1, help="Experts of a token: M tokens become M * topk rows.")
+    ] = 1,
     dtype: Annotated[
         str, typer.Option(help="Data type of x and the weight; the cluster file has its peak.")
     ] = "bfloat16",
@@ -76,7 +82,8 @@ def simulate_op(
     try:
         described = load_cluster(cluster)
         nodes = hosts if hosts is not None else -(-nproc // described.devices)
-        problem = Problem(Op.named(op), m, n, k, _dtype(dtype), nproc, max(nodes, 1))
+        sizes = (m * topk, n, k, _dtype(dtype), nproc, max(nodes, 1))
+        problem = Problem(Op.named(op), *sizes, experts=experts, topk=topk)
         if hosts is not None and hosts < 1:
             raise ValueError(f"hosts must be at least 1, got {hosts}")
         if path in ("unfused", "in_kernel"):
@@ -140,7 +147,11 @@ def compared(
     return OrderComparison(
         cluster=cluster,
         unfused=op_simulator.unfused(problem, cluster, gemm_ms),
-        medium=op_simulator.simulate(problem, cluster, Knobs(path="medium"), gemm_ms=gemm_ms),
+        medium=(
+            op_simulator.simulate(problem, cluster, Knobs(path="medium"), gemm_ms=gemm_ms)
+            if problem.experts == 1
+            else None
+        ),
         flux=sorted(runs, key=lambda run: run[0].total_ms),
         gemm_given=gemm_ms is not None,
         in_kernel=(
@@ -151,7 +162,7 @@ def compared(
                 gemm_ms=gemm_ms,
                 taken=taken,
             )
-            if kernels_can_push(problem)
+            if kernels_can_push(problem) and problem.experts == 1
             else None
         ),
         taken=taken,

@@ -38,7 +38,7 @@ class OrderComparison:
     Attributes:
         cluster: devices and links.
         unfused: the library path.
-        medium: one chunk per rank round a ring.
+        medium: one chunk per rank round a ring; None for experts.
         in_kernel: the GEMM's blocks push the rows; None where that path does not exist.
         flux: pairs of a call and the names of the orders that make its schedule; fastest first.
         gemm_given: whether the GEMM's time was given; else it is the roofline's.
@@ -47,7 +47,7 @@ class OrderComparison:
 
     cluster: Cluster
     unfused: Simulated
-    medium: Simulated
+    medium: Simulated | None
     flux: Sequence[tuple[Simulated, tuple[str, ...]]]
     gemm_given: bool = False
     in_kernel: Simulated | None = None
@@ -56,8 +56,8 @@ class OrderComparison:
     @property
     def calls(self) -> list[Simulated]:
         """One call of each method."""
-        in_kernel = [] if self.in_kernel is None else [self.in_kernel]
-        return [self.unfused, self.medium, *in_kernel, self.best]
+        others = [call for call in (self.medium, self.in_kernel) if call is not None]
+        return [self.unfused, *others, self.best]
 
     @property
     def best(self) -> Simulated:
@@ -150,7 +150,7 @@ def table(comparison: OrderComparison) -> Table:
     rows = [
         *([] if in_kernel is None else [(in_kernel, ("direct",))]),
         *comparison.flux,
-        (medium, (str(medium.knobs.order),)),
+        *([] if medium is None else [(medium, (str(medium.knobs.order),))]),
         (unfused, (unfused.problem.op.collective,)),
     ]
     for call, orders in rows:
@@ -228,9 +228,12 @@ def show(comparison: OrderComparison, console: Console) -> None:
     """Print headline, table, timelines of rank 0, and what the figures rest on."""
     problem, cluster = comparison.unfused.problem, comparison.cluster
     where = f", {problem.nodes} hosts" if problem.nodes > 1 else ""
+    tokens, rows = problem.m // problem.topk, ""
+    if problem.experts > 1:
+        rows = f", {problem.experts} experts, {problem.topk} of each token"
     console.print(
         Text(
-            f"{problem.op.name} {problem.m} x {problem.n} x {problem.k} (M x N x K) "
+            f"{problem.op.name} {tokens} x {problem.n} x {problem.k} (M x N x K){rows} "
             f"{problem.dtype}, {problem.world} ranks{where}, simulated on {cluster.name}",
             "bold",
         )

@@ -31,7 +31,7 @@ class Results:
 
     def __init__(self, call: SimulatedCall, stores: Sequence[Stores], sums: Sequence[int]) -> None:
         self._call, self._stores = call, stores
-        self._itemsize = call.problem.itemsize
+        self._itemsize = call.problem.row_bytes / call.problem.row_elements
         self._there = [Flag() for _ in range(call.world)]
         # Sums of others that are not there.
         self._put = [Counter(sum(sums) - own) for own in sums]

@@ -46,7 +46,8 @@ def scatter_processes(call: SimulatedCall) -> list[Counter]:
 class _Scatter:
     def __init__(self, call: SimulatedCall) -> None:
         self._call = call
-        self._itemsize = call.problem.itemsize
+        # A token's rows are summed before they leave.
+        self._itemsize = call.problem.row_bytes / call.problem.row_elements
         world, lanes = call.world, call.world // call.problem.nodes
         # (holder, piece): partials of the holder's host that have not arrived.
         self._missing: dict[tuple[int, LinkPiece], Counter] = {}

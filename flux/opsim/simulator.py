@@ -25,6 +25,9 @@ owners, have the size of a chunk.
     GEMMs    a peer's rows | the next one's | ... | own rows     ReduceScatter: then the sum
     copies                 | partials, signal | partials ...
 
+Experts: rows are those of all experts together. Those of an owner's tokens come one after the
+other, and every expert's last tile is multiplied as a whole.
+
 docs/use/simulator.md says what is not modelled, and how far the results are from published times.
 """
 
@@ -36,7 +39,7 @@ from dataclasses import dataclass, field, replace
 from flux.core.collector import paused_collector
 from flux.core.events import Event, Kind
 from flux.core.knobs import Direction, Knobs, Order, Topology
-from flux.core.problem import Problem, ceil_div
+from flux.core.problem import Problem, ceil_div, round_up
 from flux.core.schedule import TileSchedule
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster
@@ -46,7 +49,7 @@ from flux.opsim.parts import LAUNCH_US, Log, Move, SimulatedCall
 from flux.opsim.pushed import pushed_processes
 from flux.opsim.scatter import scatter_processes
 from flux.select.chunks import chunk_gemm_ms
-from flux.select.cost import gemm_beside_transfers_ms, library_ms
+from flux.select.cost import gemm_beside_transfers_ms, library_ms, shuffle_ms
 from flux.select.cost import gemm_ms as modelled_gemm_ms
 from flux.select.cycles import CLAIM
 from flux.select.hardware import CYCLES_PER_MS, blocks_per_wave
@@ -132,6 +135,10 @@ def _check(problem: Problem, cluster: Cluster, gemm_ms: float | None) -> None:
             f"the op simulator models GPUs, and the devices of {cluster.name} are of kind "
             f"{cluster.device.kind}"
         )
+    if problem.experts > 1 and problem.m < problem.experts:
+        raise ValueError(
+            f"each of {problem.experts} experts needs a row, got {problem.m} rows of all tokens"
+        )
     if problem.world > 1 and cluster.link.gbs <= 0:
         raise ValueError(
             f"{cluster.name} has no speed of its link, which {problem.world} ranks use"
@@ -141,6 +148,8 @@ def _check(problem: Problem, cluster: Cluster, gemm_ms: float | None) -> None:
 
 
 def _check_knobs(problem: Problem, knobs: Knobs) -> None:
+    if problem.experts > 1 and knobs.path != "fused":
+        raise ValueError(f"path = {knobs.path} of a grouped GEMM is not simulated")
     if knobs.reduce == "in_flight":
         raise ValueError("reduce = in_flight is not simulated")
     if knobs.direction != "pull":
@@ -159,16 +168,17 @@ def unfused(problem: Problem, cluster: Cluster, gemm_ms: float | None = None) ->
     """
     _check(problem, cluster, gemm_ms)
     whole = modelled_gemm_ms(problem, cluster) if gemm_ms is None else gemm_ms
-    comm = library_ms(problem, cluster)
+    comm, shuffle = library_ms(problem, cluster), shuffle_ms(problem, cluster)
     log = Log()
-    parts = [(Kind.copy, problem.op.collective, comm), (Kind.gemm, "GEMM", whole)]
+    parts = [(Kind.copy, problem.op.collective, comm), (Kind.copy, "rows of experts", shuffle)]
+    parts.append((Kind.gemm, "GEMM", whole))
     for rank in range(problem.world):
         begin = 0.0
         for kind, name, length in parts if problem.op.gathers else reversed(parts):
             if length:
                 log.add(rank, "stream", kind, name, begin, begin + 1e3 * length)
             begin += 1e3 * length
-    total = (whole + comm,) * problem.world
+    total = (whole + shuffle + comm,) * problem.world
     return Simulated("unfused", problem, Knobs(path="unfused"), None, whole, comm, total, _log=log)
 
 
@@ -219,7 +229,7 @@ def simulate(
     if not medium:
         blocks = _blocks(kernel, units, tiles)
         late = blocks - _blocks(kernel, min(units, cluster.device.units - taken), tiles)
-        alone *= slowdown(problem, cluster, full, kernel)
+        alone *= slowdown(problem, cluster, full, kernel) * _filled(problem, kernel)
         if kernel.tile_scheduler == "dynamic" and kernel.arch == "80":  # others claim ahead
             start_us = 1e3 * CLAIM["80"] / CYCLES_PER_MS
     elif problem.world > 1:
@@ -265,6 +275,14 @@ def simulate(
         blocks=blocks,
         _log=call.log,
     )
+
+
+def _filled(problem: Problem, kernel: GemmConfig) -> float:
+    """Return the rows that the kernel multiplies over those there are: experts fill whole tiles."""
+    if problem.experts == 1:
+        return 1.0
+    of_expert = ceil_div(problem.m, problem.experts)
+    return problem.experts * round_up(of_expert, kernel.cluster_tile.rows) / problem.m
 
 
 def _blocks(kernel: GemmConfig, units: int, tiles: int) -> int:

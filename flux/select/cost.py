@@ -83,8 +83,19 @@ def gemm_ms(
     on A800, 26.5% and 32.5% on L20.
     """
     m, (n, k) = problem.m if rows is None else rows, problem.local
-    moved = problem.itemsize * (m * k + n * k + m * n)
+    moved = problem.itemsize * (m * k + problem.experts * n * k + m * n)
     return _roofline_ms(cluster.device, problem.dtype, 2.0 * m * n * k * slower, moved)
+
+
+def shuffle_ms(problem: Problem, cluster: Cluster) -> float:
+    """Return the time of the kernel between a library's collective and its grouped GEMM.
+
+    It copies tokens to the rows of their experts, or sums a token's rows; 0 without experts.
+    """
+    if problem.experts == 1:
+        return 0.0
+    elements = problem.row_elements * (problem.m + problem.m // problem.topk)
+    return memory_ms(cluster.device, problem.itemsize * elements, ELEMENTWISE_SHARE)
 
 
 def sliced_gemm_ms(
@@ -191,7 +202,10 @@ def gemm_beside_transfers_ms(
     if problem.world == 1:
         return alone_ms
     chunks = (problem.world - 1) * (2 if problem.op.gathers else 1)
-    transfers = memory_ms(cluster.device, chunks * problem.chunk * problem.row_bytes)
+    moved = chunks * problem.chunk * problem.row_bytes
+    if problem.op.reduces and problem.topk > 1:  # a token's products are read again, to be summed
+        moved += problem.m * problem.row_elements * problem.itemsize
+    transfers = memory_ms(cluster.device, moved)
     busy = alone_ms + raster_ms(problem, cluster, kernel, raster)
     return busy + UNHIDDEN * min(busy, transfers)
 

@@ -355,7 +355,7 @@ class Tuner:
     def _job(self, search: Search, blackboard: Path, seconds: float, at_once: int) -> TuningJob:
         options, problem = self._options, search.problem
         if self._machine.backend == "cpu":  # the host has memory for a part of them at once
-            per_rank = problem.m * problem.row_bytes * (2 if problem.op.all_reduces else 1)
+            per_rank = int(problem.m * problem.row_bytes) * (2 if problem.op.all_reduces else 1)
             at_once = min(at_once, max(2, _MEMORY_BYTES // (problem.world * per_rank + 1)))
         config = BenchConfig(
             problem=problem,
