@@ -16,7 +16,7 @@ from flux.core.knobs import AllToAllOp, Knobs, Topology
 from flux.core.problem import ceil_div
 from flux.core.schedule import TileSchedule
 
-TILE_BYTES = 1 << 20
+TILE_BYTES = 1 << 18
 """Bytes of a communication tile between hosts, at least."""
 MAX_TILES = 8
 """Communication tiles of a block, at most."""

@@ -156,6 +156,9 @@ class _TracedCall:
         return name, details
 
     def _copy(self, record: Record) -> tuple[str, Details]:
+        if self.schedule is not None and op_row(self.op).exchanges:
+            name, details = self._gemm(record)
+            return f"copies {name}", details
         details = self._rows(record)
         rows = rows_text(record.first, record.last)
         if record.peer == self.rank:

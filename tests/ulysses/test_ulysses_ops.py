@@ -18,6 +18,7 @@ from flux import Knobs, PeerTimeoutError, Topology
 from flux.core.knobs import AllToAllOp
 from flux.layers import UlyssesAttention
 from flux.select.all_to_all import block_schedule
+from flux.trace import Kind, record_op
 from flux.ulysses import AllToAllGemm, GemmAllToAll
 from harness import STRESS, fresh_ranks, more, run_ranks
 from op_cases import same_bits
@@ -270,6 +271,26 @@ def _slow_ranks(rank: int, world: int) -> None:
 
 def test_late_signals_change_nothing() -> None:
     run_ranks(3, _slow_ranks)
+
+
+def _traced(rank: int, world: int) -> None:
+    """Every raised signal is awaited under its name; copies and GEMMs are told apart."""
+    case = replace(SMALL, options=(("topology", Topology(3)), ("tuning", Knobs(comm_tile_rows=4))))
+    inputs = UlyssesInputs(case, 4)
+    for kind, call in CALLS.items():
+        with case.build(kind) as op:
+            trace = record_op(op, lambda op=op, call=call: call(inputs, op, rank), calls=2)
+        if rank > 0:
+            continue
+        copies = {event.name for event in trace.events if event.kind is Kind.copy}
+        gemms = {event.name for event in trace.events if event.kind is Kind.gemm}
+        assert gemms and copies and all(name.startswith("copies tile") for name in copies)
+        raised = [name for e in trace.events for name in str(e.details.get("raises", "")).split()]
+        assert len(raised) == 2 * 10 and len(set(raised)) == 10, "each tile of each call"
+
+
+def test_a_trace_names_what_is_copied_and_multiplied() -> None:
+    run_ranks(3, _traced)
 
 
 def _attention(rank: int, world: int) -> None:
