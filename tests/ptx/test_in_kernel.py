@@ -174,3 +174,13 @@ def test_words_that_no_recent_call_raised_are_renewed(ptx: PtxDevice) -> None:
 def test_blocks_without_tiles_leave_while_others_have_no_room(ptx: PtxDevice) -> None:
     p = Problem("gemm_ar", 128, (1536,), 64, torch.bfloat16)
     checked_calls(CrowdedWorld(2, ptx), p, [of_rows(128, 2, p)], tuning=IN_KERNEL)
+
+
+@pytest.mark.parametrize("ptx", ["80", *more("90a")], indirect=True)
+def test_rows_that_no_kernel_loads_are_refused(ptx: PtxDevice) -> None:
+    """Odd N and K are for kernels of alignment 1: every_kernel.py runs those."""
+    with VirtualWorld(2, ptx) as ranks:
+        for op, n, k in (("gemm_ar", 13, 128), ("ag_gemm", 26, 64), ("gemm_ar", 16, 26)):
+            p = Problem(op, 16, (n,), k, torch.bfloat16)
+            with pytest.raises(ValueError, match=r"no built kernel supports .* in bf16"):
+                p.build(ranks.rank(0), tuning=IN_KERNEL)

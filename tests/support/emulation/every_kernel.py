@@ -149,6 +149,32 @@ def plans(config: GemmConfig) -> Iterator[Plan]:
                 topology = Topology(nodes, 1, world // nodes)
             seed = rng.randrange(1 << 20)
             yield Plan(problem, world, knobs, topology, rows, seed, nodes)
+            if nodes == 1 and may_be_in_kernel(config, op):
+                yield in_kernel(config, problem, world, seed)
+
+
+def may_be_in_kernel(config: GemmConfig, op: str) -> bool:
+    """Return whether path in_kernel is for an op with this kernel."""
+    if config.op == "ag_gemm":
+        return config.scaling != "row"  # whose scales would travel with the rows
+    return op == "gemm_ar" and config.reduce == "local"
+
+
+def in_kernel(config: GemmConfig, problem: Problem, world: int, seed: int) -> Plan:
+    """The op on path in_kernel, of odd M up to all that it is for.
+
+    Columns and depth are small, since the machine takes its time, and no multiple of a tile's.
+    """
+    rng = random.Random(seed)
+    step = config.alignment_elements
+    rest = max(step, 16 // BY_SHORT[config.output].itemsize if config.arch == "90a" else step)
+    columns, depth = rest * rng.randint(1, 40), step * rng.randint(1, 12)
+    n, k = (columns * world, depth) if problem.gathers else (columns, depth * world)
+    most = rng.choice([2 * rng.randint(0, 255) + 1, 512])
+    problem = replace(problem, max_m=most, n=(n,), k=k)
+    knobs = Knobs(path="in_kernel", tile_scheduler=config.tile_scheduler)
+    rows = (most, rng.randint(1, min(most, 70)), 1)
+    return Plan(problem, world, knobs, Topology(1, 1, world), rows, seed)
 
 
 # -- running ---------------------------------------------------------------------------------------
@@ -305,7 +331,7 @@ def check_traced(device: Any, registry: Registry, config: GemmConfig) -> dict[st
     built, traced = registry.kernels[config.name], registry.traced[config.name]
     events = {}
     for plan in plans(config):
-        if plan.small:
+        if plan.small and plan.knobs.path != "in_kernel":
             with only(device, built, plan.world, traced):
                 events[plan.problem.op] = run_traced(device, plan)
     return {"config": traced.symbol, "worlds": [WORLDS[0]], "events": events}
