@@ -29,8 +29,13 @@ SMALL = UlyssesCase((5, 0, 4), heads=(6, 3, 3), options=(("timeout_s", 60.0),))
 
 
 def _random(rank: int, world: int, kind: Any, cases: int) -> None:
-    for seed in range(cases):
-        case = random_case(random.Random(f"{kind.__name__} {world} {seed}"), world)
+    shared = max(world // 2, 1)  # heads of keys, each of two ranks
+    drawn = [
+        random_case(random.Random(f"{kind.__name__} {world} {seed}"), world)
+        for seed in range(cases)
+    ]
+    grouped = UlyssesCase((3,) * world, (2 * world, shared, shared))
+    for seed, case in enumerate((grouped, *drawn)):
         with case.build(kind) as op:
             first, again = UlyssesInputs(case, seed), UlyssesInputs(case, seed + 1)
             outs = CALLS[kind](first, op, rank)
