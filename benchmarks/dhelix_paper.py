@@ -201,6 +201,8 @@ def times_of(case: Case) -> dict[str, dict[str, float]]:
                 sequence=case.sequence,
                 layers=case.layers,
                 micro_batches=count,
+                regather=False,
+                head=False,  # layers alone, with inputs kept, as when these figures were made
             )
             if case.kv_heads is not None:
                 step = replace(step, layer=replace(step.layer, kv_heads=case.kv_heads))

@@ -71,6 +71,7 @@ class Case(NamedTuple):
             micro_batch=self.micro_batch,
             micro_batches=self.micro_batches,
             regather=True,
+            head=False,  # layers alone, as when these figures were made
         )
 
 

@@ -34,6 +34,7 @@ import multi_host
 import one_host
 import op_simulator
 import plan_hosts
+import published_runs
 import reliability
 import scale
 import serving
@@ -121,6 +122,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tile_scheduler": of(tile_scheduler.table, tile_scheduler.RESULT),
     "plan_hosts": of(plan_hosts.table, plan_hosts.RESULT),
     "plan_hosts_says": of(plan_hosts.conclusion, plan_hosts.RESULT),
+    "published_runs": of(published_runs.table, published_runs.RESULT),
     "dhelix_paper": of(dhelix_paper.table, dhelix_paper.RESULT),
     "domino_hosts": of(domino_hosts.table, domino_hosts.RESULT),
     "op_simulator_variants": of(op_simulator.variants_table, op_simulator.RESULT),

@@ -27,7 +27,8 @@ GROUPS = {
     "ranks": ("--hosts --link-rate --threads --seed --timeout", "Options of ranks"),
     "step": (
         "--policy --model --tp --dp --pp --cp --ep --sequence-parallel --layers --sequence"
-        " --micro-batch --micro-batches --zero --regather --shard",
+        " --micro-batch --micro-batches --zero --regather --shard --recompute --split --optimizer"
+        " --fp32-gradients --eager --unfused-attention --gemm-dtype",
         "Options of a training step",
     ),
 }
@@ -56,7 +57,7 @@ def flag(option: Any) -> str:
     if option.is_flag or option.default in (None, ""):
         return f"`{names}`"
     default = option.default
-    return f"`{names} {int(default) if isinstance(default, float) else default}`"
+    return f"`{names} {f'{default:g}' if isinstance(default, float) else default}`"
 
 
 def paragraphs(text: str) -> str:

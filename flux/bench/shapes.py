@@ -32,16 +32,52 @@ class Moe:
         experts: how many there are.
         top_k: how many each token goes to.
         intermediate: of an expert.
+        shared: of the experts that every token goes to, together.
     """
 
     experts: int
     top_k: int
     intermediate: int
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Queries, and keys with values, are projected down and up again. ``Layer.head_dim`` is that of
+    queries and keys, with the part that has positions.
+
+    Attributes:
+        query_rank: width of the compressed queries; 0: they are not compressed.
+        kv_rank: width of compressed keys and values.
+        rope_dim: of the part of keys with positions, which all heads share.
+        value_dim: of a head's values.
+    """
+
+    query_rank: int
+    kv_rank: int
+    rope_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Sizes of a transformer layer; ``intermediate`` is 0 if it has experts."""
+    """Sizes of a transformer layer.
+
+    Attributes:
+        hidden: width of the model.
+        intermediate: of the MLP; with experts, of leading layers without experts, or 0.
+        heads: of queries.
+        kv_heads: of keys and values.
+        head_dim: width of a head.
+        gated: whether the MLP, or an expert, has a gate.
+        moe: experts in place of the MLP.
+        latent: compressed attention.
+        window: tokens that attention looks back on; 0: all.
+        full_every: of so many layers the last one has no window; 0: all have it.
+        dropout: whether a mask is kept of what is added to the residual.
+    """
 
     hidden: int
     intermediate: int
@@ -50,6 +86,51 @@ class Layer:
     head_dim: int
     gated: bool
     moe: Moe | None = None
+    latent: Latent | None = None
+    window: int = 0
+    full_every: int = 0
+    dropout: bool = True
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    @property
+    def compressed(self) -> int:
+        """Width of what latent attention gathers: compressed queries, keys and values."""
+        latent = self.latent
+        if latent is None:
+            return 0
+        return (latent.query_rank or self.hidden) + latent.kv_rank + latent.rope_dim
+
+    @property
+    def attention_weights(self) -> int:
+        """Elements of the weights of attention."""
+        latent, out = self.latent, self.heads * self.value_dim * self.hidden
+        if latent is None:
+            inputs = self.heads * self.head_dim + self.kv_heads * (self.head_dim + self.value_dim)
+            return self.hidden * inputs + out
+        queries = self.heads * self.head_dim
+        down = self.hidden * (latent.query_rank + latent.kv_rank + latent.rope_dim)
+        up = (latent.query_rank or self.hidden) * queries
+        up += latent.kv_rank * self.heads * (self.head_dim - latent.rope_dim + latent.value_dim)
+        return down + up + out
+
+    def mlp_weights(self, intermediate: int) -> int:
+        """Return elements of the weights of an MLP, or of an expert."""
+        return (3 if self.gated else 2) * self.hidden * intermediate
+
+    def visible(self, layer: int, sequence: int) -> float:
+        """Return pairs of a query and a key that attention computes, of one sequence and head."""
+        window = self.window
+        if (
+            not window
+            or window >= sequence
+            or (self.full_every and (layer + 1) % self.full_every == 0)
+        ):
+            return sequence * sequence / 2
+        return sequence * window - window * window / 2
 
     def gemms(self, decodes: bool) -> Iterator[tuple[str, int, int]]:
         """Yield (op, N, K) of each GEMM with communication."""
@@ -65,7 +146,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """A model of equal layers.
+    """A model.
 
     Attributes:
         name: for display.
@@ -73,6 +154,9 @@ class Model:
         layer: sizes of a layer.
         layers: how many there are.
         sequence: tokens of a sequence in training: that of the workload "training".
+        vocabulary: rows of the embedding; 0: not known, so that plans have no embedding and head.
+        tied: whether the head has the embedding's weights.
+        dense_layers: leading layers without experts, of a model with experts.
     """
 
     name: str
@@ -80,6 +164,22 @@ class Model:
     layer: Layer
     layers: int
     sequence: int
+    vocabulary: int = 0
+    tied: bool = False
+    dense_layers: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all weights but norms and biases."""
+        layer, moe = self.layer, self.layer.moe
+        total = self.vocabulary * layer.hidden * (1 if self.tied else 2)
+        total += self.layers * layer.attention_weights
+        dense = self.layers if moe is None else self.dense_layers
+        total += dense * layer.mlp_weights(layer.intermediate)
+        if moe is not None:
+            experts = layer.mlp_weights(moe.experts * moe.intermediate + moe.shared)
+            total += (self.layers - dense) * (experts + layer.hidden * moe.experts)
+        return total
 
 
 @dataclass(frozen=True)
@@ -122,6 +222,7 @@ def load_shapes(
     top = Table.load(file)
     model, dtype = top.text("model"), top.text("dtype", choices=MEASURED_DTYPES)
     worlds = top.integers("tensor_parallel")
+    _head(top)
     sizes: list[tuple[str, int, int, int]] = []
     if "layer" in top.keys:
         layer, _ = _layer(top.table("layer"))
@@ -171,13 +272,12 @@ def layer_of(name: str | Path) -> Layer:
     return _layer(top.table("layer"))[0]
 
 
-def model_of(name: str | Path) -> Model:
-    """Return a model: a file of shapes with a [layer], or the name of one in `tuning/shapes`.
+def model_in(file: Path) -> Model:
+    """Return the model of a file with a [layer].
 
     Raises:
-        ValueError: no such file, it has no layer or no workload "training", or wrong contents.
+        ValueError: it has no layer or no workload "training", or wrong contents.
     """
-    file = find("shapes", name)
     top = Table.load(file)
     if "layer" not in top.keys:
         raise ValueError(f"{file}: expected the [layer] of a model, got a list of shapes")
@@ -195,8 +295,15 @@ def model_of(name: str | Path) -> Model:
     title, dtype = top.text("model"), top.text("dtype", choices=MEASURED_DTYPES)
     top.integers("tensor_parallel")
     top.tables("shape")  # of no model
+    vocabulary, tied = _head(top)
     top.done()
-    return Model(title, dtype, layer, layers, sequences["training"])
+    return Model(title, dtype, layer, layers, sequences["training"], vocabulary, tied)
+
+
+def _head(top: Table) -> tuple[int, bool]:
+    """Return rows of the vocabulary, 0 if not given, and whether the head is the embedding."""
+    vocabulary = top.integer("vocabulary") if "vocabulary" in top.keys else 0
+    return vocabulary, top.flag("tied") if "tied" in top.keys else False
 
 
 def _layer(table: Table) -> tuple[Layer, int]:
@@ -209,6 +316,7 @@ def _layer(table: Table) -> tuple[Layer, int]:
         head_dim=table.integer("head_dim"),
         gated=table.flag("gated"),
         moe=_experts(table.table("moe")) if "moe" in table.keys else None,
+        dropout=table.flag("dropout") if "dropout" in table.keys else True,
     )
     layers = table.integer("layers")
     if not layer.intermediate and layer.moe is None:

@@ -45,6 +45,9 @@ class DeviceSpec:
         memory_gbs: GB/s of that memory.
         tflops: dense peak by dtype, 1e12 operations per second of the whole device.
         name: for display.
+        gemm_share: share of the peak that large GEMMs reach, if measured; 0: not measured.
+        attention_share: likewise of attention.
+        memory_share: share of the memory's speed that elementwise kernels reach, likewise.
     """
 
     kind: str
@@ -54,6 +57,9 @@ class DeviceSpec:
     memory_gbs: float = 0.0
     tflops: Mapping[str, float] = field(default_factory=dict)
     name: str = ""
+    gemm_share: float = 0.0
+    attention_share: float = 0.0
+    memory_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -204,6 +210,10 @@ def load_cluster(name: str | Path) -> Cluster:
         memory_gbs=table.number("memory_gbs", least=0.001),
         tflops={dtype: speeds.number(dtype, least=1e-6) for dtype in speeds.keys},
         name=table.text("name"),
+        **{
+            key: table.number(key, 0.0, most=1.0)
+            for key in ("gemm_share", "attention_share", "memory_share")
+        },
     )
     devices = table.integer("per_host")
     if not device.tflops:

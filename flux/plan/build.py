@@ -9,10 +9,16 @@ section 4.2) counts 14 operators forward and 18 backward:
 
 bda is bias, dropout and addition of the residual. With experts, ln2 is followed by
 
-    router dispatch fc1 act fc2 combine bda2          dispatch and combine are AllToAll
+    router [fc1_shared act_shared fc2_shared] dispatch fc1 act fc2 combine bda2
 
-With context parallelism keys and values are gathered before attention, and their gradients
-reduce-scattered after it. Embedding and loss are left out: a layer is what repeats.
+where dispatch and combine are AllToAll. Compressed attention has ``down`` before the gather, and
+``q_up`` after it. With context parallelism keys and values are gathered before attention, and
+their gradients reduce-scattered after it.
+
+The first layer comes after ``embed``, and the last one before ``ln_f head loss``, which have the
+numbers of these layers. Not counted: what two stages do to sum the gradients of tied weights.
+
+What is computed again has the role ``recompute``, and comes before the layer's backward.
 
 With ZeRO-3 a layer's weights are gathered before its forward and again before its backward. Its
 gradients are reduce-scattered after each backward. How early a gather begins is up to the policy.
@@ -23,18 +29,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flux.core.collector import paused_collector
-from flux.core.problem import ceil_div
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Builder, Graph, Operator
+from flux.plan.layer_ops import LayerOp, Layers
 from flux.plan.mesh import SubGroup
-from flux.plan.model import TrainingStep
+from flux.plan.model import OPTIMIZERS, RECOMPUTED, TrainingStep
 
-_ADAM = 7
-"""Tensors in float32: Adam reads gradient, weight and two moments, and writes the last three."""
 _MOST_PASSES = 1 << 18
 """Of a layer, by micro-batch. Each has some 40 operators, of some 500 bytes."""
-OPTIMIZER_BYTES = 12.0
-"""Float32 copy of the weight and two moments."""
+_DUAL = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_to_all": "all_to_all",
+}
+"""What backward of a collective is."""
 
 
 def build_step(step: TrainingStep, fabric: Fabric) -> Graph:
@@ -50,35 +58,24 @@ def build_step(step: TrainingStep, fabric: Fabric) -> Graph:
             f"plan: at most {_MOST_PASSES} passes of a layer"
         )
     with paused_collector():
-        return _Layers(step, fabric).build()
+        return _Step(step, fabric).build()
 
 
-class _Layers:
+class _Step:
+    """Places the operators of layers in a step."""
+
     def __init__(self, step: TrainingStep, fabric: Fabric) -> None:
         self.step, self.fabric = step, fabric
         self.builder = Builder(step.itemsize)
-        parallel, layer = step.parallel, step.layer
-        self.tp, self.cp = parallel.tp, parallel.cp
-        self.rows = step.tokens  # of the operators between AllGather and ReduceScatter
-        self.sharded = parallel.sequence and self.tp > 1
-        self.own = self.rows // self.tp if self.sharded else self.rows  # of the others
-        self.hidden = layer.hidden
-        self.inner = layer.heads * layer.head_dim // self.tp
-        self.kv = 2 * ceil_div(layer.kv_heads, self.tp) * layer.head_dim
-        heads, queries = layer.heads // self.tp, step.sequence // self.cp
-        self.attention = (step.micro_batch, heads, queries, step.sequence, layer.head_dim)
-        self.mlp = layer.intermediate // self.tp
-        self.up = 2 if layer.gated else 1
-        self.gathered = {}  # GEMMs whose input is gathered again, and by what
-        if self.sharded and step.regather:
-            self.gathered = {"qkv": "ag1"} | ({} if layer.moe else {"fc1": "ag2"})
-        self.per_stage = step.layers // parallel.pp
+        self.layers = Layers(step)
         self.stage = self.layer = self.micro = -1
         self.last: int | None = None  # the operator that the next one comes after
         self.wgrads: dict[int, list[int]] = {}  # by layer: of the last micro-batch
         self.norms: dict[tuple[int, int, str], int] = {}  # whose output is gathered, for a GEMM
         self.parameters: dict[str, int] = {}  # ZeRO-3: the gather before a GEMM of this layer
-        self.reductions: dict[int, list[int]] = {}  # ZeRO-3: by layer
+        self.reductions: dict[int, list[int]] = {}  # ZeRO-2 and 3: by layer
+        self.gradient = (4 / step.itemsize) if step.fp32_gradients else 1.0  # of an element
+        self.starts = [sum(step.stages[:stage]) for stage in range(step.parallel.pp)]
 
     def build(self) -> Graph:
         step = self.step
@@ -94,16 +91,8 @@ class _Layers:
             for stage in reversed(range(step.parallel.pp)):
                 self._backward(stage)
         self._optimize()
-        return self.builder.build(self._resident())
-
-    def _resident(self) -> list[float]:
-        """Return bytes of weights, gradients and optimizer states of a stage's rank."""
-        step = self.step
-        share = (step.shard or step.parallel.dp) if step.zero else 1
-        weight = 2.0 * step.itemsize + OPTIMIZER_BYTES / share
-        if step.zero == 3:  # what is gathered is allocated by the gathers
-            weight = (2.0 * step.itemsize + OPTIMIZER_BYTES) / share
-        return [self.per_stage * step.layer_weights * weight] * step.parallel.pp
+        resident = [sum(step.resident(stage).values()) for stage in range(step.parallel.pp)]
+        return self.builder.build(resident)
 
     # -- operators ---------------------------------------------------------------------------------
 
@@ -134,7 +123,7 @@ class _Layers:
             leads: whether the next operator comes after this one.
         """
         before = behind if behind is not None else [] if self.last is None else [self.last]
-        suffix = {"fwd": "", "dgrad": ".d", "wgrad": ".w", "step": ""}[role]
+        suffix = {"fwd": "", "dgrad": ".d", "wgrad": ".w", "step": "", "recompute": ".r"}[role]
         where = f"L{self.layer}." if self.layer >= 0 else f"S{self.stage}."
         number = f".m{self.micro}" if self.micro >= 0 else ""
         itemsize = self.step.itemsize
@@ -157,32 +146,40 @@ class _Layers:
             self.last = added
         return added
 
-    def _gemm(self, part: str, rows: int, n: int, k: int) -> None:
-        """Add a forward GEMM, which keeps its input for the gradient of its weight."""
-        self._add(
-            part,
-            "gemm",
-            (rows, n, k),
-            keeps=self._kept(part, rows) * k,
-            behind=self._behind(part),
-        )
-
     def _behind(self, part: str) -> list[int]:
         """Return what a GEMM waits for: the last operator, and its gathered weights."""
         before = [] if self.last is None else [self.last]
         return before + ([self.parameters[part]] if part in self.parameters else [])
 
-    def _kept(self, part: str, rows: int) -> int:
-        """Return rows of a GEMM's input that are kept until backward."""
-        return self.own if part in self.gathered else rows
+    def _run(self, op: LayerOp, keeps: float, role: str = "fwd") -> None:
+        """Add what forward does, or what backward does again."""
+        added = self._add(
+            *(op.part, op.kind, op.shape),
+            role=role,
+            group=op.group,
+            keeps=keeps,
+            behind=self._behind(op.part) if op.kind == "gemm" else None,
+        )
+        if op.kind == "norm":
+            gemm = {"ln1": "qkv", "ln2": "fc1", "ln_f": "head"}[op.part]
+            self.norms[self.layer, self.micro, gemm] = added
 
-    def _gemm_backward(self, part: str, rows: int, n: int, k: int) -> None:
+    def _run_backward(self, op: LayerOp) -> None:
+        if op.kind == "gemm":
+            self._gemm_backward(op)
+        elif op.back:
+            kind = _DUAL.get(op.kind, op.kind)
+            self._add(op.part, kind, op.back, role="dgrad", group=op.group, frees=op.keeps)
+
+    def _gemm_backward(self, op: LayerOp) -> None:
         """Add both gradients of a GEMM [rows, k] x [k, n]; the next operator follows dgrad."""
+        part, (rows, n, k) = op.part, op.shape
         before = [] if self.last is None else [self.last]
         behind = self._behind(part)
-        if part in self.gathered:
+        gathers = self.layers.gathered.get(part)
+        if gathers and (part != "fc1" or self.step.moe_of(self.layer) is None):
             again = self._add(
-                self.gathered[part],
+                gathers,
                 "all_gather",
                 (rows, k),
                 role="wgrad",
@@ -192,193 +189,215 @@ class _Layers:
             )
             before.append(again)
         self._add(part, "gemm", (rows, k, n), role="dgrad", behind=behind)
-        frees = self._kept(part, rows) * k
         wgrad = self._add(
-            part, "gemm", (n, k, rows), role="wgrad", frees=frees, behind=before, leads=False
+            part, "gemm", (n, k, rows), role="wgrad", frees=op.keeps, behind=before, leads=False
         )
-        if self.step.zero == 3 or self.micro == self.step.micro_batches - 1:
-            self.wgrads.setdefault(self.layer, []).append(wgrad)
+        self._record(wgrad)
 
-    def _tensor_parallel(self, part: str, kind: str, role: str = "fwd") -> None:
-        if self.tp > 1:
-            self._add(part, kind, (self.rows, self.hidden), role=role, group="tp")
+    def _record(self, wgrad: int) -> None:
+        """Note a gradient of a weight, which the reduction of its layer waits for."""
+        if self.step.zero >= 2 or self.micro == self.step.micro_batches - 1:
+            self.wgrads.setdefault(self.layer, []).append(wgrad)
 
     def _send(self, part: str, role: str) -> None:
         self.layer = -1
-        self._add(part, "send", (self.own, self.hidden), role=role, group="pp")
+        shape = self.layers.own, self.step.layer.hidden
+        self._add(part, "send", shape, role=role, group="pp")
 
     # -- passes ------------------------------------------------------------------------------------
 
     def _forward(self, stage: int) -> None:
         self.stage = stage
-        for index in range(self.per_stage):
-            self.layer = stage * self.per_stage + index
+        for index in range(self.step.stages[stage]):
+            self.layer = self.starts[stage] + index
             self._gather_weights("fwd")
-            self._attention()
-            if self.step.layer.moe is None:
-                self._mlp()
-            else:
-                self._experts()
+            if self.layer == 0 and self.step.vocabulary:
+                self._embed()
+            ops = self.layers.of(self.layer)
+            dropped = self._dropped(index, ops)
+            for place, op in enumerate(ops):
+                if op.forward:
+                    self._run(op, op.keeps - dropped.get(place, (0, 0.0))[1])
+            if self.layer == self.step.layers - 1 and self.step.vocabulary:
+                self._head()
             self._free_weights()
         if stage < self.step.parallel.pp - 1:
             self._send("send_act", "fwd")
 
-    def _attention(self) -> None:
-        own, hidden = self.own, self.hidden
-        norm = self._add("ln1", "norm", (own, hidden, 2), keeps=own * hidden)
-        self.norms[self.layer, self.micro, "qkv"] = norm
-        if self.sharded:
-            self._tensor_parallel("ag1", "all_gather")
-        self._gemm("qkv", self.rows, self.inner + self.kv, hidden)
-        if self.cp > 1:
-            self._add("ag_kv", "all_gather", (self.rows * self.cp, self.kv), group="cp")
-        shape = self.attention
-        self._add("attention", "attention", shape, keeps=self.rows * (self.inner + self.kv))
-        self._gemm("proj", self.rows, hidden, self.inner)
-        self._row_forward("1")
-        self._add("bda1", "elementwise", (own, hidden, 3), keeps=own * hidden / 2)
-
-    def _mlp(self) -> None:
-        own, hidden = self.own, self.hidden
-        norm = self._add("ln2", "norm", (own, hidden, 2), keeps=own * hidden)
-        self.norms[self.layer, self.micro, "fc1"] = norm
-        if self.sharded:
-            self._tensor_parallel("ag2", "all_gather")
-        self._gemm("fc1", self.rows, self.up * self.mlp, hidden)
-        act = (self.rows, self.mlp, self.up + 1)
-        self._add("act", "elementwise", act, keeps=self.rows * self.up * self.mlp)
-        self._gemm("fc2", self.rows, hidden, self.mlp)
-        self._row_forward("2")
-        self._add("bda2", "elementwise", (own, hidden, 3), keeps=own * hidden / 2)
-
-    def _experts(self) -> None:
-        moe, own, hidden = self.step.layer.moe, self.own, self.hidden
-        assert moe is not None
-        routed = own * moe.top_k
-        self._add("ln2", "norm", (own, hidden, 2), keeps=own * hidden)
-        self._gemm("router", own, moe.experts, hidden)
-        if self.step.parallel.ep > 1:
-            self._add("dispatch", "all_to_all", (routed, hidden), group="ep")
-        self._gemm("fc1", routed, self.up * moe.intermediate, hidden)
-        act = (routed, moe.intermediate, self.up + 1)
-        self._add("act", "elementwise", act, keeps=routed * self.up * moe.intermediate)
-        self._gemm("fc2", routed, hidden, moe.intermediate)
-        if self.step.parallel.ep > 1:
-            self._add("combine", "all_to_all", (routed, hidden), group="ep")
-        self._add("bda2", "elementwise", (own, hidden, 2 + moe.top_k), keeps=own * hidden / 2)
-
     def _backward(self, stage: int) -> None:
         self.stage = stage
-        for index in reversed(range(self.per_stage)):
-            self.layer = stage * self.per_stage + index
+        for index in reversed(range(self.step.stages[stage])):
+            self.layer = self.starts[stage] + index
+            first = len(self.builder.ops)
             self._gather_weights("dgrad")
-            if self.step.layer.moe is None:
-                self._mlp_backward()
-            else:
-                self._experts_backward()
-            self._attention_backward()
-            self._scatter_gradients()
+            if self.layer == self.step.layers - 1 and self.step.vocabulary:
+                self._head_backward()
+            ops = self.layers.of(self.layer)
+            self._recompute(index, ops)
+            for op in reversed(ops):
+                self._run_backward(op)
+            if self.layer == 0 and self.step.vocabulary:
+                self._embed_backward()
+            self._scatter_gradients(first)
         if stage > 0:
             self._send("send_grad", "dgrad")
 
-    def _mlp_backward(self) -> None:
-        own, hidden = self.own, self.hidden
-        self._add("bda2", "elementwise", (own, hidden, 2), role="dgrad", frees=own * hidden / 2)
-        if self.sharded:
-            self._tensor_parallel("rs2", "all_gather", "dgrad")
-        self._gemm_backward("fc2", self.rows, hidden, self.mlp)
-        act = (self.rows, self.mlp, 2 * self.up + 1)
-        self._add("act", "elementwise", act, role="dgrad", frees=self.rows * self.up * self.mlp)
-        self._gemm_backward("fc1", self.rows, self.up * self.mlp, hidden)
-        self._column_backward("2")
-        self._add("ln2", "norm", (own, hidden, 4), role="dgrad", frees=own * hidden)
+    # -- what is computed again --------------------------------------------------------------------
 
-    def _row_forward(self, number: str) -> None:
-        """Add the collective after a row-parallel linear."""
-        if self.sharded:
-            self._tensor_parallel(f"rs{number}", "reduce_scatter")
-        else:
-            self._tensor_parallel(f"ar{number}", "all_reduce")
+    def _whole(self, index: int) -> bool:
+        """Return whether a stage's layer of this index is computed again as a whole."""
+        asked = self.step.recompute
+        return asked == "full" or (asked.isdecimal() and index < int(asked))
 
-    def _column_backward(self, number: str) -> None:
-        """Add the collective after the dgrad of a column-parallel linear."""
-        if self.sharded:
-            self._tensor_parallel(f"ag{number}", "reduce_scatter", "dgrad")
-        else:
-            self._tensor_parallel(f"ar_dx{number}", "all_reduce", "dgrad")
+    def _dropped(self, index: int, ops: Sequence[LayerOp]) -> dict[int, tuple[int, float]]:
+        """Return, by place, the place of the operator whose output is not kept, and elements.
 
-    def _experts_backward(self) -> None:
-        moe, own, hidden = self.step.layer.moe, self.own, self.hidden
-        assert moe is not None
-        routed = own * moe.top_k
-        self._add("bda2", "elementwise", (own, hidden, 2), role="dgrad", frees=own * hidden / 2)
-        if self.step.parallel.ep > 1:
-            self._add("combine", "all_to_all", (routed, hidden), role="dgrad", group="ep")
-        self._gemm_backward("fc2", routed, hidden, moe.intermediate)
-        kept = routed * self.up * moe.intermediate
-        act = (routed, moe.intermediate, 2 * self.up + 1)
-        self._add("act", "elementwise", act, role="dgrad", frees=kept)
-        self._gemm_backward("fc1", routed, self.up * moe.intermediate, hidden)
-        if self.step.parallel.ep > 1:
-            self._add("dispatch", "all_to_all", (routed, hidden), role="dgrad", group="ep")
-        self._gemm_backward("router", own, moe.experts, hidden)
-        self._add("ln2", "norm", (own, hidden, 4), role="dgrad", frees=own * hidden)
+        A whole layer keeps its input alone. Else it is the inputs that other parts compute again.
+        """
+        if self._whole(index):
+            return {place: (place, op.keeps) for place, op in enumerate(ops) if place}
+        parts = RECOMPUTED.get(self.step.recompute, frozenset())
+        dropped = {}
+        for place, op in enumerate(ops):
+            before = next((p for p in reversed(range(place)) if ops[p].group != "tp"), None)
+            if before is None or ops[before].part not in parts or op.part.startswith("bda"):
+                continue
+            dropped[place] = before, op.keeps * self._share(ops[before])
+        return dropped
 
-    def _attention_backward(self) -> None:
-        own, hidden = self.own, self.hidden
-        self._add("bda1", "elementwise", (own, hidden, 2), role="dgrad", frees=own * hidden / 2)
-        if self.sharded:
-            self._tensor_parallel("rs1", "all_gather", "dgrad")
-        self._gemm_backward("proj", self.rows, hidden, self.inner)
-        self._add(
-            "attention",
-            "attention",
-            self.attention,
-            role="dgrad",
-            frees=self.rows * (self.inner + self.kv),
-        )
-        if self.cp > 1:
-            shape = (self.rows * self.cp, self.kv)
-            self._add("ag_kv", "reduce_scatter", shape, role="dgrad", group="cp")
-        self._gemm_backward("qkv", self.rows, self.inner + self.kv, hidden)
-        self._column_backward("1")
-        self._add("ln1", "norm", (own, hidden, 4), role="dgrad", frees=own * hidden)
+    def _share(self, op: LayerOp) -> float:
+        """Return the share of a GEMM that is computed again: of a gated MLP's two, one."""
+        return 0.5 if op.part == "fc1" and self.layers.up == 2 else 1.0
 
-    # -- ZeRO-3 ------------------------------------------------------------------------------------
+    def _recompute(self, index: int, ops: Sequence[LayerOp]) -> None:
+        """Add what backward of a layer computes again."""
+        whole = self._whole(index)
+        parts = RECOMPUTED.get(self.step.recompute, frozenset())
+        keeps = dict(self._dropped(index, ops).values())
+        for place, op in enumerate(ops):
+            if whole and op.forward:
+                self._run(op, keeps.get(place, 0.0), "recompute")
+            elif op.part in parts and not op.group:
+                rows, width, *rest = op.shape
+                size = int(width * self._share(op))
+                self._run(
+                    op._replace(shape=(rows, size, *rest)), keeps.get(place, 0.0), "recompute"
+                )
 
-    def _sharded_weights(self) -> list[tuple[str, str, float]]:
-        """Return (suffix, group, elements) of a layer's weights that are gathered."""
-        step = self.step
-        if step.zero != 3:
-            return []
-        parts = [
-            ("" if group == "dp" else "_experts", group, weights)
-            for group, weights in self._weights()
+    # -- embedding and head ------------------------------------------------------------------------
+
+    def _embed(self) -> None:
+        layers, hidden = self.layers, self.step.layer.hidden
+        self._add("embed", "elementwise", (layers.rows, hidden, 2))
+        for op in layers.row("_embed"):
+            self._run(op, 0.0)
+
+    def _embed_backward(self) -> None:
+        for op in self.layers.row("_embed"):
+            self._run_backward(op)
+        shape = self.layers.rows, self.step.layer.hidden, 3
+        self._record(self._add("embed", "elementwise", shape, role="wgrad", leads=False))
+
+    def _head_ops(self) -> list[LayerOp]:
+        """Return the operators after the last layer. The loss keeps logits in float32."""
+        layers, hidden = self.layers, self.step.layer.hidden
+        width = self.step.vocabulary // layers.tp
+        logits = layers.rows * width
+        return [
+            layers.norm("ln_f"),
+            *layers.column("_head", hidden),
+            layers.gemm("head", layers.rows, width, hidden),
+            layers.elementwise("loss", layers.rows, width, 4.0 * logits / self.step.itemsize),
         ]
+
+    def _head(self) -> None:
+        """Add the head; the loss frees the logits that the head has made, and keeps its own."""
+        for op in self._head_ops():
+            self._run(op, op.keeps + (op.shape[0] * op.shape[1] if op.part == "head" else 0.0))
+        self._free(self._head_ops()[-1])
+
+    def _head_backward(self) -> None:
+        """Add backward of the head; the loss makes gradients of logits, which the head frees."""
+        *others, head, loss = self._head_ops()
+        logits = loss.shape[0] * loss.shape[1]
+        frees = {"role": "dgrad", "keeps": logits, "frees": loss.keeps}
+        self._add("loss", loss.kind, loss.back, **frees)  # type: ignore[arg-type]
+        self._gemm_backward(head._replace(keeps=head.keeps + logits))
+        for op in reversed(others):
+            self._run_backward(op)
+
+    def _free(self, loss: LayerOp) -> None:
+        self._change(self.last, frees=loss.shape[0] * loss.shape[1])
+
+    def _change(self, number: int | None, *, allocates: float = 0.0, frees: float = 0.0) -> None:
+        """Let an operator allocate and free further elements."""
+        assert number is not None
+        op, size = self.builder.ops[number], self.step.itemsize
+        self.builder.ops[number] = op._replace(
+            allocates=op.allocates + allocates * size, frees=op.frees + frees * size
+        )
+
+    # -- ZeRO-2 and 3 ------------------------------------------------------------------------------
+
+    def _weights(self, layer: int, *, used: bool = False) -> list[tuple[str, str, float]]:
+        """Return (suffix, group that reduces gradients, elements) of a layer's weights.
+
+        Args:
+            layer: its number.
+            used: count weights that it only reads: those of the embedding, in a tied head.
+        """
+        step, whole = self.step, self.step.weights_of(layer)
+        moe = step.moe_of(layer)
+        experts = 0.0
+        if moe is not None:
+            experts = moe.experts / step.parallel.ep * step.layer.mlp_weights(moe.intermediate)
+        parts = [("", "dp", whole - experts)]
+        parts += [("_experts", "edp", experts)] if experts else []
+        if not step.vocabulary:
+            return parts
+        if layer == 0:
+            parts.append(("_embed", "dp", step.table_weights))
+        if layer == step.layers - 1 and (used or not step.tied or step.parallel.pp > 1):
+            parts.append(("_head", "dp", step.table_weights))
+        return parts
+
+    def _sharded_weights(self, *, used: bool = False) -> list[tuple[str, str, float]]:
+        """Return (suffix, group, elements) of a layer's weights whose gradients are scattered."""
+        step = self.step
+        if step.zero < 2:
+            return []
+        parts = self._weights(self.layer, used=used)
         if step.shard:
             mesh = (step.parallel.dp // step.shard, step.shard)
             parts = [(suffix, SubGroup(g, mesh, 1).name, weights) for suffix, g, weights in parts]
         return [part for part in parts if self.fabric.span(part[1]).size > 1]
 
+    def _gathered_weights(self) -> list[tuple[str, str, float]]:
+        return self._sharded_weights(used=True) if self.step.zero == 3 else []
+
     def _uses(self, suffix: str) -> tuple[str, ...]:
-        """Return the GEMMs whose weights one gather brings."""
-        if suffix:
+        """Return the operators whose weights one gather brings."""
+        if suffix == "_experts":
             return "fc1", "fc2"
-        if self.step.layer.moe is not None:
-            return "qkv", "proj", "router"
-        return "qkv", "proj", "fc1", "fc2"
+        if suffix:
+            return (suffix[1:],)
+        shared = ("fc1_shared", "fc2_shared")
+        both = ("down", "q_up", "qkv", "proj")
+        dense = self.step.moe_of(self.layer) is None
+        return (*both, "fc1", "fc2") if dense else (*both, "router", *shared)
 
     def _gather_weights(self, role: str) -> None:
         """Add the gathers before a layer; backward allocates its gradients as well."""
         self.parameters = {}
-        for suffix, group, weights in self._sharded_weights():
+        gradients = self.gradient if role == "dgrad" else 0.0
+        for suffix, group, weights in self._gathered_weights():
             added = self._add(
                 f"weights{suffix}",
                 "all_gather",
                 (1, int(weights)),
                 role=role,
                 group=group,
-                keeps=int(weights) * (1 if role == "fwd" else 2),
+                keeps=int(weights) * (1 + gradients),
                 behind=[],
                 leads=False,
             )
@@ -386,64 +405,74 @@ class _Layers:
 
     def _free_weights(self) -> None:
         """Let the last operator of a layer's forward free the weights gathered for it."""
-        held = sum(int(weights) for _, _, weights in self._sharded_weights())
+        held = sum(int(weights) for _, _, weights in self._gathered_weights())
         if held:
-            assert self.last is not None
-            op = self.builder.ops[self.last]
-            self.builder.ops[self.last] = op._replace(frees=op.frees + held * self.step.itemsize)
+            self._change(self.last, frees=held)
 
-    def _scatter_gradients(self) -> None:
-        """Add, after a layer's backward, ReduceScatter of its gradients."""
-        if self.step.zero != 3:
+    def _scatter_gradients(self, first: int) -> None:
+        """Add, after a layer's backward, ReduceScatter of its gradients.
+
+        Args:
+            first: operator of the backward, which with ZeRO-2 allocates them.
+        """
+        if self.step.zero < 2:
             return
-        wgrads, reduced = self.wgrads.pop(self.layer), []
+        whole, reduced = self.step.zero == 3, []
+        held = {suffix: int(weights) for suffix, _, weights in self._gathered_weights()}
+        wgrads = self.wgrads.pop(self.layer)
         for suffix, group, weights in self._sharded_weights():
-            uses = self._uses(suffix)
+            uses, freed = self._uses(suffix), int(weights) * self.gradient
             added = self._add(
                 f"grads{suffix}",
                 "reduce_scatter",
-                (1, int(weights)),
+                (1, int(weights * self.gradient)),
                 role="wgrad",
                 group=group,
-                frees=2 * int(weights),
+                frees=freed + held.pop(suffix, 0),
                 behind=[n for n in wgrads if self.builder.ops[n].part in uses],
                 leads=False,
             )
             reduced.append(added)
+            if not whole:
+                self._change(first, allocates=freed)
+        for weights in held.values():  # tied: the embedding's gradient is reduced, later
+            self._change(wgrads[0], frees=weights * (1 + self.gradient))
         self.reductions[self.layer] = reduced or wgrads  # of the last micro-batch in the end
 
     # -- the end of a step -------------------------------------------------------------------------
 
     def _optimize(self) -> None:
-        """Add, per layer: reduction of gradients, optimizer, and the gather of weights (ZeRO-1)."""
+        """Add, per layer: reduction of gradients, optimizer, and gathers (ZeRO-1 and 2)."""
         step = self.step
-        self.micro = -1
-        for layer in reversed(range(step.layers)):
-            self.stage, self.layer = layer // self.per_stage, layer
-            reduced, share = self._reduce(layer)
-            optimizer = self._add(
-                "optimizer",
-                "optimizer",
-                (1, int(share), _ADAM),
-                role="step",
-                behind=[*reduced, *self.wgrads.get(layer, [])],
-            )
-            for group, weights in self._weights():
-                if step.zero == 1 and self.fabric.span(group).size > 1:
-                    name = "weights" if group == "dp" else "weights_experts"
-                    self._add(
-                        name,
-                        "all_gather",
-                        (1, int(weights)),
-                        role="step",
-                        group=group,
-                        behind=[optimizer],
-                    )
+        self.micro, tensors = -1, OPTIMIZERS[step.optimizer].tensors
+        for stage in reversed(range(step.parallel.pp)):
+            for layer in reversed(
+                range(self.starts[stage], self.starts[stage] + step.stages[stage])
+            ):
+                self.stage, self.layer = stage, layer
+                reduced, share = self._reduce(layer)
+                optimizer = self._add(
+                    "optimizer",
+                    "optimizer",
+                    (1, int(share), tensors),
+                    role="step",
+                    behind=[*reduced, *self.wgrads.get(layer, [])],
+                )
+                for suffix, group, weights in self._weights(layer):
+                    if step.zero in (1, 2) and self.fabric.span(group).size > 1:
+                        self._add(
+                            f"weights{suffix}",
+                            "all_gather",
+                            (1, int(weights)),
+                            role="step",
+                            group=group,
+                            behind=[optimizer],
+                        )
 
     def _reduce(self, layer: int) -> tuple[list[int], float]:
         """Add the reductions of a layer; return them, and the elements that the optimizer has."""
         step, reduced, share = self.step, list(self.reductions.get(layer, [])), 0.0
-        for group, weights in self._weights():
+        for suffix, group, weights in self._weights(layer):
             size = self.fabric.span(group).size
             kind = "reduce_scatter" if step.zero else "all_reduce"
             if step.zero == 3:
@@ -451,21 +480,25 @@ class _Layers:
                 weights /= shard
                 group = SubGroup(group, (size // shard, shard), 0).name
                 size //= shard
-            share += weights / (size if step.zero == 1 else 1)
-            if size > 1:
-                behind = reduced if step.zero == 3 else self.wgrads[layer]
-                name = "grads_experts" if group.startswith("edp") else "grads"
-                shape = (1, int(weights))
-                added = self._add(name, kind, shape, role="step", group=group, behind=behind)
+            share += weights / (size if step.zero in (1, 2) else 1)
+            if size > 1 and step.zero != 2:
+                outer = suffix in ("_embed", "_head")
+                wgrads = [
+                    n
+                    for n in self.wgrads.get(layer, [])
+                    if (
+                        self.builder.ops[n].part == suffix[1:]
+                        if outer
+                        else not self.builder.ops[n].is_outer
+                    )
+                ]
+                added = self._add(
+                    f"grads{suffix}",
+                    kind,
+                    (1, int(weights * self.gradient)),
+                    role="step",
+                    group=group,
+                    behind=reduced if step.zero == 3 else wgrads,
+                )
                 reduced = [*reduced, added]
         return reduced, share
-
-    def _weights(self) -> list[tuple[str, float]]:
-        """Return elements of a layer's weights by the group that reduces their gradients."""
-        whole = self.step.layer_weights
-        if self.step.layer.moe is None:
-            return [("dp", whole)]
-        moe = self.step.layer.moe
-        experts = moe.experts / self.step.parallel.ep * (self.up + 1) * self.hidden
-        experts *= moe.intermediate
-        return [("dp", whole - experts), ("edp", experts)]

@@ -26,6 +26,7 @@ from flux.cli.terminal import (
 from flux.plan.options import PictureFile, StepOptions, TraceFile, parse_policy, step_with
 
 if TYPE_CHECKING:
+    from flux.machine.cluster import Cluster
     from flux.plan.compare import Compared
     from flux.plan.model import TrainingStep
     from flux.plan.simulate import Timeline
@@ -79,8 +80,8 @@ def draw(title: str, timelines: list[tuple[str, Timeline]], target: str) -> None
     write_file(target, content)
 
 
-def _compare(options: StepOptions) -> tuple[TrainingStep, str, list[Compared]]:
-    """Return the step, the cluster's name and the outcome of each policy; exit for bad input."""
+def _compare(options: StepOptions) -> tuple[TrainingStep, Cluster, list[Compared]]:
+    """Return the step, the cluster and the outcome of each policy; exit for bad input."""
     from flux.machine.cluster import load_cluster
     from flux.plan.compare import compared, usable
 
@@ -92,12 +93,12 @@ def _compare(options: StepOptions) -> tuple[TrainingStep, str, list[Compared]]:
                 raise ValueError(f"hosts must be at least 1, got {options.hosts}")
             cluster = replace(cluster, hosts=options.hosts)
         policies = tuple(map(parse_policy, options.policy or ["serial", "domino"]))
-        outcomes = compared(policies, step, cluster, options.memory_gb)
+        outcomes = compared(policies, step, cluster, options.memory_gb, options.headroom)
     except ValueError as error:
         refuse(str(error))
     if not usable(outcomes):
         refuse("\n".join(f"{outcome.label}: {outcome.reason}" for outcome in outcomes))
-    return step, cluster.name, outcomes
+    return step, cluster, outcomes
 
 
 @plan.command("simulate")
@@ -124,13 +125,13 @@ def simulate_command(
         row = report.document(label, step, cluster, timeline)
         rows.append(row | {"error": reason} if reason else row)
     if json_target != "-":
-        report.show(rows, title_of(step, cluster), open_console())
+        report.show(rows, title_of(step, cluster.name), open_console())
     write(rows[0] if len(rows) == 1 else rows, json_target)
     timelines = usable(outcomes)
     if trace is not None:
         write_trace(timelines, trace)
     if picture is not None:
-        draw(title_of(step, cluster), timelines, picture)
+        draw(title_of(step, cluster.name), timelines, picture)
     _fail_if_any(outcomes)
 
 
@@ -142,7 +143,7 @@ def explain_command(step_options: StepOptions) -> None:
 
     console = open_console()
     step, cluster, outcomes = _compare(step_options)
-    console.print(title_of(step, cluster), **PLAIN)
+    console.print(title_of(step, cluster.name), **PLAIN)
     for label, timeline, reason in outcomes:
         if timeline is None or reason:
             console.print(f"\n[bold]{label}[/]: {escape(reason)}", **PLAIN)

@@ -93,8 +93,9 @@ def search_command(
 
 
 def _query(asked: SearchOptions) -> Query:
-    from flux.bench.shapes import model_of
+    from flux.bench.model_files import model_of
     from flux.machine.cluster import load_cluster
+    from flux.plan.compare import HEADROOM, usable_gb
     from flux.plan.policies import policy_of
     from flux.plan.search import Query, default_policies
 
@@ -107,7 +108,7 @@ def _query(asked: SearchOptions) -> Query:
     if wanted < 1:
         raise ValueError(f"gpus and hosts must be at least 1, got {gpus} and {hosts}")
     described = replace(described, hosts=max(described.hosts, wanted) if hosts is None else wanted)
-    limit = described.device.memory_gb if memory is None else memory
+    limit = usable_gb(described, memory, HEADROOM)
     if memory is None and not limit:
         raise ValueError(
             f"{described.source} does not say how much memory a device has: give --memory"

@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 from flux.core.collector import paused_collector
 from flux.machine.cluster import Cluster
-from flux.plan.build import build_step
-from flux.plan.cost import AnalyticCost
-from flux.plan.fabric import Fabric
 from flux.plan.model import TrainingStep
-from flux.plan.policies import Policies, label_of, planned, policy_of
-from flux.plan.simulate import Timeline, simulate
+from flux.plan.policies import Policies, label_of, policy_of
+from flux.plan.sample import StepLayout
+from flux.plan.simulate import Timeline
+
+HEADROOM = 0.05
+"""Share of a device's memory that plans leave free: CUDA's context, buffers of NCCL, and what the
+allocator cannot use because it lies in pieces."""
 
 
 class Compared(NamedTuple):
@@ -30,7 +32,11 @@ class Compared(NamedTuple):
 
 
 def compared(
-    policies: Policies, step: TrainingStep, cluster: Cluster, memory_gb: float | None = None
+    policies: Policies,
+    step: TrainingStep,
+    cluster: Cluster,
+    memory_gb: float | None = None,
+    headroom: float = HEADROOM,
 ) -> list[Compared]:
     """Return the outcome of each policy. One that fails leaves the others as they are.
 
@@ -39,20 +45,19 @@ def compared(
         step: to plan.
         cluster: that it runs on.
         memory_gb: of a device; None: as the cluster file says.
+        headroom: share of the device's memory that stays free.
 
     Raises:
         ValueError: the step does not fit the cluster, or a policy or an option does not exist.
     """
     made = [policy_of(name, options) for name, options in policies]
-    fabric = Fabric(cluster, step.parallel)
-    cost = AnalyticCost(fabric, step.dtype, step.itemsize)
-    limit = memory_gb if memory_gb is not None else cluster.device.memory_gb
+    limit = usable_gb(cluster, memory_gb, headroom)
     outcomes = []
     with paused_collector():
-        graph = build_step(step, fabric)
+        layout = StepLayout(cluster, step)
         for (name, options), policy in zip(policies, made, strict=True):
             try:
-                timeline = simulate(planned(policy, graph, fabric, cost), cost)
+                timeline = layout.timeline(policy)
             except ValueError as error:
                 reason = str(error).removeprefix(f"{name}: ")
                 outcomes.append(Compared(label_of(name, options), None, reason))
@@ -61,10 +66,21 @@ def compared(
             if limit and needed > limit:
                 reason = (
                     f"a device needs {needed:.1f} GB, and has {limit:g}; use more tp, pp or dp "
-                    "(zero=1 or 3), or a smaller micro-batch"
+                    "(zero=1 or 3), recompute, or a smaller micro-batch"
                 )
             outcomes.append(Compared(label_of(name, options, policy), timeline, reason))
     return outcomes
+
+
+def usable_gb(cluster: Cluster, memory_gb: float | None, headroom: float) -> float:
+    """Return GB of a device that a plan may have; 0: not known.
+
+    Raises:
+        ValueError: headroom is no share.
+    """
+    if not 0 <= headroom < 1:
+        raise ValueError(f"headroom must be a share of at least 0 and below 1, got {headroom:g}")
+    return cluster.device.memory_gb * (1 - headroom) if memory_gb is None else memory_gb
 
 
 def usable(outcomes: Sequence[Compared]) -> list[tuple[str, Timeline]]:

@@ -30,13 +30,14 @@ from flux.select.cost import (
     attention_ms,
     choose,
     collective_ms,
+    elementwise_share,
     library_ms,
     memory_ms,
     predict,
     send_ms,
     sliced_gemm_ms,
 )
-from flux.select.hardware import ELEMENTWISE_SHARE, LAUNCH_US, OEF
+from flux.select.hardware import LAUNCH_US, OEF
 
 _LIBRARY = {
     "all_gather": FusedOp.ag_gemm,
@@ -70,17 +71,19 @@ class AnalyticCost:
         dtype: of the operators.
         itemsize: bytes of an element.
         start_us: time to start a collective; None: the library's.
+        gemm_dtype: of the layers' GEMMs; "": that of operators. Operands are cast for each GEMM.
     """
 
     fabric: Fabric
     dtype: str
     itemsize: int
     start_us: float | None = None
+    gemm_dtype: str = ""
     _times: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
 
     def solo(self, op: Operator) -> float:
         """Return the time of an operator by itself, in ms."""
-        key = (op.kind, op.shape, op.group, op.role == "dgrad")
+        key = (op.kind, op.shape, op.group, op.role == "dgrad", self._is_cast(op))
         time = self._times.get(key)
         if time is None:
             time = self._times[key] = self._time(op)
@@ -111,11 +114,23 @@ class AnalyticCost:
             return launch + attention_ms(shape, self.dtype, device, backward=backward)
         if op.kind == "gemm" or op.kind in FUSED:
             m, n, k = op.shape
-            gemm = launch + sliced_gemm_ms((m, n, k), self.dtype, self.itemsize, device)
+            cast = self._is_cast(op)
+            dtype = self.gemm_dtype if cast else self.dtype
+            gemm = launch + sliced_gemm_ms((m, n, k), dtype, self.itemsize, device)
+            if cast:  # a pass over both operands for the scale, one that reads and writes them
+                moved = (m * k + k * n) * (2 * self.itemsize + 1)
+                gemm += 2 * launch + memory_ms(device, moved, elementwise_share(device))
             return gemm + self._exposed_ms(op) if op.kind in FUSED else gemm
         rows, width, tensors = op.shape
         itemsize = 4 if op.kind == "optimizer" else self.itemsize
-        return launch + memory_ms(device, rows * width * tensors * itemsize, ELEMENTWISE_SHARE)
+        return launch + memory_ms(
+            device, rows * width * tensors * itemsize, elementwise_share(device)
+        )
+
+    def _is_cast(self, op: Operator) -> bool:
+        """Return whether a GEMM has operands in ``gemm_dtype``: router and head have not."""
+        computes = op.kind == "gemm" or op.kind in FUSED
+        return bool(self.gemm_dtype) and computes and op.part not in ("head", "router")
 
     def _exposed_ms(self, op: Operator) -> float:
         """Return what a fused op takes beyond its GEMM, with the knobs that the op would choose."""

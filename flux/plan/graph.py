@@ -23,7 +23,14 @@ COMPUTE = ("gemm", "attention", "norm", "elementwise", "optimizer", *FUSED)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 RESOURCES = ("comp", "intra", "inter")
 """Resources that an operator occupies: multiprocessors, links inside a host, network ports."""
-ROLES = ("fwd", "dgrad", "wgrad", "step")
+ROLES = ("fwd", "recompute", "dgrad", "wgrad", "step")
+OUTER = frozenset(
+    (
+        *("embed", "rs_embed", "ar_embed", "ln_f", "ag_head", "ar_dx_head", "head", "loss"),
+        *("weights_embed", "weights_head", "grads_embed", "grads_head"),
+    )
+)
+"""Parts of embedding and head, whose operators have the number of the first and last layer."""
 GROUPS = ("tp", "cp", "ep", "dp", "edp", "pp")
 
 
@@ -34,7 +41,8 @@ class Operator(NamedTuple):
         name: unique in its graph.
         kind: one of COMPUTE or COLLECTIVES.
         resource: one of RESOURCES.
-        role: ``fwd``, ``dgrad`` (gradient of an input), ``wgrad`` (of a weight), or ``step``.
+        role: ``fwd``, ``recompute`` (forward again, in backward), ``dgrad`` (gradient of an input),
+            ``wgrad`` (of a weight), or ``step``.
         stage: the pipeline stage whose ranks run it.
         part: what it is in its layer, as in "qkv"; equal for all layers, micro-batches and pieces.
         layer: number of the layer in the model; -1: of none.
@@ -70,6 +78,16 @@ class Operator(NamedTuple):
     def is_collective(self) -> bool:
         """Whether the operator moves data between ranks, and computes nothing."""
         return self.kind in COLLECTIVES
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether the operator moves weights or their gradients, and not activations."""
+        return self.is_collective and self.part.startswith(("weights", "grads"))
+
+    @property
+    def is_outer(self) -> bool:
+        """Whether the operator is of the embedding or of the head."""
+        return self.part in OUTER
 
 
 class GraphError(ValueError):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from flux.bench.shapes import Layer, model_of
+from flux.bench.model_files import model_of
+from flux.bench.shapes import Layer, Moe
 from flux.core.datafile import MOST_SIZE, shown
 from flux.core.problem import DTYPES
 
@@ -46,6 +48,34 @@ class Parallel:
         return self.tp * self.cp * self.dp * self.pp
 
 
+class Optimizer(NamedTuple):
+    """An optimizer's states, and what its step reads and writes.
+
+    Attributes:
+        state_bytes: of an element: a float32 copy of the weight, and moments.
+        tensors: read and written, in units of float32: gradient, and each state twice.
+    """
+
+    state_bytes: float
+    tensors: int
+
+
+OPTIMIZERS = {
+    "adam": Optimizer(12.0, 7),
+    "adam-bf16": Optimizer(8.0, 5),  # moments in bfloat16
+    "momentum": Optimizer(8.0, 5),
+    "sgd": Optimizer(4.0, 3),
+}
+RECOMPUTED: dict[str, frozenset[str]] = {
+    "none": frozenset(),
+    "selective": frozenset({"attention", "softmax"}),
+    "ops": frozenset({"ln1", "proj", "ln2", "fc1", "act"}),
+}
+"""Parts of a layer that backward computes again: Megatron's ``selective``; torchtitan's selective
+checkpoints of operators, which keep every second product (of qkv and a gated fc1, half). ``full``
+and a number of layers compute whole layers again."""
+
+
 @dataclass(frozen=True)
 class TrainingStep:
     """One training step of a model.
@@ -60,13 +90,27 @@ class TrainingStep:
         micro_batch: sequences of a micro-batch, on each data parallel rank.
         micro_batches: micro-batches of a step, on each data parallel rank.
         zero: 0: gradients are all-reduced; 1: they are reduce-scattered, the optimizer steps on a
-            share, and weights are gathered again (ZeRO-1); 3: weights are sharded, each layer's are
-            gathered before its forward and before its backward, and gradients are reduce-scattered
-            after each backward (ZeRO-3, FSDP).
+            share, and weights are gathered again (ZeRO-1); 2: gradients are reduce-scattered after
+            each backward (ZeRO-2); 3: weights are sharded, too, each layer's are gathered before
+            its forward and before its backward (ZeRO-3, FSDP).
         regather: with sequence parallelism: the input of a column-parallel linear is gathered again
             in backward, in place of kept (as in Megatron-core).
         shard: with zero=3: consecutive data parallel ranks that share the weights; 0: all. Others
             replicate them, and their gradients are all-reduced at the end of the step.
+        vocabulary: rows of embedding and head; 0: the layers alone.
+        tied: whether the head has the embedding's weights.
+        dense_layers: leading layers without experts, of a model with experts.
+        recompute: what backward computes again in place of keeping it: a name in RECOMPUTED,
+            ``full`` (whole layers, of which the input is kept), or a number: so many layers of each
+            stage, whole.
+        split: layers of each stage; (): as even as possible, less on the first and last ones.
+        optimizer: a name in OPTIMIZERS.
+        fp32_gradients: gradients are summed and reduced in float32, as Megatron does by default.
+        eager: norms, activations and positions run as PyTorch without a compiler runs them: a
+            kernel for each operation, some of them in float32.
+        unfused_attention: scores are written to memory, all pairs of them, as before
+            FlashAttention.
+        gemm_dtype: of the layers' GEMMs, "" for that of activations; float8: with casts.
     """
 
     name: str
@@ -80,6 +124,16 @@ class TrainingStep:
     zero: int = 1
     regather: bool = False
     shard: int = 0
+    vocabulary: int = 0
+    tied: bool = False
+    dense_layers: int = 0
+    recompute: str = "none"
+    split: tuple[int, ...] = ()
+    optimizer: str = "adam"
+    fp32_gradients: bool = False
+    eager: bool = False
+    unfused_attention: bool = False
+    gemm_dtype: str = ""
 
     def __post_init__(self) -> None:
         layer, parallel = self.layer, self.parallel
@@ -89,8 +143,9 @@ class TrainingStep:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
             if value > MOST_SIZE:
                 raise ValueError(f"{name} must be at most {MOST_SIZE}, got {shown(value)}")
-        if self.zero not in (0, 1, 3):
-            raise ValueError(f"zero must be 0, 1 or 3, got {self.zero!r}")
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"zero must be 0, 1, 2 or 3, got {self.zero!r}")
+        self._check_choices()
         if type(self.shard) is not int or self.shard < 0:
             raise ValueError(f"shard must be an integer of at least 0, got {self.shard!r}")
         if self.shard and self.zero != 3:
@@ -102,12 +157,11 @@ class TrainingStep:
         sizes = [
             ("heads", layer.heads, "tp", parallel.tp),
             ("sequence", self.sequence, "cp", parallel.cp),
-            ("layers", self.layers, "pp", parallel.pp),
             ("dp", parallel.dp, "shard", self.shard or 1),
         ]
-        if layer.moe is None:
+        if layer.moe is None or self.dense_layers:
             sizes.append(("intermediate", layer.intermediate, "tp", parallel.tp))
-        else:
+        if layer.moe is not None:
             sizes.append(("experts", layer.moe.experts, "ep", parallel.ep))
         if parallel.sequence:
             tokens = self.micro_batch * self.sequence // parallel.cp
@@ -133,40 +187,120 @@ class TrainingStep:
         """Tokens of the step on all ranks."""
         return self.parallel.dp * self.micro_batches * self.micro_batch * self.sequence
 
+    def _check_choices(self) -> None:
+        """Check what a step has beyond sizes.
+
+        Raises:
+            ValueError: a value that is not known; the message has the ones that are.
+        """
+        if self.recompute not in (*RECOMPUTED, "full") and not self.recompute.isdecimal():
+            names = ", ".join((*RECOMPUTED, "full"))
+            raise ValueError(
+                f"recompute must be one of {names}, or layers of a stage, got {self.recompute!r}"
+            )
+        if self.optimizer not in OPTIMIZERS:
+            names = ", ".join(OPTIMIZERS)
+            raise ValueError(f"optimizer must be one of {names}, got {self.optimizer!r}")
+        if self.gemm_dtype and self.gemm_dtype not in DTYPES:
+            names = ", ".join(DTYPES)
+            raise ValueError(f"gemm_dtype must be one of {names}, got {self.gemm_dtype!r}")
+        stages = self.parallel.pp
+        if self.layers < stages:
+            raise ValueError(f"pp = {stages} must be at most layers = {self.layers}")
+        if self.split and (len(self.split) != stages or sum(self.split) != self.layers):
+            raise ValueError(
+                f"split must have {stages} stages with {self.layers} layers in all, got "
+                f"{len(self.split)} with {sum(self.split)}"
+            )
+        if self.split and min(self.split) < 1:
+            raise ValueError("split must have at least one layer in each stage")
+        if self.dense_layers and (self.layer.moe is None or not self.layer.intermediate):
+            raise ValueError("dense_layers are of models with experts and an intermediate size")
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Layers of each pipeline stage."""
+        return self.split or even_split(self.layers, self.parallel.pp)
+
+    def moe_of(self, layer: int) -> Moe | None:
+        """Return the experts of a layer; None if it has an MLP."""
+        return None if layer < self.dense_layers else self.layer.moe
+
+    def weights_of(self, layer: int) -> float:
+        """Return elements of a layer's weights on one rank, without embedding and head."""
+        sizes, parallel, moe = self.layer, self.parallel, self.moe_of(layer)
+        attention = sizes.attention_weights / parallel.tp
+        if moe is None:
+            return attention + sizes.mlp_weights(sizes.intermediate) / parallel.tp
+        experts = moe.experts / parallel.ep * sizes.mlp_weights(moe.intermediate)
+        return attention + experts + sizes.mlp_weights(moe.shared)
+
     @property
     def layer_weights(self) -> float:
-        """Elements of a layer's weights on one rank."""
-        layer, parallel = self.layer, self.parallel
-        attention = self._attention_weights / parallel.tp
-        if layer.moe is None:
-            return attention + self._mlp_weights(layer.intermediate) / parallel.tp
-        experts = layer.moe.experts / parallel.ep
-        return attention + experts * self._mlp_weights(layer.moe.intermediate)
+        """Elements of the last layer's weights on one rank."""
+        return self.weights_of(self.layers - 1)
+
+    @property
+    def table_weights(self) -> float:
+        """Elements of the embedding, or of the head, on one rank."""
+        return self.vocabulary * self.layer.hidden / self.parallel.tp
+
+    def resident(self, stage: int) -> dict[str, float]:
+        """Return bytes of weights, gradients and optimizer's states of a stage's rank.
+
+        With ZeRO-3 weights, and with ZeRO-2 gradients, are in memory whole only while they are
+        used: operators allocate them. Of tied weights, each of two stages has its copy.
+        """
+        stages, states = self.stages, OPTIMIZERS[self.optimizer]
+        first = sum(stages[:stage])
+        elements = sum(map(self.weights_of, range(first, first + stages[stage])))
+        last = stage == len(stages) - 1
+        elements += self.table_weights * (
+            (stage == 0) + (last and not (self.tied and len(stages) == 1))
+        )
+        share = (self.shard or self.parallel.dp) if self.zero else 1
+        gradient = 4.0 if self.fp32_gradients else self.itemsize
+        return {
+            "weights": elements * self.itemsize / (share if self.zero == 3 else 1),
+            "gradients": elements * gradient / (share if self.zero >= 2 else 1),
+            "optimizer": elements * states.state_bytes / share,
+        }
 
     @property
     def operations(self) -> float:
         """Operations that the step needs on all ranks: 2 for each multiplication and addition.
 
-        Those of the layers' matrix products: forward, and twice as many backward. Attention counts
-        the pairs of a causal mask. Experts count for the tokens that are routed to them.
+        Those of matrix products: forward, and twice as many backward; nothing that is computed
+        again. Attention counts the pairs of a causal mask. Experts count for the tokens that are
+        routed to them.
         """
-        layer = self.layer
-        if layer.moe is None:
-            weights = self._mlp_weights(layer.intermediate)
-        else:
-            weights = layer.moe.top_k * self._mlp_weights(layer.moe.intermediate)
-            weights += layer.hidden * layer.moe.experts  # the router
-        causal = layer.heads * layer.head_dim * self.sequence
-        of_token = 2.0 * (self._attention_weights + weights + causal)
-        return 3.0 * of_token * self.batch_tokens * self.layers
+        layer, of_token = self.layer, 2.0 * self.vocabulary * self.layer.hidden
+        for number in range(self.layers):
+            moe = self.moe_of(number)
+            if moe is None:
+                weights = layer.mlp_weights(layer.intermediate)
+            else:
+                weights = layer.mlp_weights(moe.top_k * moe.intermediate + moe.shared)
+                weights += layer.hidden * moe.experts  # the router
+            pairs = layer.visible(number, self.sequence) / self.sequence
+            scores = layer.heads * (layer.head_dim + layer.value_dim) * pairs
+            of_token += 2.0 * (layer.attention_weights + weights + scores)
+        return 3.0 * of_token * self.batch_tokens
 
-    @property
-    def _attention_weights(self) -> int:
-        layer = self.layer
-        return layer.hidden * layer.head_dim * 2 * (layer.heads + layer.kv_heads)
 
-    def _mlp_weights(self, intermediate: int) -> int:
-        return (3 if self.layer.gated else 2) * self.layer.hidden * intermediate
+def even_split(layers: int, stages: int) -> tuple[int, ...]:
+    """Return layers of each stage, as even as possible.
+
+    Stages that lack a layer are the last and the first, which have head and embedding, then those
+    next to them: 126 layers on 16 stages are 7, 14 times 8, and 7 (Llama 3, arXiv 2407.21783,
+    section 3.3.2).
+    """
+    most = -(-layers // stages)
+    short = stages * most - layers
+    first = short // 2
+    return tuple(
+        most - (place < first or place >= stages - (short - first)) for place in range(stages)
+    )
 
 
 def step_of(
@@ -178,23 +312,24 @@ def step_of(
     micro_batches: int | None = None,
     layers: int | None = None,
     dtype: str | None = None,
-    zero: int = 1,
-    regather: bool = False,
-    shard: int = 0,
+    regather: bool | None = None,
+    head: bool | None = None,
+    **choices: Any,
 ) -> TrainingStep:
-    """Return a step of a model in `tuning/shapes`, or of a file of that form.
+    """Return a step of a model.
 
     Args:
-        model: name or path.
+        model: name or path; see ``flux.bench.shapes.model_of``.
         parallel: how ranks share the work.
         sequence: tokens of a sequence; by default those of the model's workload "training".
         micro_batch: sequences of a micro-batch.
         micro_batches: of a step; by default 1, or four per pipeline stage.
         layers: by default all of the model.
         dtype: by default the model's.
-        zero: see ``TrainingStep``.
-        regather: see ``TrainingStep``.
-        shard: see ``TrainingStep``.
+        regather: see ``TrainingStep``; by default with sequence parallelism.
+        head: embedding, head and loss, too; by default if ``layers`` is not given: beside a few
+            layers they would be out of proportion.
+        choices: further fields of ``TrainingStep``.
 
     Raises:
         ValueError: no such model, or sizes that do not divide; the message names both.
@@ -211,7 +346,9 @@ def step_of(
         sequence=described.sequence if sequence is None else sequence,
         micro_batch=micro_batch,
         micro_batches=micro_batches,
-        zero=zero,
-        regather=regather,
-        shard=shard,
+        regather=parallel.sequence and parallel.tp > 1 if regather is None else regather,
+        vocabulary=described.vocabulary if (layers is None if head is None else head) else 0,
+        tied=described.tied,
+        dense_layers=min(described.dense_layers, described.layers if layers is None else layers),
+        **choices,
     )

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from flux.plan.model import TrainingStep
 
 Model = Annotated[
-    str, typer.Option(help="Name of a model in tuning/shapes, or a file in that format.")
+    str, typer.Option(help="Model in tuning/shapes or tuning/hub; or a file (plan.md).")
 ]
 Policy = Annotated[
     list[str] | None,
@@ -35,19 +35,44 @@ Ep = Annotated[int, typer.Option(help="Expert parallel ranks, among the data par
 SequenceParallel = Annotated[
     bool, typer.Option(help="AllGather and ReduceScatter in place of AllReduce.")
 ]
-Layers = Annotated[int | None, typer.Option(help="Layers, in place of all of the model.")]
+Layers = Annotated[
+    int | None, typer.Option(help="So many layers alone, without embedding and head.")
+]
 Sequence = Annotated[int | None, typer.Option(help="Tokens of a sequence.")]
 MicroBatch = Annotated[int, typer.Option(help="Sequences of a micro-batch.")]
 MicroBatches = Annotated[
     int | None, typer.Option(help="Micro-batches of a step (default: 1, or 4 for each stage).")
 ]
-Zero = Annotated[int, typer.Option(help="0: AllReduce of gradients; 1: ZeRO-1; 3: FSDP.")]
+Zero = Annotated[int, typer.Option(help="0: AllReduce of gradients; 1, 2: ZeRO; 3: FSDP.")]
 Shard = Annotated[
     int, typer.Option(help="With --zero 3: data parallel ranks that share weights (0: all).")
 ]
 Regather = Annotated[
-    bool, typer.Option(help="Gather inputs of column-parallel linears again in backward.")
+    bool | None,
+    typer.Option(
+        "--regather/--no-regather",
+        help="Gather inputs of column-parallel linears again in backward (default: with "
+        "--sequence-parallel).",
+    ),
 ]
+Recompute = Annotated[
+    str,
+    typer.Option(
+        help="none, selective (attention), ops (as torchtitan), full, or layers of each stage."
+    ),
+]
+Split = Annotated[str, typer.Option(help="Layers of each stage: 7,8,8,7.")]
+OptimizerName = Annotated[
+    str, typer.Option("--optimizer", help="adam, adam-bf16, momentum or sgd.")
+]
+Fp32Gradients = Annotated[bool, typer.Option(help="Gradients in float32.")]
+Eager = Annotated[bool, typer.Option(help="Kernels of PyTorch without compiler.")]
+UnfusedAttention = Annotated[bool, typer.Option(help="No FlashAttention.")]
+GemmDtype = Annotated[
+    str,
+    typer.Option(help="float8_e4m3fn: with casts."),
+]
+Headroom = Annotated[float, typer.Option(help="Share of memory that stays free.")]
 TraceFile = Annotated[
     str | None,
     typer.Option("--trace", metavar="FILE", help="Write timelines for ui.perfetto.dev."),
@@ -80,8 +105,15 @@ class RankStepOptions:
     micro_batch: MicroBatch = 2
     micro_batches: MicroBatches = None
     zero: Zero = 1
-    regather: Regather = False
+    regather: Regather = None
     shard: Shard = 0
+    recompute: Recompute = "none"
+    split: Split = ""
+    optimizer: OptimizerName = "adam"
+    fp32_gradients: Fp32Gradients = False
+    eager: Eager = False
+    unfused_attention: UnfusedAttention = False
+    gemm_dtype: GemmDtype = ""
 
 
 @dataclass(frozen=True)
@@ -91,6 +123,7 @@ class StepOptions(RankStepOptions):
     cluster: ClusterName = "flux-h800"
     hosts: Hosts = None
     memory_gb: MemoryGb = None
+    headroom: Headroom = 0.05
 
 
 def step_with(options: Any, dtype: str | None = None) -> TrainingStep:
@@ -110,10 +143,23 @@ def step_with(options: Any, dtype: str | None = None) -> TrainingStep:
         micro_batches=options.micro_batches,
         layers=options.layers,
         dtype=dtype,
-        zero=options.zero,
-        regather=options.regather,
-        shard=options.shard,
+        split=_sizes(options.split),
+        **{name: getattr(options, name) for name in _AS_THEY_ARE},
     )
+
+
+_AS_THEY_ARE = (
+    *("zero", "regather", "shard", "recompute", "optimizer", "fp32_gradients", "eager"),
+    *("unfused_attention", "gemm_dtype"),
+)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """Return the layers of each stage: "7,8,8,7"."""
+    words = text.split(",") if text else []
+    if not all(word.strip().isdecimal() for word in words):
+        raise ValueError(f"split must be layers of each stage, as in 7,8,8,7, got {text!r}")
+    return tuple(map(int, words))
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:

@@ -22,6 +22,7 @@ MOST_OPS = 40_000
 _WIDTH, _LEFT = 1100, 150  # pixels
 _COLOURS = {
     ("gemm", "fwd"): ("#2b6cb0", "GEMM, forward"),
+    ("gemm", "recompute"): ("#4c51bf", "GEMM, again"),
     ("gemm", "dgrad"): ("#63a4db", "GEMM, dgrad"),
     ("gemm", "wgrad"): ("#a9cdf0", "GEMM, wgrad"),
     ("attention", ""): ("#6b46c1", "attention"),

@@ -12,25 +12,46 @@ from flux.plan.model import TrainingStep
 from flux.plan.simulate import Timeline
 
 if TYPE_CHECKING:
+    from flux.machine.cluster import Cluster
     from flux.plan.sample import Figures
 
 
+def tokens_per_s(step: TrainingStep, iteration_ms: float) -> float:
+    """Return tokens of all ranks per second."""
+    return 1e3 * step.batch_tokens / iteration_ms
+
+
+def mfu(step: TrainingStep, cluster: Cluster, iteration_ms: float) -> float | None:
+    """Return the model FLOPs utilization, at most 1; None if the device's peak is not known.
+
+    As in PaLM (arXiv 2204.02311, appendix B): operations that the model needs, over those that the
+    devices could do in that time. See ``TrainingStep.operations`` for what counts.
+    """
+    tflops = cluster.device.tflops.get(step.dtype)
+    if not tflops:
+        return None
+    return step.operations / (1e9 * tflops * iteration_ms * step.parallel.world)
+
+
 def document(
-    label: str, step: TrainingStep, cluster: str, figures: Timeline | Figures | None
+    label: str, step: TrainingStep, cluster: Cluster, figures: Timeline | Figures | None
 ) -> dict[str, Any]:
     """Return the JSON object of one policy: what was planned, times in ms, and bytes.
+
+    ``memory_bytes`` has the peak of a device by kind. ``idle_ms`` is the bubble: the mean time in
+    which a device neither computes nor communicates.
 
     Args:
         label: the policy.
         step: what was planned.
-        cluster: its name.
+        cluster: devices and links.
         figures: of the step; None: there are none.
     """
     parallel = step.parallel
     row: dict[str, Any] = {
         "policy": label,
         "model": step.name,
-        "cluster": cluster,
+        "cluster": cluster.name,
         "tp": parallel.tp,
         "dp": parallel.dp,
         "pp": parallel.pp,
@@ -40,7 +61,16 @@ def document(
         row["compute_ms"] = figures.compute_ms
         row["comm_ms"] = figures.comm_ms
         row["exposed_comm_ms"] = figures.exposed_comm_ms
-        row["peak_memory_bytes"] = figures.peak_memory_bytes
+        row["peak_memory_bytes"] = peak = figures.peak_memory_bytes
+        row["idle_ms"] = figures.idle_ms
+        row["tokens_per_s"] = tokens_per_s(step, figures.iteration_ms)
+        row["tokens_per_s_per_device"] = row["tokens_per_s"] / parallel.world
+        row["mfu"] = mfu(step, cluster, figures.iteration_ms)
+        most = max(range(parallel.pp), key=lambda stage: sum(step.resident(stage).values()))
+        kinds = step.resident(most)
+        # Policies may share the optimizer's states of ZeRO-0 among ranks.
+        kinds["optimizer"] += figures.resident_bytes - sum(kinds.values())
+        row["memory_bytes"] = kinds | {"activations": peak - figures.resident_bytes}
     return row
 
 
@@ -55,11 +85,14 @@ def show(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
     """
     ran = any("predicted_ms" in row for row in rows)
     caption = "ms; ratio: to the first; exposed: communication beside which nothing is computed"
+    if not ran:
+        caption += "; tok/s: of a device; idle: share of the bubble"
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    table.add_column("policy", overflow="fold", min_width=11)
-    heads = ["step", *(["predicted"] if ran else []), "ratio", "compute", "comm"]
-    memory = [] if ran else ["GB"]  # a run predicts it, and does not measure it
-    for head in (*heads, "exposed", "hidden", *memory):
+    table.add_column("policy", overflow="fold", min_width=9)
+    heads = ["step", *(["predicted"] if ran else []), "ratio"]
+    # A run predicts memory, and does not measure it; and no peak of a CPU core says much.
+    middle, memory = (["compute", "comm"], []) if ran else (["tok/s", "MFU", "idle"], ["GB"])
+    for head in (*heads, *middle, "exposed", "hidden", *memory):
         table.add_column(head, justify="right", no_wrap=True)
     first = next((row["iteration_ms"] for row in rows if "error" not in row), None)
     for row in rows:
@@ -71,16 +104,27 @@ def show(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
         predicted = [f"{row['predicted_ms']:.2f}"] if ran else []
         table.add_row(
             row["policy"],
-            f"{row['iteration_ms']:.2f}",
+            _ms(row["iteration_ms"]),
             *predicted,
             f"{row['iteration_ms'] / first:.2f}",
-            f"{row['compute_ms']:.2f}",
-            f"{comm:.2f}",
-            f"{exposed:.2f}",
+            *([f"{row['compute_ms']:.2f}", f"{comm:.2f}"] if ran else _rates(row)),
+            _ms(exposed),
             hidden,
             *([] if ran else [f"{row['peak_memory_bytes'] / 1e9:.2f}"]),
         )
     console.print(table)
+
+
+def _ms(time: float) -> str:
+    """Return a time as it is shown: six digits at most."""
+    return f"{time:.2f}" if time < 1000 else f"{time:.0f}"
+
+
+def _rates(row: dict[str, Any]) -> list[str]:
+    """Return tokens per second of a device, MFU and bubble, as they are shown."""
+    share = "-" if row["mfu"] is None else f"{100 * row['mfu']:.1f}%"
+    idle = f"{100 * row['idle_ms'] / row['iteration_ms']:.0f}%"
+    return [f"{row['tokens_per_s_per_device']:.0f}", share, idle]
 
 
 def explain(timeline: Timeline, most: int = 8) -> list[str]:

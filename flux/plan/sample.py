@@ -52,6 +52,8 @@ class Figures:
     comm_ms: float
     exposed_comm_ms: float
     peak_memory_bytes: float
+    idle_ms: float = 0.0
+    resident_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if self.iteration_ms < self.compute_ms * (1 - 1e-9):
@@ -64,7 +66,10 @@ class Figures:
     def of(cls, t: Timeline, *, briefly: bool = False) -> Figures:
         """Return the figures of a timeline; briefly: without those of communication."""
         comm = (0.0, 0.0) if briefly else (t.comm_ms, t.exposed_comm_ms)
-        return cls(t.iteration_ms, t.compute_ms, *comm, t.peak_memory_bytes)
+        idle = 0.0 if briefly else t.idle_ms
+        return cls(
+            *(t.iteration_ms, t.compute_ms, *comm, t.peak_memory_bytes, idle, t.resident_bytes)
+        )
 
 
 class SampleOutcome(NamedTuple):
@@ -80,7 +85,7 @@ class StepLayout:
     def __init__(self, cluster: Cluster, step: TrainingStep) -> None:
         self.step = step
         self.fabric = Fabric(cluster, step.parallel)
-        self.cost = AnalyticCost(self.fabric, step.dtype, step.itemsize)
+        self.cost = AnalyticCost(self.fabric, step.dtype, step.itemsize, gemm_dtype=step.gemm_dtype)
         self.graph = build_step(step, self.fabric)
 
     def timeline(self, policy: Policy) -> Timeline:
@@ -114,6 +119,8 @@ def line(
         on_line("comm_ms"),
         on_line("exposed_comm_ms"),
         max(a.peak_memory_bytes, b.peak_memory_bytes),
+        on_line("idle_ms"),
+        b.resident_bytes,
     )
 
 
@@ -158,9 +165,15 @@ def from_few_micro_batches(
     return SampleOutcome(figures, label_of(name, options, policy))
 
 
+def short_of(step: TrainingStep, layers: int, micro_batches: int) -> TrainingStep:
+    """Return a step with fewer layers, the same number in each stage, and micro-batches."""
+    dense = min(step.dense_layers, layers)
+    return replace(step, layers=layers, split=(), dense_layers=dense, micro_batches=micro_batches)
+
+
 def few_layers(step: TrainingStep, total: int = LAYERS) -> int:
     """Return the number of layers of a stage in a short step of ``total`` layers."""
-    layers = step.layers // step.parallel.pp
+    layers = max(step.stages)
     even = layers % 2 == 0
     few = min(layers, 8, max(2 if even else 1, total // step.parallel.pp))
     return few - few % 2 if even else few
@@ -197,7 +210,7 @@ class _Short:
 
     def __init__(self, cluster: Cluster, step: TrainingStep) -> None:
         self.cluster, self.step = cluster, step
-        self.stages, self.layers = step.parallel.pp, step.layers // step.parallel.pp
+        self.stages, self.layers = step.parallel.pp, max(step.stages)
         self.made: dict[tuple[int, int], StepLayout] = {}
 
     def estimate(self, name: str, options: Mapping[str, Any]) -> Estimate:
@@ -233,7 +246,7 @@ class _Short:
     def _figures(self, layers: int, count: int, policy: Policy) -> Figures:
         _share(policy, layers * count / (self.layers * self.step.micro_batches))
         if (layers, count) not in self.made:
-            step = replace(self.step, layers=layers * self.stages, micro_batches=count)
+            step = short_of(self.step, layers * self.stages, count)
             self.made[layers, count] = StepLayout(self.cluster, step)
         return Figures.of(self.made[layers, count].timeline(policy), briefly=True)
 

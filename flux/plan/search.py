@@ -28,10 +28,11 @@ from itertools import product
 from math import isqrt
 from typing import Any, NamedTuple
 
-from flux.bench.shapes import model_of
+from flux.bench.model_files import model_of
 from flux.core.datafile import MOST_SIZE, shown
 from flux.launch.spawn import use_short_socket_paths
 from flux.machine.cluster import Cluster
+from flux.plan.graph import Operator
 from flux.plan.model import Parallel, TrainingStep
 from flux.plan.policies import Policies, policy_names, policy_of
 from flux.plan.sample import (
@@ -43,6 +44,7 @@ from flux.plan.sample import (
     from_few_micro_batches,
     lengths,
     refusal,
+    short_of,
     whole,
 )
 from flux.plan.simulate import Timeline
@@ -57,6 +59,8 @@ LEAST_TOKENS = 4096
 """Of a sequence on each context parallel rank: shorter ones are served by tensor parallelism."""
 FIRST = 5
 """Plans whose order is that of whole simulations."""
+LEAST_FILLED = 0.95
+"""Layers of a model over those of a pipeline whose stages all have as many as the longest."""
 MARGIN = 0.03
 """How much longer than the fifth the second round may say that a step is, and it still reaches the
 third one. Of random searches the second round was off by 2% at most (tests/plan/test_search.py)."""
@@ -142,7 +146,7 @@ class SearchedPlan(Figures):
         stages = self.step.parallel.pp
         count = min(self.step.micro_batches, 2 * stages)
         layers = few_layers(self.step, total=1) * stages
-        return self._timeline(cluster, replace(self.step, layers=layers, micro_batches=count))
+        return self._timeline(cluster, short_of(self.step, layers, count))
 
     def _timeline(self, cluster: Cluster, step: TrainingStep) -> Timeline:
         return StepLayout(cluster, step).timeline(policy_of(self.policy, self.options))
@@ -194,8 +198,14 @@ def search(
             f"batch of {query.batch} or {query.cluster.devices} devices of a host do not divide"
         )
     progress("layouts", 0, len(possible))
-    rated = [(estimate(step, query.cluster), step) for step in possible]
+    rated = []
     limit = query.memory_gb * 1e9
+    for step in possible:
+        rating = estimate(step, query.cluster)
+        if rating.memory_bytes > limit:  # slower, and smaller
+            step = replace(step, recompute="full")
+            rating = estimate(step, query.cluster)
+        rated.append((rating, step))
     fitting = [(rating, step) for rating, step in rated if rating.memory_bytes <= limit]
     if not fitting:
         least = min(rating.memory_bytes for rating, _ in rated) / 1e9
@@ -279,12 +289,14 @@ def layouts(query: Query) -> Iterator[TrainingStep]:
         _divisors(min(query.gpus, query.cluster.devices)),
         [size for size in _divisors(query.sequence) if query.sequence >= size * LEAST_TOKENS]
         or [1],
-        _divisors(model.layers),
+        _divisors(query.gpus),
     ):
-        if query.gpus % (tp * cp * pp) or model.layer.heads % tp:
+        if query.gpus % (tp * cp * pp) or model.layer.heads % tp or model.layers < pp:
+            continue
+        if model.layers < LEAST_FILLED * pp * -(-model.layers // pp):
             continue
         dp = query.gpus // (tp * cp * pp)
-        if query.batch % dp or (model.layer.moe is None and model.layer.intermediate % tp):
+        if query.batch % dp or model.layer.intermediate % tp:
             continue
         ep = max(size for size in _divisors(experts) if dp % size == 0)
         zeros = (1, 3) if dp > 1 else (1,)
@@ -304,6 +316,9 @@ def layouts(query: Query) -> Iterator[TrainingStep]:
                 micro_batches=query.batch // dp // micro_batch,
                 zero=zero,
                 regather=regather,
+                vocabulary=model.vocabulary,
+                tied=model.tied,
+                dense_layers=model.dense_layers,
             )
 
 
@@ -324,8 +339,8 @@ class Rating(NamedTuple):
 def _best(rated: Sequence[tuple[Rating, TrainingStep]], count: int) -> list[TrainingStep]:
     """Return the layouts that are best by each of the three times, by turns.
 
-    Besides, of those with data parallelism alone the best with each kind of ZeRO: what everybody
-    tries first is always compared.
+    Besides, what everybody tries first is always compared: of those with data parallelism alone the
+    best with each kind of ZeRO, and the best pipeline, computing again what does not fit.
     """
     orders = [
         sorted(rated, key=lambda pair: (pair[0][which], pair[0].serial_ms)) for which in range(3)
@@ -335,30 +350,44 @@ def _best(rated: Sequence[tuple[Rating, TrainingStep]], count: int) -> list[Trai
     for _, step in orders[0]:
         if step.parallel.dp == step.parallel.world:
             plain.setdefault(step.zero, step)
+        elif step.parallel.pp > 1:
+            plain.setdefault(-1, step)
     return list(dict.fromkeys([*list(layouts)[:count], *plain.values()]))
 
 
 def estimate(step: TrainingStep, cluster: Cluster) -> Rating:
-    """Rate a step from one layer of each stage."""
-    stages, layers = step.parallel.pp, step.layers // step.parallel.pp
-    layout = StepLayout(cluster, replace(step, layers=stages, micro_batches=1))
-    count = step.micro_batches
-    serial = hidden = filled = 0.0
-    kept = now = most = 0.0  # bytes: from forward until backward; at a time
-    for op in layout.graph.ops:
-        if op.stage == stages // 2:
-            time = layout.cost.solo(op)
+    """Rate a step from two layers of its first, second and last stage, if they have as many."""
+    stages, count = step.parallel.pp, step.micro_batches
+    each = min(2, *step.stages)  # layers beside that of the embedding, or of the head
+    layout = StepLayout(cluster, replace(short_of(step, each * stages, 1), dense_layers=0))
+    ratings = []
+    for stage in {0, min(1, stages - 1), stages - 1}:
+        layers = step.stages[stage] / each
+        serial = hidden = filled = 0.0
+        kept = now = most = 0.0  # bytes: from forward until backward; at a time
+        for op in layout.graph.ops:
+            if op.stage != stage:
+                continue
+            time = layout.cost.solo(op) * (1 if op.is_outer else layers)
             once = op.role == "step"
             serial += time * (1 if once else count + stages - 1)
             filled += time * (1 if once else count)
             if not op.is_collective:
                 hidden += time * (1 if once else count + stages - 1)
-            kept += op.allocates - op.frees if op.role == "fwd" else 0.0
+            if op.role == "fwd":
+                kept += (op.allocates - op.frees) * (1 if op.is_outer else layers)
             most = max(most, now + op.allocates)
             now += op.allocates - op.frees
-    held = min(stages, count)
-    memory = layers * (layout.graph.resident[0] + held * kept) + most - kept
-    return Rating(layers * serial, layers * hidden, layers * filled, memory)
+        held = min(stages - stage, count)
+        single = sum(op.allocates - op.frees for op in layout.graph.ops if _kept(op, stage))
+        states = sum(step.resident(stage).values())
+        ratings.append(Rating(serial, hidden, filled, states + held * kept + most - single))
+    return Rating(*map(max, zip(*ratings, strict=True)))
+
+
+def _kept(op: Operator, stage: int) -> bool:
+    """Return whether an operator is of a stage's forward, which allocates activations."""
+    return op.stage == stage and op.role == "fwd"
 
 
 # -- third round -----------------------------------------------------------------------------------

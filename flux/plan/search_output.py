@@ -13,7 +13,7 @@ from flux.core.datafile import Table
 from flux.machine.cluster import Cluster
 from flux.plan.model import TrainingStep
 from flux.plan.policies import Policies
-from flux.plan.report import document
+from flux.plan.report import document, mfu, tokens_per_s
 from flux.plan.search import Query, SearchedPlan, SearchOutcome, plan_of
 
 _DEGREES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep": "expert"}
@@ -29,6 +29,8 @@ def layout_of(step: TrainingStep) -> str:
         words.append("sequence parallel" + (", regather" if step.regather else ""))
     if step.zero == 3:
         words.append("zero=3")
+    if step.recompute != "none":
+        words.append(f"recompute={step.recompute}")
     return " ".join(words)
 
 
@@ -59,34 +61,14 @@ def legend(plans: list[SearchedPlan]) -> str:
     return f"layout: {'; '.join(words)}"
 
 
-def tokens_per_s(plan: SearchedPlan) -> float:
-    """Return tokens of all ranks per second."""
-    return 1e3 * plan.step.batch_tokens / plan.iteration_ms
-
-
-def mfu(plan: SearchedPlan, cluster: Cluster) -> float | None:
-    """Return the model FLOPs utilization, at most 1; None if the device's peak is not known.
-
-    As in PaLM (arXiv 2204.02311, appendix B): operations that the model needs, over those that the
-    devices could do in that time. See ``TrainingStep.operations`` for what counts.
-    """
-    tflops = cluster.device.tflops.get(plan.step.dtype)
-    if not tflops:
-        return None
-    possible = 1e9 * tflops * plan.iteration_ms * plan.step.parallel.world
-    return plan.step.operations / possible
-
-
 def search_document(query: Query, outcome: SearchOutcome, why: list[str]) -> dict[str, Any]:
     """Return the JSON object of a search, of which ``winner_of`` reads the first plan."""
     rows = []
     for plan in outcome.ranked:
         step, p = plan.step, plan.step.parallel
         rows.append(
-            document(plan.label, step, query.cluster.name, plan)
+            document(plan.label, step, query.cluster, plan)
             | {
-                "tokens_per_s": tokens_per_s(plan),
-                "mfu": mfu(plan, query.cluster),
                 "cp": p.cp,
                 "ep": p.ep,
                 "sequence_parallel": p.sequence,
@@ -94,6 +76,8 @@ def search_document(query: Query, outcome: SearchOutcome, why: list[str]) -> dic
                 "micro_batches": step.micro_batches,
                 "zero": step.zero,
                 "regather": step.regather,
+                "recompute": step.recompute,
+                "split": ",".join(map(str, step.split)),
                 "policy_options": {"name": plan.policy, **plan.options},
             }
         )
@@ -131,9 +115,9 @@ def reasons(outcome: SearchOutcome, cluster: Cluster) -> list[str]:
     lines = []
     for name, plan in rows:
         idle = plan.iteration_ms - plan.compute_ms - plan.exposed_comm_ms
-        share = mfu(plan, cluster)
+        share = mfu(plan.step, cluster, plan.iteration_ms)
         lines.append(
-            f"{name}: {tokens_per_s(plan):,.0f} tokens/s"
+            f"{name}: {tokens_per_s(plan.step, plan.iteration_ms):,.0f} tokens/s"
             + (f", {100 * share:.1f}% MFU" if share is not None else "")
             + f"; {plan.iteration_ms:.1f} ms = {plan.compute_ms:.1f} compute + "
             f"{plan.exposed_comm_ms:.1f} exposed communication (of {plan.comm_ms:.1f}) + "
@@ -154,7 +138,7 @@ def show(query: Query, outcome: SearchOutcome, top: int, why: list[str], console
     for head in ("step\nms", "ratio", "exposed\nms", "MFU\n%", "GB"):
         table.add_column(head, justify="right", no_wrap=True)
     for plan in outcome.ranked[:top]:
-        share = mfu(plan, query.cluster)
+        share = mfu(plan.step, query.cluster, plan.iteration_ms)
         table.add_row(
             plan.label,
             layout_of(plan.step),
@@ -202,6 +186,8 @@ def winner_of(path: str) -> tuple[dict[str, Any], Policies]:
         **{key: first.integer(key) for key in counts},
         "zero": first.integer("zero", least=0),
         **{key: first.flag(key) for key in ("sequence_parallel", "regather")},
+        "recompute": first.text("recompute", "none"),
+        "split": first.text("split", ""),
         "model": top.text("model"),
         "sequence": top.integer("sequence"),
     }

@@ -22,7 +22,8 @@ from itertools import product
 from math import gcd, prod
 from typing import Any
 
-from flux.bench.shapes import Layer, model_of
+from flux.bench.model_files import model_of
+from flux.bench.shapes import Layer
 
 WIDTH = 512
 TOKENS = 256

@@ -82,6 +82,28 @@ class Timeline:
         return max(self.exposed_by_stage, default=0.0)
 
     @cached_property
+    def idle_ms(self) -> float:
+        """Time in which a device neither computes nor communicates, of all stages the mean."""
+        stages = self.schedule.graph.stages
+        busy = 0.0
+        for stage in range(stages):
+            spans = [
+                (self.start[n], self.end[n])
+                for (of, _), numbers in self.schedule.lanes.items()
+                if of == stage
+                for n in numbers
+            ]
+            merged, _ = _merged((spans, []))
+            busy += sum(end - begin for begin, end in merged)
+        return max(0.0, self.iteration_ms - busy / max(stages, 1))
+
+    @property
+    def resident_bytes(self) -> float:
+        """Bytes of weights, gradients and optimizer, of the stage with the highest peak."""
+        resident = self.schedule.graph.resident
+        return resident[self.peak.index(max(self.peak))] if resident else 0.0
+
+    @cached_property
     def peak(self) -> list[float]:
         """Most bytes that are allocated at a time, by stage; weights and optimizer included.
 

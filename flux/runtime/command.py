@@ -111,7 +111,7 @@ def run_command(
     name = config.cluster.name
     rows = []
     for policy_run in runs:
-        row = report.document(policy_run.label, config.step, name, policy_run.run)
+        row = report.document(policy_run.label, config.step, config.cluster, policy_run.run)
         times = policy_run.times_ms
         row["iteration_ms"] = sorted(times)[len(times) // 2]
         row |= {"predicted_ms": policy_run.predicted.iteration_ms, "times_ms": list(times)}

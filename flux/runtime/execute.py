@@ -126,7 +126,7 @@ class OperatorWork:
         q = self.tensor("q", batch, heads, queries, dim)
         k, v = (self.tensor(use, batch, heads, keys, dim) for use in "kv")
         attend = torch.nn.functional.scaled_dot_product_attention
-        if op.role == "fwd":
+        if op.role != "dgrad":
             return lambda: attend(q, k, v, is_causal=queries == keys)
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
         with torch.enable_grad():

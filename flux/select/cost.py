@@ -29,7 +29,7 @@ no formulas of their own. A measurement always takes precedence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from flux.core.knobs import Knobs, Op
@@ -114,7 +114,12 @@ def sliced_gemm_ms(
         waves = max(1.0, ceil_div(tiles, device.units) / full) if full else 1.0
     moved = itemsize * (m * k + n * k + m * n)
     operations = 2.0 * m * n * k * waves
-    return _roofline_ms(device, dtype, operations, moved, memory_share=ELEMENTWISE_SHARE)
+    return _roofline_ms(device, dtype, operations, moved, memory_share=elementwise_share(device))
+
+
+def elementwise_share(device: DeviceSpec) -> float:
+    """Return the share of the memory's speed that elementwise kernels reach."""
+    return device.memory_share or ELEMENTWISE_SHARE
 
 
 def _roofline_ms(
@@ -122,11 +127,21 @@ def _roofline_ms(
     dtype: str,
     operations: float,
     moved: float,
-    shares: Mapping[str, float] = GEMM_SHARE,
+    share: float | None = None,
     memory_share: float = 1.0,
 ) -> float:
-    """Return the time of a kernel; a dtype that the data sheet lacks has the slowest one's peak."""
-    rate = 1e9 * (device.tflops.get(dtype) or min(device.tflops.values())) * shares[device.kind]
+    """Return the time of a kernel; a dtype that the data sheet lacks has the slowest one's peak.
+
+    Args:
+        device: of one rank.
+        dtype: of the operands.
+        operations: of the kernel.
+        moved: bytes that it reads and writes.
+        share: of the peak that it reaches; None: that of GEMMs.
+        memory_share: of the memory's speed.
+    """
+    share = (device.gemm_share or GEMM_SHARE[device.kind]) if share is None else share
+    rate = 1e9 * (device.tflops.get(dtype) or min(device.tflops.values())) * share
     return max(operations / rate, memory_ms(device, moved, memory_share))
 
 
@@ -145,7 +160,8 @@ def attention_ms(
     operations = 4.0 * batch * heads * queries * keys * dim / 2
     if backward:
         operations *= BACKWARD_ATTENTION
-    return _roofline_ms(device, dtype, operations, 0, ATTENTION_SHARE)
+    share = device.attention_share or ATTENTION_SHARE[device.kind]
+    return _roofline_ms(device, dtype, operations, 0, share)
 
 
 def traffic_ms(problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: int) -> float:

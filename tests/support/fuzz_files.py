@@ -32,7 +32,8 @@ from rich.console import Console
 import fuzz_plans
 import suite_data
 from flux.bench import page, results, suite_view
-from flux.bench.shapes import Layer, Shapes, layer_of, load_shapes, model_of
+from flux.bench.model_files import model_of
+from flux.bench.shapes import Layer, Shapes, layer_of, load_shapes
 from flux.core.datafile import data_root, write_whole
 from flux.core.events import Trace
 from flux.core.knobs import OPS, Knobs, Op

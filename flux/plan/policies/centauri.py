@@ -25,7 +25,6 @@ from flux.plan.policies.centauri_graph import (
     Key,
     Partition,
     limited,
-    moves_weights,
     partitioned,
     substituted,
     window,
@@ -189,7 +188,7 @@ class Centauri:
         """Yield partitions of a collective."""
         op = graph.ops[number]
         comm = cost.solo(op)
-        weights = moves_weights(op)
+        weights = op.moves_weights
         chain, comp = _chain(graph, number, cost)
         inner = _independent(graph, number, cost)
         counts = {2, 4, self.max_chunks}
@@ -261,7 +260,7 @@ class Centauri:
 
         None with ZeRO-3: each pass gathers for itself, so that passes together hide no more.
         """
-        if any(op.micro >= 0 and moves_weights(op) for op in graph.ops):
+        if any(op.micro >= 0 and op.moves_weights for op in graph.ops):
             return []
         micros = graph.micro_batches
         sums = {"gather": 0.0, "scatter": 0.0, "fwd": 0.0, "bwd": 0.0}
@@ -323,7 +322,7 @@ def _chain(graph: Graph, number: int, cost: CostModel) -> tuple[int, float]:
         following.append(graph.ops[here])
     kinds = [_workload(follower) for follower in following]
     costs = [cost.solo(follower) for follower in following]
-    candidates = chains(kinds, costs, None if moves_weights(op) else 0)
+    candidates = chains(kinds, costs, None if op.moves_weights else 0)
     candidates = [chain for chain in candidates if not chain.reduces]
     best = choose_chain(candidates, cost.solo(op), _independent(graph, number, cost))
     return (0, 0.0) if best is None else (len(best.axes), best.cost)
@@ -342,7 +341,7 @@ def _independent(graph: Graph, number: int, cost: CostModel) -> float:
     Of a gather of weights: the layer before. Others follow what they depend on at once.
     """
     op = graph.ops[number]
-    if not (moves_weights(op) and op.kind == "all_gather"):
+    if not (op.moves_weights and op.kind == "all_gather"):
         return 0.0
     before = op.layer + (-1 if op.role != "dgrad" else 1)
     micro = max(op.micro, 0)

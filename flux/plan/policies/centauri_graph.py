@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flux.plan.build import OPTIMIZER_BYTES
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Builder, Graph, Operator
@@ -43,11 +42,6 @@ class Partition:
         return tuple(piece.brings for piece in self.pieces if piece.brings > 0)
 
 
-def moves_weights(op: Operator) -> bool:
-    """Return whether a collective moves weights or their gradients, and not activations."""
-    return op.is_collective and op.part.startswith(("weights", "grads"))
-
-
 def substituted(graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
     """Return the graph in which gradients are reduce-scattered, and weights gathered.
 
@@ -58,6 +52,8 @@ def substituted(graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
     """
     builder = Builder(graph.itemsize)
     users = _first_users(graph)
+    # Adam reads a gradient, and reads and writes three states.
+    states = max((op.shape[2] - 1) / 2 for op in graph.ops if op.kind == "optimizer")
     resident = list(graph.resident)
     place: dict[int, int] = {}
     waits: dict[int, list[int]] = {}  # for old operators, gathers at the beginning of the step
@@ -83,7 +79,7 @@ def substituted(graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
             op = op._replace(kind="reduce_scatter")
             if resident:  # each rank keeps the optimizer's states of its share
                 others = 1 - 1 / fabric.span(op.group).size
-                resident[op.stage] -= OPTIMIZER_BYTES * op.shape[1] * others
+                resident[op.stage] -= 4.0 * states * op.shape[1] * others
         if op.kind == "optimizer":
             for dep in graph.deps[number]:
                 before = graph.ops[dep]
@@ -114,10 +110,10 @@ def _first_users(graph: Graph) -> dict[tuple[int, bool], list[int]]:
     for number, op in enumerate(graph.ops):
         if op.role != "fwd" or op.micro != 0:
             continue
-        if op.kind == "gemm":
+        if op.kind == "gemm" or op.part == "embed":
             experts = has_experts and op.part in ("fc1", "fc2")
             gemms.setdefault((op.layer, experts), []).append(number)
-        elif moves_weights(op):
+        elif op.moves_weights:
             gathers.setdefault((op.layer, op.part.endswith("experts")), []).append(number)
     return gemms | gathers
 
@@ -153,7 +149,7 @@ def limited(graph: Graph, passes: Sequence[Sequence[Action]], stages: int, prefe
                 behind[visit] = last[visits[index - prefetch - 1]]
     deps = list(graph.deps)
     for number, op in enumerate(graph.ops):
-        if op.kind == "all_gather" and op.micro >= 0 and moves_weights(op):
+        if op.kind == "all_gather" and op.micro >= 0 and op.moves_weights:
             visit = ("F" if op.role == "fwd" else "B", op.micro, op.layer)
             if visit in behind:
                 deps[number] = (*deps[number], behind[visit])
@@ -224,7 +220,7 @@ class _Rewriter:
         else:
             starts = [n for n in self.after[number] if self.graph.ops[n].kind == "gemm"]
         for start in starts:
-            self._cut_from(number, start, moves_weights(op), partition)
+            self._cut_from(number, start, op.moves_weights, partition)
 
     def _cut_from(self, number: int, start: int, columns: bool, partition: Partition) -> None:
         """Cut a chain that begins, or of a ReduceScatter ends, with a GEMM."""
@@ -356,7 +352,7 @@ class _Rewriter:
             span = self.fabric.span(op.group)
             parts = parse_group(op.group).split(meshes(span.size, span.per_host)[0])
             group = parts[0 if piece.where == "inter" else 1].name
-        along = 1 if moves_weights(op) else 0
+        along = 1 if op.moves_weights else 0
         size = max(1, round(op.shape[along] * share * piece.volume))
         shape = (op.shape[0], size) if along else (size, op.shape[1])
         return op._replace(

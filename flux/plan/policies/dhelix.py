@@ -66,7 +66,8 @@ def layer_graph(
         parallel = Parallel(tp=2, cp=cp, dp=8, ep=8, sequence=True)
     else:
         parallel = Parallel(tp=8, cp=cp, sequence=True)
-    step = step_of("phi-moe" if experts else "llama-25b", parallel, layers=1, micro_batches=1)
+    model = "phi-moe" if experts else "llama-25b"
+    step = step_of(model, parallel, layers=1, micro_batches=1, regather=False)
     fabric = Fabric(load_cluster("dhelix-a40"), parallel)
     return graph_of_layer(build_step(step, fabric), direction)
 

@@ -88,8 +88,8 @@ class DominoPolicy:
     def _check(self, op: Operator) -> None:
         if op.micro < 0:
             return
-        if op.part.startswith(("weights", "grads")):
-            raise ValueError("domino does not cut gathers of weights (zero=3); use centauri")
+        if op.moves_weights:
+            raise ValueError("domino does not cut gathers of weights (zero=2 and 3); use centauri")
         if op.kind == "attention" and op.shape[0] % self.slices:
             raise ValueError(
                 f"domino: {self.slices} slices must divide a micro-batch of {op.shape[0]} sequences"
@@ -127,8 +127,10 @@ class DominoPolicy:
                 return sorted(numbers, key=lambda n: _backward_key(graph.ops[n], places))
             order = self._forward(graph, numbers)
             for place, number in enumerate(order):
-                op = graph.ops[number]
-                places.setdefault((op.layer, op.part, self._slice(op)), place)
+                op, slice_ = graph.ops[number], self._slice(graph.ops[number])
+                places.setdefault((op.layer, op.part, slice_), place)
+                if not op.is_outer:
+                    places[op.layer, "", slice_] = place  # the end of the layer
             return order
 
         return on_lanes(graph, sequences(graph, within), self.name)
@@ -208,15 +210,24 @@ def _communicates(ops: Sequence[Operator], linear: str) -> bool:
 _LAUNCHED_BY = {"ar_dx1": "qkv", "ag1": "qkv", "ar_dx2": "fc1", "ag2": "fc1"} | {
     "rs1": "bda1",
     "rs2": "bda2",
+    "ag_head": "head",
+    "ar_dx_head": "head",
 }
 """The operator after whose dgrad a collective is launched in backward."""
 
 
 def _backward_key(op: Operator, places: dict[tuple[int, str, int], int]) -> tuple[int, int]:
-    """Return a sort key: the latest of forward first; gather, dgrad, collective, wgrad of one."""
+    """Return a sort key: the latest of forward first; gather, dgrad, collective, wgrad of one.
+
+    What a layer computes again comes before its gradients, in the order of forward.
+    """
     part = op.part
+    if op.role == "recompute":
+        return -places[op.layer, "", op.piece], -1
     if op.is_collective:
         part = _LAUNCHED_BY.get(part, part)
+        compressed = part == "qkv" and (op.layer, "q_up", op.piece) in places
+        part = "q_up" if compressed else part
     rank = 3 if op.role == "wgrad" else 2 if op.is_collective else 1
     if op.is_collective and op.role == "wgrad":
         rank = 0

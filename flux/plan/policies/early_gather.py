@@ -36,7 +36,9 @@ class EarlyGatherPolicy:
                 "(regather): this step has no such gather"
             )
         deps = tuple(
-            tuple(d for d in before if graph.ops[d].role == "fwd") if _gathers_again(op) else before
+            tuple(d for d in before if graph.ops[d].kind == "norm")
+            if _gathers_again(op)
+            else before
             for op, before in zip(graph.ops, graph.deps, strict=True)
         )
         return replace(graph, deps=deps)
@@ -66,4 +68,4 @@ class EarlyGatherPolicy:
 
 
 def _gathers_again(op: Operator) -> bool:
-    return op.kind == "all_gather" and op.role == "wgrad"
+    return op.kind == "all_gather" and op.role == "wgrad" and op.part in _ROW_OF

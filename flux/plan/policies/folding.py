@@ -19,11 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
 from flux.core.problem import checked_integer
 from flux.plan.graph import Builder, Graph, Operator
+from flux.plan.model import even_split
 
 
 def fold(stage: int, p: int) -> int:
@@ -205,9 +207,16 @@ class UnevenStages(ValueError):
 # -- layers on ranks -------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=64)
+def _stages_of(layers: int, stages: int) -> tuple[int, ...]:
+    """Return the stage of each layer."""
+    counts = even_split(layers, stages)
+    return tuple(stage for stage, count in enumerate(counts) for _ in range(count))
+
+
 def stage_of(op: Operator, layers: int, stages: int) -> int:
     """Return the stage of the model that an operator of a layer belongs to."""
-    return op.layer * stages // layers
+    return _stages_of(layers, stages)[op.layer]
 
 
 def layers_of(graph: Graph) -> int:
@@ -215,7 +224,9 @@ def layers_of(graph: Graph) -> int:
     return 1 + max((op.layer for op in graph.ops), default=-1)
 
 
-def placed(graph: Graph, stages: int, rank_of: Callable[[int], int]) -> Graph:
+def placed(
+    graph: Graph, stages: int, rank_of: Callable[[int], int], *, uneven: bool = False
+) -> Graph:
     """Return a step whose layers are cut into other stages, on other ranks.
 
     Sends are made anew where consecutive stages are on different ranks; each has the layer of the
@@ -225,12 +236,13 @@ def placed(graph: Graph, stages: int, rank_of: Callable[[int], int]) -> Graph:
         graph: the step; its operators' ``stage`` is their pipeline rank.
         stages: of the model.
         rank_of: returns the pipeline rank of a stage.
+        uneven: stages may have unequal numbers of layers, at least one.
 
     Raises:
         UnevenStages: the stages would have unequal numbers of layers.
     """
     layers = layers_of(graph)
-    if layers % stages:
+    if layers < stages or (layers % stages and not uneven):
         raise UnevenStages(stages, layers)
     templates = {op.role: op for op in graph.ops if op.kind == "send"}
     builder = Builder(graph.itemsize)

@@ -104,7 +104,7 @@ def _gathers(collective: Operator, gemm: Operator) -> bool:
         and collective.group == "tp"
         and collective.role != "wgrad"
         and gemm.kind == "gemm"
-        and gemm.role in ("fwd", "dgrad")
+        and gemm.role in ("fwd", "recompute", "dgrad")
         and gemm.part in LINEARS
     )
 
@@ -114,7 +114,7 @@ def _reduces(gemm: Operator, collective: Operator, graph: Graph, number: int) ->
         collective.kind in _REDUCES
         and collective.group == "tp"
         and gemm.kind == "gemm"
-        and gemm.role in ("fwd", "dgrad")
+        and gemm.role in ("fwd", "recompute", "dgrad")
         and gemm.part in LINEARS
         and len(graph.deps[number]) == 1
     )

@@ -21,7 +21,7 @@ Merge = Callable[[Sequence[int], Sequence[int]], Segments]
 
 def node_of(op: Operator) -> str:
     """Return the name of an operator in the graph of its layer: ``qkv``, ``qkv.d``, ``qkv.w``."""
-    return op.part + {"dgrad": ".d", "wgrad": ".w"}.get(op.role, "")
+    return op.part + {"dgrad": ".d", "wgrad": ".w", "recompute": ".r"}.get(op.role, "")
 
 
 def graph_of_layer(graph: Graph, direction: str, layer: int = 0) -> nx.DiGraph:
@@ -35,13 +35,14 @@ def graph_of_layer(graph: Graph, direction: str, layer: int = 0) -> nx.DiGraph:
     Raises:
         ValueError: another direction.
     """
-    roles = {"forward": ("fwd",), "backward": ("dgrad", "wgrad")}.get(direction)
+    roles = {"forward": ("fwd",), "backward": ("recompute", "dgrad", "wgrad")}.get(direction)
     if roles is None:
         raise ValueError(f"direction must be forward or backward, got {direction!r}")
     digraph = nx.DiGraph()
     for number in graph.order:
         op = graph.ops[number]
-        if op.layer == layer and op.micro == 0 and op.role in roles and op.kind != "send":
+        inside = op.kind != "send" and not op.is_outer
+        if op.layer == layer and op.micro == 0 and op.role in roles and inside:
             digraph.add_node(node_of(op), op=op)
             before = [graph.ops[dep] for dep in graph.deps[number]]
             edges = [(node_of(dep), node_of(op)) for dep in before if node_of(dep) in digraph]
@@ -64,26 +65,47 @@ def by_layer(graph: Graph, plan: Pairing, cost: CostModel) -> Merge:
     """
 
     def merge(forward: Sequence[int], backward: Sequence[int]) -> Segments:
-        pairs = zip(_layers(graph, forward), _layers(graph, backward), strict=True)
-        segments: Segments = []
-        for f_layer, b_layer in pairs:
+        layers = [_layers(graph, numbers) for numbers in (forward, backward)]
+        nodes = {*plan.forward}, {*plan.backward}
+        for known, of_pass in zip(nodes, layers, strict=True):
+            if len(layers[0]) != len(layers[1]) or any(of.keys() != known for of in of_pass):
+                raise ValueError("pairs layers of forward and backward, and layers here differ")
+        before, after = _outer(graph, forward, backward)
+        segments: Segments = [before] if before else []
+        for f_layer, b_layer in zip(*layers, strict=True):
             for f_nodes, b_nodes in plan.segments:
                 f, b = (
                     [of[n] for n in nodes] for of, nodes in ((f_layer, f_nodes), (b_layer, b_nodes))
                 )
                 segments.append(_started(graph, f, b, cost))
-        sends = [n for n in (*forward, *backward) if graph.ops[n].kind == "send"]
-        return [*segments, sends] if sends else segments
+        return [*segments, after] if after else segments
 
     return merge
 
 
+def _outer(graph: Graph, *passes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the operators of passes that are of no layer: those before the layers, and after.
+
+    After the layers are sends, and what follows the first operator of a layer.
+    """
+    sides: tuple[list[int], list[int]] = ([], [])
+    for numbers in passes:
+        inside = 0
+        for number in numbers:
+            op = graph.ops[number]
+            if op.is_outer or op.kind == "send":
+                sides[inside or op.kind == "send"].append(number)
+            elif not op.moves_weights:
+                inside = 1
+    return sides
+
+
 def _layers(graph: Graph, numbers: Iterable[int]) -> list[dict[Hashable, int]]:
-    """Return a pass's operators by layer and node, without sends."""
+    """Return a pass's operators by layer and node, without sends, embedding and head."""
     places: dict[int, dict[Hashable, int]] = {}
     for number in numbers:
         op = graph.ops[number]
-        if op.kind != "send":
+        if op.kind != "send" and not op.is_outer:
             places.setdefault(op.layer, {})[node_of(op)] = number
     return list(places.values())
 

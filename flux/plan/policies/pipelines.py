@@ -37,10 +37,12 @@ class _TorchPipeline:
     Attributes:
         name: of the policy.
         schedule: name of torch's class.
+        uneven: whether stages may have unequal numbers of layers.
     """
 
     name = ""
     schedule = ""
+    uneven = False
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
         """Return the graph with the layers on the ranks of this pipeline.
@@ -53,7 +55,7 @@ class _TorchPipeline:
             raise ValueError(f"{self.name} is a pipeline, and pp is 1")
         stages = self._stages(graph, ranks)
         blocks_of(self.schedule, ranks, stages, graph.micro_batches)  # raises, if there are none
-        return placed(graph, stages, self._rank_of(ranks))
+        return placed(graph, stages, self._rank_of(ranks), uneven=self.uneven)
 
     def _stages(self, graph: Graph, ranks: int) -> int:
         return 2 * ranks
@@ -84,6 +86,7 @@ class Interleaved1F1B(_TorchPipeline):
 
     name = "interleaved"
     schedule = "Interleaved1F1B"
+    uneven = True
 
     def __init__(self, chunks: int = 2) -> None:
         self.chunks = checked_integer("interleaved: chunks", chunks, 2)
@@ -148,9 +151,11 @@ class Combined1F1B:
         """
         if not any(op.kind == "all_to_all" for op in graph.ops):
             raise ValueError("combined hides AllToAll of experts, and ep is 1")
+        if any(op.kind == "all_to_all" and op.role == "recompute" for op in graph.ops):
+            raise ValueError("combined does not send the tokens of experts again: recompute less")
         if graph.micro_batches < 2:
             raise ValueError("combined needs at least 2 micro-batches, and the step has 1")
-        return placed(graph, fabric.parallel.pp, lambda stage: stage)
+        return placed(graph, fabric.parallel.pp, lambda stage: stage, uneven=True)
 
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return the schedule."""

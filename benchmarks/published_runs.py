@@ -1,0 +1,220 @@
+"""Published training runs beside what `flux plan` predicts for them, from data sheets alone.
+
+    python benchmarks/published_runs.py      # a quarter of an hour: runs of 16,384 GPUs are large
+
+A run is compared by the figure that its source gives: seconds of a step, tokens per second and
+GPU, or TFLOPS per GPU. The sources name model, degrees, batch and what is computed again. What
+they leave open is in ``Run.assumed``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, keep, markdown
+
+from flux.machine.cluster import load_cluster
+from flux.plan.compare import compared
+from flux.plan.model import Parallel, TrainingStep, step_of
+
+RESULT = ROOT / "benchmarks" / "results" / "plan" / "published_runs.json"
+MEGATRON = "arXiv 2104.04473"
+RECOMPUTATION = "arXiv 2205.05198, table 5"
+TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+LLAMA = "arXiv 2407.21783, table 4"
+MIXTRAL = "Megatron-LM, megatron/core/transformer/moe/README.md"
+INTERLEAVED = ("interleaved", {"chunks": 2})
+OPERATIONS = 96 * 1536 * 2048 * 96 * 12288**2 * (1 + 2048 / 6 / 12288 + 51200 / 16 / 96 / 12288)
+"""Of a step of 1,536 sequences of GPT-3 175B, as MEGATRON counts them: with recomputation, and all
+pairs of attention (section 5.1)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run.
+
+    Attributes:
+        name: for display.
+        source: where it is published.
+        figure: that the source gives.
+        unit: of the figure: ``s``, ``tokens/s`` and ``TFLOPS``, of a GPU.
+        model: name, or a model whose sizes are changed by ``sizes``.
+        cluster: in tuning/clusters.
+        policy: that schedules it.
+        degrees: of parallelism.
+        options: of ``step_of``.
+        sizes: of the layer, and ``layers``, in place of the model's.
+        assumed: what the source leaves open.
+        cause: of a deviation beyond 15%.
+    """
+
+    name: str
+    source: str
+    figure: float
+    unit: str
+    model: str
+    cluster: str
+    policy: tuple[str, dict[str, Any]]
+    degrees: dict[str, Any]
+    options: dict[str, Any]
+    sizes: dict[str, int] = field(default_factory=dict)
+    assumed: str = ""
+    cause: str = ""
+
+    def step(self) -> TrainingStep:
+        """Return the step."""
+        step = step_of(self.model, Parallel(**self.degrees), **self.options)
+        sizes = dict(self.sizes)
+        layers = sizes.pop("layers", step.layers)
+        return replace(step, layer=replace(step.layer, **sizes), layers=layers)
+
+
+_UNFUSED = {"unfused_attention": True, "fp32_gradients": True}
+_22B = {"hidden": 6144, "intermediate": 24576, "heads": 64, "kv_heads": 64, "head_dim": 96}
+_FULL = {"recompute": "full", **_UNFUSED}
+_TITAN = {"micro_batch": 2, "zero": 3, "recompute": "ops", "fp32_gradients": True}
+_SHARED = (
+    "the source's three rows of 8 GPUs take 0.5 s longer than their operators, eager, compiled and "
+    "in float8 alike: so it is in none of those that differ"
+)
+
+
+def _titan(gpus: int, how: str, figure: float, **options: Any) -> Run:
+    return Run(
+        f"Llama 3.1 8B, FSDP{how}",
+        TITAN,
+        figure,
+        "tokens/s",
+        "llama3-8b",
+        "grand-teton",
+        ("centauri", {"operation": False, "model": False}),
+        {"dp": gpus},
+        {**_TITAN, **options},
+        cause=_SHARED,
+    )
+
+
+def _llama(gpus: int, sequence: int, cp: int, batch: int, figure: float) -> Run:
+    return Run(
+        f"Llama 3 405B, {sequence:,} tokens",
+        LLAMA,
+        figure,
+        "TFLOPS",
+        "llama3-405b",
+        "llama3-h100",
+        ("interleaved", {"chunks": 4}),
+        {"tp": 8, "cp": cp, "pp": 16, "dp": gpus // 128 // cp, "sequence": True},
+        {"sequence": sequence, "micro_batches": batch, "fp32_gradients": True},
+        assumed="4 stages on each rank; gradients are reduced at the end of the step",
+    )
+
+
+RUNS = (
+    Run(
+        *("GPT 22B, full recomputation", RECOMPUTATION, 1.42, "s", "gpt3-175b", "selene"),
+        *(("serial", {}), {"tp": 8}, {"micro_batch": 4, **_FULL}, {**_22B, "layers": 48}),
+    ),
+    Run(
+        *("GPT 22B, selective", RECOMPUTATION, 1.10, "s", "gpt3-175b", "selene"),
+        *(("serial", {"wgrad_overlap": True}), {"tp": 8, "sequence": True}),
+        *({"micro_batch": 4, "recompute": "selective", **_UNFUSED}, {**_22B, "layers": 48}),
+    ),
+    Run(
+        *("GPT-3 175B, full recomputation", RECOMPUTATION, 18.13, "s", "gpt3-175b", "selene"),
+        *(("interleaved", {"chunks": 3}), {"tp": 8, "pp": 8}, {"micro_batches": 64, **_FULL}),
+    ),
+    Run(
+        *("GPT-3 175B, selective", RECOMPUTATION, 13.75, "s", "gpt3-175b", "selene"),
+        *(("interleaved", {"chunks": 3}), {"tp": 8, "pp": 8, "sequence": True}),
+        {"micro_batches": 64, "recompute": "selective", **_UNFUSED},
+    ),
+    Run(
+        *("GPT-3 175B", f"{MEGATRON}, table 2", OPERATIONS / 384 / 153e12, "s", "gpt3-175b"),
+        *("selene", INTERLEAVED, {"tp": 8, "pp": 12, "dp": 4}, {"micro_batches": 384, **_FULL}),
+        assumed="tensor parallelism of 8; 2 stages on each rank",
+    ),
+    Run(
+        *("GPT-3 175B", f"{MEGATRON}, section 5.1", OPERATIONS / 1024 / 140e12, "s", "gpt3-175b"),
+        *("selene", INTERLEAVED, {"tp": 8, "pp": 8, "dp": 16}, {"micro_batches": 96, **_FULL}),
+        assumed="degrees; 2 stages on each rank",
+    ),
+    _titan(8, "", 5762, eager=True),
+    _titan(8, " + compile", 6667),
+    _titan(8, " + compile + float8", 8532, gemm_dtype="float8_e4m3fn"),
+    _titan(128, "", 5605, eager=True),
+    _titan(128, " + compile", 6514),
+    _titan(128, " + compile + float8", 8380, gemm_dtype="float8_e4m3fn"),
+    Run(
+        *("Mixtral 8x7B", MIXTRAL, 468, "TFLOPS", "mixtral-8x7b", "llama3-h100"),
+        *(("interleaved", {"chunks": 8}), {"pp": 4, "dp": 16, "ep": 8}),
+        {"sequence": 4096, "micro_batches": 16, "fp32_gradients": True},
+        assumed="468 TFLOPS are of the README's reference mapping",
+    ),
+    _llama(8192, 8192, 1, 32, 430),
+    _llama(16384, 8192, 1, 16, 400),
+    _llama(16384, 131072, 16, 16, 380),
+)
+
+
+def entry_of(run: Run) -> dict[str, Any]:
+    """Return a run's entry of the JSON file."""
+    step, cluster = run.step(), load_cluster(run.cluster)
+    ((_, timeline, reason),) = compared((run.policy,), step, cluster)
+    assert timeline is not None, reason
+    ms, gpus = timeline.iteration_ms, step.parallel.world
+    ours = {
+        "s": ms / 1e3,
+        "tokens/s": 1e3 * step.batch_tokens / ms / gpus,
+        "TFLOPS": step.operations / ms / 1e9 / gpus,
+    }[run.unit]
+    # A step that takes longer has fewer tokens per second: off is that of the step's time.
+    off = ours / run.figure - 1 if run.unit == "s" else run.figure / ours - 1
+    return {
+        **asdict(run),
+        "gpus": gpus,
+        "ours": ours,
+        "off": off,
+        "step_s": ms / 1e3,
+        "idle": timeline.idle_ms / ms,
+        "exposed": timeline.exposed_comm_ms / ms,
+        "peak_gb": timeline.peak_memory_bytes / 1e9,
+        "fits": not reason,
+    }
+
+
+def table(content: dict[str, Any]) -> str:
+    """Return the table of benchmarks/results/runs.md."""
+    header = ["run", "GPUs", "source", "published", "ours", "step off", "GB"]
+    lines = []
+    for entry in content["runs"]:
+        digits = 2 if entry["figure"] < 100 else 0
+        lines.append(
+            [
+                entry["name"],
+                f"{entry['gpus']:,}",
+                entry["source"],
+                f"{entry['figure']:,.{digits}f} {entry['unit']}",
+                f"{entry['ours']:,.{digits}f}",
+                f"{100 * entry['off']:+.0f}%",
+                f"{entry['peak_gb']:.0f}",
+            ]
+        )
+    return markdown(header, lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    runs = []
+    for run in RUNS:
+        runs.append(entry_of(run))
+        print(run.name, runs[-1]["gpus"], f"{100 * runs[-1]['off']:+.1f}%", flush=True)
+    keep({"command": "python benchmarks/published_runs.py", "runs": runs}, options.out)
+
+
+if __name__ == "__main__":
+    main()

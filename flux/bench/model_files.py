@@ -1,0 +1,328 @@
+"""Models from the files of others: Transformers' config.json, torchtitan's and Megatron's options.
+
+Only sizes are read. What a plan cannot have is refused in words: encoders, towers for pictures and
+sound, state-space layers. Attention is causal, and norms, biases and positions are not counted.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flux.bench.shapes import Latent, Layer, Model, Moe, model_in
+from flux.core.datafile import Table, data_root, find, load_json, read_bytes
+
+DENSE = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo"),
+    *("olmo2", "granite", "cohere", "cohere2", "stablelm", "smollm3", "glm", "glm4", "seed_oss"),
+)
+"""Kinds of config.json whose layers have attention and a gated MLP."""
+UNGATED = ("gpt2", "gpt_neox", "gpt_bigcode", "starcoder2", "phi", "opt", "bloom", "gptj")
+"""Those with a plain MLP."""
+EXPERTS = (
+    *("mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"),
+    *("olmoe", "granitemoe", "glm4_moe", "kimi_k2", "ernie4_5_moe", "minimax"),
+)
+"""Those with experts."""
+TIED = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "opt",
+    "bloom",
+    "gpt_bigcode",
+    "cohere",
+    "cohere2",
+)
+"""Those whose head is the embedding if the file does not say it."""
+ALTERNATING = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+"""Of so many layers one has no window, if the file does not say it."""
+TORCHTITAN = {
+    ("llama3", "8B"): "llama3-8b",
+    ("llama3", "70B"): "llama3-70b",
+    ("llama3", "405B"): "llama3-405b",
+}
+"""Models of torchtitan, by name and flavor: sizes are in its code."""
+_ALIASES = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "num_key_value_heads": ("num_kv_heads",),
+    "intermediate_size": ("n_inner", "ffn_dim"),
+    "max_position_embeddings": ("n_positions", "seq_length"),
+    "num_local_experts": ("num_experts", "n_routed_experts"),
+    "num_experts_per_tok": ("moe_k", "num_experts_per_token", "moe_topk"),
+    "dtype": ("torch_dtype",),
+}
+_REFUSED = {
+    "vision_config": "a tower for pictures; plan the language model: a file with its text_config",
+    "audio_config": "a tower for sound; plan the language model: a file with its text_config",
+    "text_config": "parts besides the language model; plan a file with its text_config",
+    "is_encoder_decoder": "an encoder, and plans know decoders",
+    "state_size": "state-space layers, and plans know attention",
+    "ssm_cfg": "state-space layers, and plans know attention",
+    "attn_layer_period": "state-space layers, and plans know attention",
+    "linear_num_key_heads": "linear attention, and plans know softmax attention",
+}
+_SEQUENCE = 8192
+"""Tokens of a sequence that is trained on, at most, if the file gives only positions."""
+
+
+def model_of(name: str | Path) -> Model:
+    """Return a model.
+
+    Args:
+        name: of a file in `tuning/shapes` or `tuning/hub`; or a file: with a [layer] as there, a
+            config.json of Transformers, a configuration of torchtitan, or Megatron's options.
+
+    Raises:
+        ValueError: no such file, wrong contents, or something that plans do not know; the message
+            says what.
+    """
+    hub = data_root() / "hub"
+    shipped = str(name) in {file.stem for file in hub.glob("*.json")}
+    file = hub / f"{name}.json" if shipped else find("shapes", name)
+    if file.suffix == ".json":
+        return from_config(file)
+    if file.suffix in (".sh", ".txt", ".args"):
+        return from_megatron(file)
+    top = Table.load(file)
+    if "training" in top.keys and "layer" not in top.keys:
+        return from_torchtitan(file)
+    return model_in(file)
+
+
+def from_config(file: Path) -> Model:
+    """Return the model of a config.json of Transformers.
+
+    Raises:
+        ValueError: as ``model_of``.
+    """
+    what = "a config.json of Transformers"
+    try:
+        content = load_json(file)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    if isinstance(content, dict):
+        content = {key: value for key, value in content.items() if value is not None}
+        for key, others in _ALIASES.items():
+            used = [other for other in others if other in content]
+            if key not in content and used:
+                content[key] = content[used[0]]
+    top = Table.of_json(file, content, what)
+    for key, problem in _REFUSED.items():
+        if content.get(key):
+            top.fail(key, f"the model has {problem}")
+    kind = top.text("model_type")
+    if kind not in (*DENSE, *UNGATED, *EXPERTS):
+        known = ", ".join(sorted((*DENSE, *UNGATED, *EXPERTS)))
+        top.fail("model_type", f"{kind!r} is not known; known are {known}")
+    layer, dense_layers = _layer_of(top, content, kind)
+    dtype = top.text("dtype", "bfloat16")
+    positions = top.integer("max_position_embeddings", _SEQUENCE)
+    return Model(
+        name=_name(content, file),
+        dtype="bfloat16" if dtype == "float32" else dtype,
+        layer=layer,
+        layers=top.integer("num_hidden_layers"),
+        sequence=min(positions, _SEQUENCE),
+        vocabulary=top.integer("vocab_size"),
+        tied=top.flag("tie_word_embeddings") if "tie_word_embeddings" in content else kind in TIED,
+        dense_layers=dense_layers,
+    )
+
+
+def _name(content: dict[str, Any], file: Path) -> str:
+    name = content.get("_name_or_path")
+    return name if isinstance(name, str) and name and name.isprintable() else file.stem
+
+
+def _layer_of(top: Table, content: dict[str, Any], kind: str) -> tuple[Layer, int]:
+    """Return the layer, and how many leading layers have no experts."""
+    hidden, heads = top.integer("hidden_size"), top.integer("num_attention_heads")
+    latent = _latent(top) if "kv_lora_rank" in content else None
+    if latent is not None:
+        head_dim, kv_heads = top.integer("qk_nope_head_dim") + latent.rope_dim, heads
+    else:
+        kv_heads = top.integer("num_key_value_heads", 1 if content.get("multi_query") else heads)
+        if "head_dim" not in content and hidden % heads:
+            top.fail("num_attention_heads", f"must divide hidden_size = {hidden}, got {heads}")
+        head_dim = top.integer("head_dim", hidden // heads)
+    if heads % kv_heads:
+        top.fail("num_key_value_heads", f"must divide {heads} heads, got {kv_heads}")
+    moe, dense_layers = _moe(top, content, kind)
+    intermediate = top.integer("intermediate_size", 4 * hidden)
+    if moe is not None and not dense_layers:
+        intermediate = 0
+    window, full_every = _window(top, content, kind)
+    return (
+        Layer(
+            *(hidden, intermediate, heads, kv_heads, head_dim, kind not in UNGATED),
+            *(moe, latent, window, full_every, kind in UNGATED),
+        ),
+        dense_layers,
+    )
+
+
+def _latent(top: Table) -> Latent:
+    return Latent(
+        query_rank=top.integer("q_lora_rank", 0, least=0),
+        kv_rank=top.integer("kv_lora_rank"),
+        rope_dim=top.integer("qk_rope_head_dim"),
+        value_dim=top.integer("v_head_dim"),
+    )
+
+
+def _moe(top: Table, content: dict[str, Any], kind: str) -> tuple[Moe | None, int]:
+    """Return the experts, and how many leading layers have none."""
+    if kind not in EXPERTS:
+        return None, 0
+    experts, top_k = top.integer("num_local_experts"), top.integer("num_experts_per_tok")
+    if top_k > experts:
+        top.fail("num_experts_per_tok", f"must be at most {experts} experts, got {top_k}")
+    width = top.integer("moe_intermediate_size", content.get("intermediate_size"))
+    shared = top.integer("shared_expert_intermediate_size", 0, least=0)
+    shared += top.integer("n_shared_experts", 0, least=0) * width
+    if top.integer("decoder_sparse_step", 1) != 1 or top.integer("moe_layer_freq", 1) != 1:
+        top.fail("decoder_sparse_step", "layers with and without experts by turns are not known")
+    without = top.values("mlp_only_layers", empty=True) if "mlp_only_layers" in content else []
+    if without != list(range(len(without))):
+        top.fail("mlp_only_layers", f"expected leading layers alone, got {without}")
+    dense = top.integer("first_k_dense_replace", len(without), least=0)
+    return Moe(experts, top_k, width, shared), dense
+
+
+def _window(top: Table, content: dict[str, Any], kind: str) -> tuple[int, int]:
+    """Return tokens of the window, and of how many layers one has none; 0 and 0: no window."""
+    window = top.integer("sliding_window", 0, least=0)
+    if not window or content.get("use_sliding_window") is False:
+        return 0, 0
+    every = top.integer("sliding_window_pattern", ALTERNATING.get(kind, 0), least=0)
+    layers = content.get("layer_types")
+    if isinstance(layers, list):
+        whole = [n for n, name in enumerate(layers) if name == "full_attention"]
+        if len(whole) == len(layers):
+            return 0, 0
+        every = whole[0] + 1 if whole else 0
+        if whole != ([n for n in range(len(layers)) if (n + 1) % every == 0] if whole else []):
+            top.fail("layer_types", "expected one layer with full attention in every so many")
+    return window, every
+
+
+def from_torchtitan(file: Path) -> Model:
+    """Return the model of a job configuration of torchtitan.
+
+    Raises:
+        ValueError: as ``model_of``.
+    """
+    top = Table.load(file)
+    table = top.table("model")
+    name, flavor = table.text("name"), table.text("flavor")
+    if (name, flavor) not in TORCHTITAN:
+        known = ", ".join(" ".join(pair) for pair in TORCHTITAN)
+        table.fail("flavor", f"{name} {flavor} is not known; known are {known}")
+    model = model_of(TORCHTITAN[name, flavor])
+    return replace(model, sequence=top.table("training").integer("seq_len", model.sequence))
+
+
+def megatron_options(file: Path) -> dict[str, str]:
+    """Return Megatron's options in a text, such as a script: by name, "" of those without a value.
+
+    Raises:
+        ValueError: the file cannot be read, or a quotation does not end.
+    """
+    try:
+        text = read_bytes(file, 1 << 20).decode("utf-8")
+        words = shlex.split(text, comments=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from error
+    found: dict[str, str] = {}
+    for place, word in enumerate(words):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            after = words[place + 1] if place + 1 < len(words) else "--"
+            found[name] = value if equals else "" if after.startswith(("--", ")")) else after
+    return found
+
+
+def from_megatron(file: Path) -> Model:
+    """Return the model of a text with Megatron's options, such as a script that starts it.
+
+    Raises:
+        ValueError: as ``model_of``.
+    """
+    return model_of_options(megatron_options(file), str(file), file.stem)
+
+
+def model_of_options(options: dict[str, str], where: str, name: str) -> Model:
+    """Return the model of Megatron's options.
+
+    Args:
+        options: by name.
+        where: they are from, for errors.
+        name: of the model.
+
+    Raises:
+        ValueError: a size is missing, or no number.
+    """
+
+    def size(key: str, default: int | None = None) -> int:
+        text = options.get(key)
+        if text is None and default is not None:
+            return default
+        if text is None or not text.isdecimal() or not 1 <= int(text) <= 1 << 30:
+            raise ValueError(f"{where}: --{key}: expected a size, got {text!r}")
+        return int(text)
+
+    hidden, heads = size("hidden-size"), size("num-attention-heads")
+    grouped = "group-query-attention" in options
+    latent = None
+    head_dim = size("kv-channels", hidden // heads)
+    if "multi-latent-attention" in options:
+        latent = Latent(
+            query_rank=size("q-lora-rank", 0),
+            kv_rank=size("kv-lora-rank", 32),
+            rope_dim=size("qk-pos-emb-head-dim", 64),
+            value_dim=size("v-head-dim", 128),
+        )
+        head_dim = size("qk-head-dim", 128) + latent.rope_dim
+    intermediate, gated = size("ffn-hidden-size", 4 * hidden), "swiglu" in options
+    moe, dense = None, 0
+    if "num-experts" in options:
+        width = size("moe-ffn-hidden-size", intermediate)
+        shared = size("moe-shared-expert-intermediate-size", 0)
+        moe = Moe(size("num-experts"), size("moe-router-topk", 2), width, shared)
+        dense = _dense_layers(options.get("moe-layer-freq", "1"), where)
+        intermediate = intermediate if dense else 0
+    layer = Layer(
+        *(hidden, intermediate, heads, size("num-query-groups", heads) if grouped else heads),
+        *(head_dim, gated, moe, latent),
+        dropout=options.get("hidden-dropout", "0.1") not in ("0", "0.0"),
+    )
+    return Model(
+        name=name,
+        dtype="float16" if "fp16" in options else "bfloat16",
+        layer=layer,
+        layers=size("num-layers"),
+        sequence=size("seq-length"),
+        vocabulary=size("vocab-size", 0) or size("padded-vocab-size", 0),
+        tied="untie-embeddings-and-output-weights" not in options,
+        dense_layers=dense,
+    )
+
+
+def _dense_layers(text: str, where: str) -> int:
+    """Return the leading layers without experts that ``--moe-layer-freq`` says: ([0]*3+[1]*58)."""
+    if text.strip() == "1":
+        return 0
+    parts = text.replace(" ", "").strip("()").split("+")
+    numbered = zip("01", parts, strict=False)
+    counts = [part.removeprefix(f"[{kind}]").lstrip("*") or "1" for kind, part in numbered]
+    if len(parts) != 2 or not all(count.isdecimal() for count in counts):
+        raise ValueError(
+            f"{where}: --moe-layer-freq: expected ([0]*LAYERS+[1]*LAYERS), got {text!r}"
+        )
+    return int(counts[0])

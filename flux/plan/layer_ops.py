@@ -1,0 +1,182 @@
+"""What a layer of a transformer does: the operators of forward, and what they are in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from flux.core.problem import ceil_div
+from flux.plan.model import TrainingStep
+
+_FUSED = {"norm": (2, 4), "bda": (3, 2), "loss": (5, 3)}
+_EAGER = {"norm": (18, 36), "bda": (3, 3), "loss": (7, 11), "rope": (10, 10)}
+"""Tensors that elementwise operators read and write, forward and backward, in units of activations.
+Eager: RMSNorm, positions and loss in float32, a kernel for each cast, product and sum."""
+
+
+class LayerOp(NamedTuple):
+    """An operator of a layer's forward, and what it is in backward.
+
+    Attributes:
+        part: see ``Operator``.
+        kind: likewise.
+        shape: likewise.
+        keeps: elements that stay allocated from forward until backward.
+        back: shape in backward; (): there is none. GEMMs have two in its place.
+        group: likewise.
+        forward: whether forward has it.
+    """
+
+    part: str
+    kind: str
+    shape: tuple[int, ...]
+    keeps: float = 0.0
+    back: tuple[int, ...] = ()
+    group: str = ""
+    forward: bool = True
+
+
+class Layers:
+    """The operators of each layer of a step, without places in it."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        self.step = step
+        parallel, layer = step.parallel, step.layer
+        self.tp, self.cp = parallel.tp, parallel.cp
+        self.rows = step.tokens  # of the operators between AllGather and ReduceScatter
+        self.sharded = parallel.sequence and self.tp > 1
+        self.own = self.rows // self.tp if self.sharded else self.rows  # of the others
+        self.inner = layer.heads * layer.head_dim // self.tp
+        self.kv = ceil_div(layer.kv_heads, self.tp) * (layer.head_dim + layer.value_dim)
+        self.up = 2 if layer.gated else 1
+        self.tensors = _EAGER if step.eager else _FUSED
+        # GEMMs whose input is gathered again, and by what.
+        self.gathered: dict[str, str] = {}
+        if self.sharded and step.regather:
+            self.gathered = {"qkv": "ag1", "fc1": "ag2", "head": "ag_head"}
+            if layer.latent is not None:
+                del self.gathered["qkv"]
+        self._made: dict[tuple[bool, float], list[LayerOp]] = {}
+
+    def of(self, number: int) -> list[LayerOp]:
+        """Return the operators of a layer, in the order of forward."""
+        pairs = self.step.layer.visible(number, self.step.sequence)
+        key = self.step.moe_of(number) is None, pairs
+        if key not in self._made:
+            mlp = self._mlp() if key[0] else self._experts()
+            self._made[key] = [*self._attention(pairs), *mlp]
+        return self._made[key]
+
+    def gemm(self, part: str, rows: int, n: int, k: int) -> LayerOp:
+        """Return a GEMM, which keeps its input for the gradient of its weight."""
+        kept = self.own if part in self.gathered else rows
+        return LayerOp(part, "gemm", (rows, n, k), kept * k, (rows, n, k))
+
+    def elementwise(self, part: str, rows: int, width: int, keeps: float, *counts: int) -> LayerOp:
+        """Return an operator that reads and writes so many tensors, forward and backward."""
+        kind = "norm" if part.startswith("ln") else "elementwise"
+        forward, backward = counts or self.tensors["norm" if kind == "norm" else part]
+        return LayerOp(part, kind, (rows, width, forward), keeps, (rows, width, backward))
+
+    def norm(self, part: str) -> LayerOp:
+        """Return a norm of a rank's own rows."""
+        hidden = self.step.layer.hidden
+        return self.elementwise(part, self.own, hidden, self.own * hidden)
+
+    def column(self, number: str, width: int, part: str = "") -> list[LayerOp]:
+        """Return the collectives before a column-parallel linear: forward's, and backward's."""
+        if self.tp == 1:
+            return []
+        shape = self.rows, width
+        if self.sharded:
+            return [LayerOp(part or f"ag{number}", "all_gather", shape, 0, shape, "tp")]
+        return [LayerOp(part or f"ar_dx{number}", "all_reduce", shape, 0, shape, "tp", False)]
+
+    def row(self, number: str) -> list[LayerOp]:
+        """Return the collective after a row-parallel linear."""
+        shape = self.rows, self.step.layer.hidden
+        if self.tp == 1:
+            return []
+        if self.sharded:
+            return [LayerOp(f"rs{number}", "reduce_scatter", shape, 0, shape, "tp")]
+        return [LayerOp(f"ar{number}", "all_reduce", shape, 0, (), "tp")]
+
+    def _bda(self, number: str, more: int = 0) -> LayerOp:
+        forward, backward = self.tensors["bda"]
+        own, hidden = self.own, self.step.layer.hidden
+        mask = own * hidden / 2 if self.step.layer.dropout else 0.0
+        return self.elementwise(f"bda{number}", own, hidden, mask, forward + more, backward)
+
+    def _attention(self, pairs: float) -> Iterator[LayerOp]:
+        step, layer, rows = self.step, self.step.layer, self.rows
+        latent = layer.latent
+        yield self.norm("ln1")
+        if latent is None:
+            yield from self.column("1", layer.hidden)
+            yield self.gemm("qkv", rows, self.inner + self.kv, layer.hidden)
+        else:
+            down = latent.query_rank + latent.kv_rank + latent.rope_dim
+            yield self.gemm("down", self.own, down, layer.hidden)
+            yield from self.column("1", layer.compressed)
+            yield self.gemm("q_up", rows, self.inner, latent.query_rank or layer.hidden)
+            up = layer.heads // self.tp * (layer.head_dim - latent.rope_dim + latent.value_dim)
+            yield self.gemm("qkv", rows, up, latent.kv_rank)
+        if step.eager:
+            width = self.inner + self.kv // 2
+            yield self.elementwise("rope", rows, width, 0.0)
+        if self.cp > 1:
+            shape = rows * self.cp, self.kv
+            yield LayerOp("ag_kv", "all_gather", shape, 0, shape, "cp")
+        shape5 = (
+            *(step.micro_batch, layer.heads // self.tp, step.sequence // self.cp),
+            *(round(2 * pairs / step.sequence), (layer.head_dim + layer.value_dim) // 2),
+        )
+        if step.unfused_attention:  # of twice as many keys, half the pairs are all
+            shape5 = (*shape5[:3], 2 * step.sequence, shape5[4])
+        yield LayerOp("attention", "attention", shape5, rows * (self.inner + self.kv), shape5)
+        if step.unfused_attention:
+            scores = shape5[0] * shape5[1] * shape5[2], step.sequence
+            # Softmax, dropout with its mask, and what the two products write and read.
+            kept = 2.5 * scores[0] * scores[1]
+            yield self.elementwise("softmax", *scores, kept, 6, 10)
+        yield self.gemm("proj", rows, layer.hidden, layer.heads * layer.value_dim // self.tp)
+        yield from self.row("1")
+        yield self._bda("1")
+
+    def _act(self, part: str, rows: int, width: int) -> LayerOp:
+        counts = (self.up + 1, 2 * self.up + 1)
+        if self.step.eager and self.up == 2:
+            counts = (5, 9)
+        return self.elementwise(part, rows, width, rows * self.up * width, *counts)
+
+    def _mlp(self) -> Iterator[LayerOp]:
+        hidden, width = self.step.layer.hidden, self.step.layer.intermediate // self.tp
+        yield self.norm("ln2")
+        yield from self.column("2", hidden)
+        yield self.gemm("fc1", self.rows, self.up * width, hidden)
+        yield self._act("act", self.rows, width)
+        yield self.gemm("fc2", self.rows, hidden, width)
+        yield from self.row("2")
+        yield self._bda("2")
+
+    def _experts(self) -> Iterator[LayerOp]:
+        moe, own, hidden = self.step.layer.moe, self.own, self.step.layer.hidden
+        assert moe is not None
+        routed = own * moe.top_k
+        tokens = LayerOp("", "all_to_all", (routed, hidden), 0, (routed, hidden), "ep")
+        moves = self.step.parallel.ep > 1
+        yield self.norm("ln2")
+        yield self.gemm("router", own, moe.experts, hidden)
+        if moe.shared:
+            yield self.gemm("fc1_shared", own, self.up * moe.shared, hidden)
+            yield self._act("act_shared", own, moe.shared)
+            yield self.gemm("fc2_shared", own, hidden, moe.shared)
+        if moves:
+            yield tokens._replace(part="dispatch")
+        fc1 = self.gemm("fc1", routed, self.up * moe.intermediate, hidden)
+        yield fc1._replace(keeps=routed * hidden)  # tokens of others, which nothing gathers again
+        yield self._act("act", routed, moe.intermediate)
+        yield self.gemm("fc2", routed, hidden, moe.intermediate)
+        if moves:
+            yield tokens._replace(part="combine")
+        yield self._bda("2", moe.top_k - 1)
