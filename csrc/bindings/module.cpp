@@ -64,10 +64,11 @@ std::unique_ptr<Engine> make_engine(int rank, const std::vector<std::uintptr_t>&
 
 void begin(Engine& engine, std::shared_ptr<Schedule> schedule, std::uint32_t digest, bool threaded,
            double timeout_s, std::uintptr_t x, std::size_t x_stride, std::uintptr_t partial,
-           std::uintptr_t out, std::uintptr_t bias, double scale) {
-  const Buffers buffers{pointer<const char>(x),    x_stride,
-                        pointer<char>(partial),    pointer<char>(out),
-                        pointer<const char>(bias), scale};
+           std::uintptr_t out, std::uintptr_t bias, double scale,
+           std::shared_ptr<Selection> selection) {
+  const Buffers buffers{
+      pointer<const char>(x),    x_stride, pointer<char>(partial), pointer<char>(out),
+      pointer<const char>(bias), scale,    std::move(selection)};
   engine.begin(std::move(schedule), buffers, digest, threaded,
                std::chrono::duration_cast<std::chrono::nanoseconds>(Seconds(timeout_s)));
 }
@@ -100,7 +101,8 @@ void bind_engine(py::module_& m) {
            py::arg("processes") = nullptr, py::arg("memory") = py::none())
       .def("begin", &begin, py::arg("schedule"), py::arg("digest"), py::arg("threaded"),
            py::arg("timeout_s"), py::arg("x") = 0, py::arg("x_stride") = 0, py::arg("partial") = 0,
-           py::arg("out") = 0, py::arg("bias") = 0, py::arg("scale") = 1.0)
+           py::arg("out") = 0, py::arg("bias") = 0, py::arg("scale") = 1.0,
+           py::arg("selection") = nullptr)
       .def("require_room", &Engine::require_room, py::arg("schedule"))
       .def("skip", &Engine::skip)
       .def("refuse", &Engine::refuse, py::arg("why"))

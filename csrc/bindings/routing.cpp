@@ -1,12 +1,11 @@
 // Binds the routing of grouped ops.
-#include "schedule/routing.h"
-
 #include <pybind11/stl.h>
 
 #include <stdexcept>
 #include <string>
 
 #include "bindings/bindings.h"
+#include "schedule/selection.h"
 
 namespace py = pybind11;
 
@@ -31,6 +30,22 @@ std::shared_ptr<Routing> routing_of(std::uintptr_t experts, int m, int topk, int
   const Choices choices{reinterpret_cast<const std::int64_t*>(experts), m, topk, total};
   const WithoutGil without;
   return std::make_shared<Routing>(choices, first_expert, local, world);
+}
+
+std::shared_ptr<Selection> selection_of(std::shared_ptr<Hops> hops, std::uintptr_t experts, int m,
+                                        int topk, int total) {
+  const Choices choices{reinterpret_cast<const std::int64_t*>(experts), m, topk, total};
+  const WithoutGil without;
+  return std::make_shared<Selection>(std::move(hops), choices);
+}
+
+// Writes the rows of a range that some groups need, counted from `base`; returns how many.
+int rows_to(const Selection& selection, const Groups& groups, Range rows, int base,
+            std::uintptr_t address) {
+  auto* out = reinterpret_cast<std::int64_t*>(address);
+  return selection.each_run(groups, rows, [&](Range run) {
+    for (int row = run.begin; row < run.end; ++row) *out++ = row - base;
+  });
 }
 
 // Experts that have routed rows of these tokens, with the rows.
@@ -65,6 +80,27 @@ void bind_routing(py::module_& m) {
             copy_to(rows, r.rows);
           },
           py::arg("tokens"), py::arg("choices"), py::arg("rows"));
+  py::class_<Hops, std::shared_ptr<Hops>>(m, "Hops").def(
+      py::init(
+          [](const Schedule& schedule, int ep) { return std::make_shared<Hops>(schedule, ep); }),
+      py::arg("schedule"), py::arg("ep"));
+  py::class_<Selection, std::shared_ptr<Selection>>(m, "Selection")
+      .def(py::init(&selection_of), py::arg("hops"), py::arg("experts"), py::arg("m"),
+           py::arg("topk"), py::arg("total"))
+      .def(
+          "gathered",
+          [](const Selection& s, int chunk, int dst, int begin, int end, std::uintptr_t rows) {
+            return rows_to(s, s.hops().to(chunk, dst), {begin, end}, begin, rows);
+          },
+          py::arg("chunk"), py::arg("dst"), py::arg("begin"), py::arg("end"), py::arg("rows"))
+      .def(
+          "partial",
+          [](const Selection& s, int source, bool combined, int begin, int end,
+             std::uintptr_t rows) {
+            return rows_to(s, s.hops().from(source, combined), {begin, end}, begin, rows);
+          },
+          py::arg("source"), py::arg("combined"), py::arg("begin"), py::arg("end"),
+          py::arg("rows"));
 }
 
 }  // namespace flux::host

@@ -390,20 +390,26 @@ bool Engine::gather(const Transfer& t, const Limit& limit) {
   if (!from_shard && !await_signal(t.src, raiser, t, t.signal, limit)) return false;
   const std::int64_t began = lane() == nullptr ? 0 : Lane::now();
   const std::size_t row_bytes = symmetric_.row_bytes;
-  char* dst = symmetric_.data[t.dst] + static_cast<std::size_t>(t.rows.begin) * row_bytes;
-  if (symmetric_.remote[t.dst]) {
-    // The network reads the tile at its source.
-  } else if (from_shard) {
-    copy_rows(dst, row_bytes, buffers_.x + offset_in_chunk(rank_, t.rows.begin) * buffers_.x_stride,
-              buffers_.x_stride, t.rows);
-  } else {
-    copy_rows(dst, row_bytes,
-              symmetric_.data[t.src] + static_cast<std::size_t>(t.rows.begin) * row_bytes,
-              row_bytes, t.rows);
+  const auto copy = [&](Range rows) {
+    char* dst = symmetric_.data[t.dst] + static_cast<std::size_t>(rows.begin) * row_bytes;
+    if (from_shard) {
+      copy_rows(dst, row_bytes, buffers_.x + offset_in_chunk(rank_, rows.begin) * buffers_.x_stride,
+                buffers_.x_stride, rows);
+    } else {
+      copy_rows(dst, row_bytes,
+                symmetric_.data[t.src] + static_cast<std::size_t>(rows.begin) * row_bytes,
+                row_bytes, rows);
+    }
+  };
+  int count = 0;
+  if (!symmetric_.remote[t.dst]) {  // else the network reads the tile at its source
+    const Selection* selection = buffers_.selection.get();
+    count = each_run(selection == nullptr ? nullptr : &selection->hops().to(t.chunk, t.dst), t.rows,
+                     copy);
   }
   raise(t.dst, t.signal);
   if (began != 0 && !symmetric_.remote[t.dst]) {
-    record(Work::kCopy, began, t, t.src == rank_ ? t.dst : t.src, t.dst, bytes_of(t.rows));
+    record(Work::kCopy, began, t, t.src == rank_ ? t.dst : t.src, t.dst, bytes_of({0, count}));
   }
   return true;
 }

@@ -21,7 +21,7 @@
 #include "cpu/processes.h"
 #include "cpu/reduce.h"
 #include "cpu/signal_pad.h"
-#include "schedule/schedule.h"
+#include "schedule/selection.h"
 
 namespace flux::host {
 
@@ -52,6 +52,7 @@ struct Buffers {
   char* out = nullptr;         // ReduceScatter: [own rows, N]; GemmAR: [M, N]
   const char* bias = nullptr;  // ReduceScatter: [N]
   double scale = 1.0;
+  std::shared_ptr<const Selection> selection = nullptr;  // the rows that travel; null: all
 };
 
 enum class Failure : int {
@@ -187,6 +188,17 @@ class Engine {
   bool reduce_tile(const Reduction& r, const Limit& limit);
   bool await_shares(const Reduction& r, const Limit& limit);
   const char* share(const Reduction& r, const Share& s) const;
+  void reduce_rows(const std::vector<const void*>& sources, char* sum, int rows, bool own);
+  int reduce_carried(const Reduction& r, const std::vector<const void*>& sources, char* sum);
+  bool carries(const Share& s, int row) const;
+  // Calls `copy` with each run of rows that these groups need, without a selection with all rows.
+  // Returns the number of rows.
+  template <class Copy>
+  int each_run(const Groups* groups, Range rows, Copy&& copy) const {
+    if (groups != nullptr) return buffers_.selection->each_run(*groups, rows, copy);
+    copy(rows);
+    return rows.end - rows.begin;
+  }
   bool move_result(const Transfer& t, const Limit& limit);
   bool receive_result(const Transfer& t, const Limit& limit);
   void forget_failure();

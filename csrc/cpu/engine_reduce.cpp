@@ -1,5 +1,7 @@
 // The engine's part in ReduceScatter and AllReduce: it sends partials, sums them and distributes
 // sums.
+#include <cstring>
+
 #include "cpu/engine.h"
 
 namespace flux::host {
@@ -10,15 +12,21 @@ bool Engine::send(int index, const Limit& limit) {
   if (!await_computed(index + 1, limit)) return false;
   const bool moves = t.dst != rank_ && !symmetric_.remote[t.dst];
   const std::int64_t began = lane() == nullptr || !moves ? 0 : Lane::now();
+  int count = 0;
   if (moves) {
     const bool pull = schedule_->spec.tiles.direction == Direction::kPull;
     const std::size_t row_bytes = symmetric_.row_bytes;
-    copy_rows(block_row(pull ? rank_ : t.dst, t.block, t.chunk, t.rows.begin), row_bytes,
-              buffers_.partial + static_cast<std::size_t>(t.rows.begin) * row_bytes, row_bytes,
-              t.rows);
+    const Selection* selection = buffers_.selection.get();
+    count = each_run(selection == nullptr ? nullptr : &selection->hops().from(rank_, false), t.rows,
+                     [&](Range rows) {
+                       copy_rows(
+                           block_row(pull ? rank_ : t.dst, t.block, t.chunk, rows.begin), row_bytes,
+                           buffers_.partial + static_cast<std::size_t>(rows.begin) * row_bytes,
+                           row_bytes, rows);
+                     });
   }
   raise(t.dst, t.signal);
-  if (began != 0) record(Work::kCopy, began, t, t.dst, t.dst, bytes_of(t.rows));
+  if (began != 0) record(Work::kCopy, began, t, t.dst, t.dst, bytes_of({0, count}));
   return true;
 }
 
@@ -109,12 +117,14 @@ bool Engine::reduce_tile(const Reduction& r, const Limit& limit) {
   const bool own = r.target == rank_;
   std::vector<const void*> sources;
   for (const Share& s : r.shares) sources.push_back(share(r, s));
-  const std::size_t columns = symmetric_.row_bytes / size_of(symmetric_.dtype);
   char* sum = own ? out_row(r.rows.begin) : block_row(r.target, r.block, r.owner, r.rows.begin);
-  reduce(ReduceArgs{symmetric_.dtype, sources.data(), static_cast<int>(sources.size()), sum,
-                    own ? buffers_.bias : nullptr,
-                    columns * static_cast<std::size_t>(r.rows.end - r.rows.begin), columns,
-                    own ? buffers_.scale : 1.0});
+  const int all = (r.rows.end - r.rows.begin) * static_cast<int>(r.shares.size());
+  int summed = all;
+  if (buffers_.selection != nullptr) {
+    summed = reduce_carried(r, sources, sum);
+  } else {
+    reduce_rows(sources, sum, r.rows.end - r.rows.begin, own);
+  }
   bool raises = !own;
   if (!own) {
     raise(r.target, r.signal);
@@ -127,10 +137,58 @@ bool Engine::reduce_tile(const Reduction& r, const Limit& limit) {
   }
   if (began != 0) {
     const Transfer what{0, rank_, r.target, r.owner, r.tile, r.rows, r.signal, false};
-    record(Work::kReduce, began, what, r.target, raises ? r.target : -1,
-           bytes_of(r.rows) * static_cast<std::int64_t>(r.shares.size()));
+    record(Work::kReduce, began, what, r.target, raises ? r.target : -1, bytes_of({0, summed}));
   }
   return true;
+}
+
+void Engine::reduce_rows(const std::vector<const void*>& sources, char* sum, int rows, bool own) {
+  const std::size_t columns = symmetric_.row_bytes / size_of(symmetric_.dtype);
+  reduce(ReduceArgs{symmetric_.dtype, sources.data(), static_cast<int>(sources.size()), sum,
+                    own ? buffers_.bias : nullptr, columns * static_cast<std::size_t>(rows),
+                    columns, own ? buffers_.scale : 1.0});
+}
+
+// Whether a share has a row of the tile: its source, or its source's host, has an expert of it.
+bool Engine::carries(const Share& s, int row) const {
+  const Selection& selection = *buffers_.selection;
+  const Hops& hops = selection.hops();
+  // This rank adds up shares, for itself or for its host.
+  return selection.needs(hops.from(s.source, hops.is_combined(s.source, rank_)), row);
+}
+
+// Sums the shares that have a row, for runs of rows that the same shares have. A token without an
+// expert is zero. Returns the number of rows of all shares.
+int Engine::reduce_carried(const Reduction& r, const std::vector<const void*>& sources, char* sum) {
+  const bool own = r.target == rank_;
+  const auto at = [&](int row) {
+    return static_cast<std::size_t>(row - r.rows.begin) * symmetric_.row_bytes;
+  };
+  const auto present = [&](int row) {
+    std::vector<bool> list;
+    for (const Share& s : r.shares) list.push_back(carries(s, row));
+    return list;
+  };
+  int summed = 0;
+  std::vector<bool> shares = present(r.rows.begin);
+  for (Range run{r.rows.begin, r.rows.begin + 1}; run.begin < r.rows.end; ++run.end) {
+    const std::vector<bool> next = run.end < r.rows.end ? present(run.end) : std::vector<bool>();
+    if (next == shares) continue;
+    std::vector<const void*> rows;
+    for (std::size_t i = 0; i < sources.size(); ++i) {
+      if (shares[i]) rows.push_back(static_cast<const char*>(sources[i]) + at(run.begin));
+    }
+    const int count = run.end - run.begin;
+    if (!rows.empty()) {
+      reduce_rows(rows, sum + at(run.begin), count, own);
+    } else if (own) {
+      std::memset(sum + at(run.begin), 0, at(r.rows.begin + count));
+    }
+    summed += count * static_cast<int>(rows.size());
+    run.begin = run.end;
+    shares = next;
+  }
+  return summed;
 }
 
 // Moves one tile of a GemmAR result: pushes it into a peer's buffer, or pulls it directly into the

@@ -158,16 +158,6 @@ bool is_irregular(const ScheduleSpec& s) {
   return !s.hosts.empty() && s.tiles.order == Order::kHierarchical;
 }
 
-// Chunks that reach `rank`, in order, with the ranks that they come from.
-std::vector<Hop> arrivals(const ScheduleSpec& s, int rank) {
-  if (is_irregular(s)) return placement_of(s).arrivals(rank);
-  std::vector<Hop> hops;
-  for (int step = 0; step < s.problem.world - 1; ++step) {
-    hops.push_back(recv_hop(s.tiles.order, s.tiles.mesh, s.tiles.direction, rank, step));
-  }
-  return hops;
-}
-
 struct Departure {
   int step;
   Hop hop;  // the chunk, and the rank it goes to
@@ -458,6 +448,15 @@ Schedule build_schedule(const ScheduleSpec& spec) {
   if (spec.problem.op == OpKind::kGemmAR) build_results(&s, plan);
   build_program(&s);
   return s;
+}
+
+std::vector<Hop> arrivals(const ScheduleSpec& s, int rank) {
+  if (is_irregular(s)) return placement_of(s).arrivals(rank);
+  std::vector<Hop> hops;
+  for (int step = 0; step < s.problem.world - 1; ++step) {
+    hops.push_back(recv_hop(s.tiles.order, s.tiles.mesh, s.tiles.direction, rank, step));
+  }
+  return hops;
 }
 
 Room room_for(Order order, Direction direction, const Mesh& mesh, const std::vector<int>& hosts) {

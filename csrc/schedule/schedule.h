@@ -140,6 +140,9 @@ Room room_for(Order order, Direction direction, const Mesh& mesh, const std::vec
 // Throws std::invalid_argument, naming the operand values, when the specification is illegal.
 Schedule build_schedule(const ScheduleSpec& spec);
 
+// AllGather: chunks that reach `rank`, in order, with the ranks that they come from.
+std::vector<Hop> arrivals(const ScheduleSpec& spec, int rank);
+
 // Tiles that this rank sends to `peer`, a rank on another host.
 std::vector<Parcel> parcels_for(const Schedule& schedule, int peer);
 

@@ -222,7 +222,7 @@ class UnfusedBackend:
         spec = self.spec
         began = self._began()
         x = pack(call) if spec.scales_travel else call.x
-        wait = self.start_gather(x, call.m)
+        wait = self.start_gather(x, call.m) if call.needed is None else self._start_dispatch(call)
         rows = self._beside(hooks.meanwhile, wait)
         hooks.arrived()
         self._ended(Work.collective, began, rows.nbytes)
@@ -246,7 +246,68 @@ class UnfusedBackend:
         Multiplier(self.spec, call)(call.x, partial[: call.m], scale_x=call.scale_x)
         self._ended(Work.gemm, began)
         met()
+        if call.needed is not None:
+            return self._combine(partial, call, meanwhile)
         return self._finish(self._scatter(partial, call.m, meanwhile), call.biases[0])
+
+    def _places(self, call: Call) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the tokens of each owner that this rank needs, and the own ones of each rank."""
+        assert call.needed is not None
+        bounds = [_C.core.row_begin(call.m, self.world, rank) for rank in range(1, self.world)]
+        ends = torch.tensor(bounds, dtype=torch.int64, device="cpu")
+        by_owner = [
+            torch.tensor_split(tokens, torch.searchsorted(tokens, ends))
+            for tokens in map(call.needed.of_rank, range(self.world))
+        ]
+        return list(by_owner[self.rank]), [of_rank[self.rank] for of_rank in by_owner]
+
+    def _exchange(
+        self, rows: torch.Tensor, out: list[torch.Tensor], into: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dist.Work | None]:
+        """Begin an all-to-all of packed rows; return what arrives, and the operation.
+
+        Args:
+            rows: packed, by destination.
+            out: the tokens for each destination.
+            into: the tokens from each source.
+        """
+        counts = [len(tokens) for tokens in out], [len(tokens) for tokens in into]
+        arrived = rows.new_empty(sum(counts[1]), rows.shape[1])
+        work = dist.all_to_all_single(
+            arrived, rows, counts[1], counts[0], group=self.group, async_op=True
+        )
+        return arrived, work
+
+    def _start_dispatch(self, call: Call) -> Callable[[], torch.Tensor]:
+        """Begin to send own tokens to the ranks that need them; see ``start_gather``."""
+        into, out = self._places(call)
+        own = torch.cat(out) - _C.core.row_begin(call.m, self.world, self.rank)
+        arrived, work = self._exchange(call.x.index_select(0, own), out, into)
+
+        def finish() -> torch.Tensor:
+            self._wait(work)
+            full = call.x.new_empty(call.m, call.x.shape[1])  # other rows are not read
+            return full.index_copy_(0, torch.cat(into), arrived)
+
+        return finish
+
+    def _combine(
+        self, partial: torch.Tensor, call: Call, meanwhile: Callable[[], None]
+    ) -> torch.Tensor:
+        """Sum the partial rows of own tokens over the ranks that have some, in rank order."""
+        began = self._began()
+        out, into = self._places(call)
+        arrived, work = self._exchange(partial.index_select(0, torch.cat(out)), out, into)
+        self._beside(meanwhile, lambda: self._wait(work))
+        wide = torch.float64 if partial.dtype == torch.float64 else torch.float32
+        own = _C.core.row_count(call.m, self.world, self.rank)
+        total = partial.new_zeros(own, partial.shape[1], dtype=wide)
+        first = _C.core.row_begin(call.m, self.world, self.rank)
+        counts = [len(tokens) for tokens in into]
+        for tokens, rows in zip(into, arrived.split(counts), strict=True):
+            total.index_add_(0, tokens - first, rows.to(wide))
+        self._ended(Work.collective, began, arrived.nbytes)
+        return total.to(partial.dtype)
 
     def scatter_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Sum [M, columns] over ranks and return the own rows."""

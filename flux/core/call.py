@@ -72,6 +72,16 @@ class Blocks(Protocol):
         """Return the results, after all rows have been taken."""
 
 
+class NeededTokens(Protocol):
+    """The tokens of a call that each rank needs, where they travel to no other."""
+
+    def selection(self, hops: _C.Hops) -> _C.Selection:
+        """Return the rows that the transfers of a schedule carry."""
+
+    def of_rank(self, rank: int) -> torch.Tensor:
+        """Return the tokens that a rank needs, in order, int64."""
+
+
 @dataclass(slots=True)
 class Call:
     """Checked arguments of one call on one rank.
@@ -88,6 +98,7 @@ class Call:
         gemm: the caller's product, in place of a weight.
         grouped: the product of a mixture of experts, in place of a weight.
         blocks: the operands of an all-to-all, in place of a weight.
+        needed: the tokens that travel; None: all, to or from every rank.
         digest: equal on all ranks of a call that fits together.
     """
 
@@ -101,6 +112,7 @@ class Call:
     gemm: Gemm | None = None
     grouped: GroupedProduct | None = None
     blocks: Blocks | None = None
+    needed: NeededTokens | None = None
     digest: int = 0
 
     @property

@@ -17,12 +17,12 @@ _RESULTS = {dtype: getattr(torch, row.result) for dtype, row in DTYPES.items()}
 
 FP8 = torch.float8_e4m3fn
 
-GROUPED_LABELS: dict[OpRow, str] = {
-    Op.ag_gemm: "AGGroupedGemm",
-    Op.gemm_rs: "GroupedGemmRS",
-    Op.gemm_ar: "GroupedGemmAR",
+GROUPED_LABELS: dict[OpRow, tuple[str, ...]] = {
+    Op.ag_gemm: ("AGGroupedGemm", "DispatchGroupedGemm"),
+    Op.gemm_rs: ("GroupedGemmRS", "GroupedGemmCombine"),
+    Op.gemm_ar: ("GroupedGemmAR",),
 }
-"""Class names of the ops of a mixture of experts."""
+"""Class names of the ops of a mixture of experts, the second one if it ``dispatches``."""
 
 SCALE_BYTES = torch.float32.itemsize
 MAX_SIZE = 2**30
@@ -40,7 +40,8 @@ class OpSpec:
 
     A mixture of experts has ``experts`` (None: one dense weight), of which each token chooses
     ``topk``; groups of W/``ep`` ranks have equal parts of them, and divide n or k. ``gated``: the
-    activation of one half of a product's columns multiplies the other half.
+    activation of one half of a product's columns multiplies the other half. ``dispatches``: tokens
+    travel only to, or from, ranks with one of their experts.
 
     All-to-all: ``heads`` of ``head_dim`` elements, one number for each tensor whose heads are
     packed into n or k (queries, keys, values), which the ranks share. ``heads_first``: tensors are
@@ -74,6 +75,7 @@ class OpSpec:
     heads: tuple[int, ...] = ()
     head_dim: int = 0
     heads_first: bool = True
+    dispatches: bool = False
     label: str = field(init=False, repr=False, compare=False)
     plain: bool = field(init=False, repr=False, compare=False)
     out_dtype: torch.dtype = field(init=False, repr=False, compare=False)
@@ -83,7 +85,8 @@ class OpSpec:
     travelling_row: tuple[int, torch.dtype] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        vars(self).update(label=self.op.label if self.experts is None else GROUPED_LABELS[self.op])
+        labels = (self.op.label,) if self.experts is None else GROUPED_LABELS[self.op]
+        vars(self).update(label=labels[self.dispatches])
         if self.dtype not in DTYPES:
             names = ", ".join(DTYPES_BY_NAME)
             raise TypeError(f"{self.label}: dtype must be one of {names}, got {self.dtype}")

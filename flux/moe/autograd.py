@@ -7,6 +7,8 @@
                     dw[e] = (p * gather(dz)[tokens of e]).T @ x[rows of e]
                     dp    = sum over ranks of x . (gather(dz)[token] @ w)    all_reduce, [M, topk]
     GroupedGemmAR   as GroupedGemmRS; dz is the same on all ranks, so nothing is gathered
+    DispatchGroupedGemm, GroupedGemmCombine
+                    each is the other's dx; the dispatched x is kept for dw
 
 A bias of GroupedGemmRS is a parameter that ranks share: each gets its whole gradient.
 """
@@ -20,6 +22,7 @@ import torch
 
 from flux import _C
 from flux.core.backend import OverlapHooks
+from flux.moe.expert_parallel import DispatchGroupedGemm, GroupedGemmCombine
 from flux.moe.ops import AGGroupedGemm, GroupedGemmRS, GroupedOp, Operands
 from flux.moe.product import Experts, GatherProduct, SumProduct
 from flux.moe.routing import Routing
@@ -46,9 +49,7 @@ def _gather(
 ) -> list[torch.Tensor]:
     op = _op(handle)
     operands = Operands(weights, biases[0] if biases else None, experts)
-    outs: list[torch.Tensor] = op._guarded(
-        op._call, x, operands, (None,), None, (), return_gathered
-    )
+    outs: list[torch.Tensor] = op.execute(x, operands, return_gathered)
     return outs
 
 
@@ -63,7 +64,7 @@ def _sum(
     op = _op(handle)
     bias, of_choices = biases[0] if biases else None, probs[0] if probs else None
     operands = Operands(weights, bias, experts, of_choices)
-    out: torch.Tensor = op._guarded(op._call, x, operands, (None,))[0]
+    out: torch.Tensor = op.execute(x, operands)[0]
     return out
 
 
@@ -83,7 +84,8 @@ def _gather_fake(
     op = _op(handle)
     rows = torch.library.get_ctx().new_dynamic_size()  # choices are dropped, or of other ranks
     outs = [x.new_empty(rows, _columns(op, weights))]
-    return [*outs, x.new_empty(experts.shape[0], x.shape[1])] if return_gathered else outs
+    gathered = rows if op.dispatches else experts.shape[0]
+    return [*outs, x.new_empty(gathered, x.shape[1])] if return_gathered else outs
 
 
 def _sum_fake(
@@ -110,8 +112,12 @@ def _sum_flops(x: Any, weights: Any, *args: Any, out_shape: Any) -> int:
 # -- gradients -----------------------------------------------------------------------------------
 
 
-def _mirror(op: GroupedOp, kind: type[GroupedOp], m: int, dtype: torch.dtype) -> Any:
+def _mirror(op: GroupedOp, m: int, dtype: torch.dtype) -> Any:
     """Return the op of the backward of ``op``: n and k change places. Collective."""
+    sums, gathers = GroupedGemmRS, AGGroupedGemm
+    if op.dispatches:
+        sums, gathers = GroupedGemmCombine, DispatchGroupedGemm
+    kind = sums if op.kind.gathers else gathers
     spec = op.spec
     options = {"experts": spec.experts, "topk": spec.topk, "ep": spec.ep}
     mirrors = Mirrors(op, m, dtype)
@@ -147,22 +153,29 @@ def _gather_grads(
     needed: Sequence[bool],
     handle: int,
 ) -> list[torch.Tensor]:
-    """Return the gradients that are needed of x [own rows, K], the weights and the bias."""
+    """Return the gradients that are needed of x [own rows, K], the weights and the bias.
+
+    ``x``: own rows, or of an op that dispatches the routed ones, [R, K].
+    """
     op, m = _op(handle), experts.shape[0]
     need_x, need_w, need_b = needed
     routing = op.routing(experts)
     dbs = [_bias_grad(dy, routing, len(op.local_experts))] if need_b else []
-    mirror = _mirror(op, GroupedGemmRS, m, x.dtype) if need_x and d_gathered is None else None
-    wait = op._unfused.start_gather(x[: op.own_rows(m)], m) if need_w else None
+    mirror = _mirror(op, m, x.dtype) if need_x and d_gathered is None else None
+    wait = None
+    if need_w:
+        own = x[: op.own_rows(m)]
+        wait = (lambda: x) if op.dispatches else op._unfused.start_gather(own, m)
     dws: list[torch.Tensor] = []
 
     def multiply() -> None:
         if wait is not None:
-            routed = wait().index_select(0, routing.tokens)
+            routed = wait() if op.dispatches else wait().index_select(0, routing.tokens)
             dws.extend(_weight_grads(op, dy, routed, routing, weights))
 
     if mirror is not None:
-        return [*mirror.overlapped(dy, weights, experts, OverlapHooks(multiply)), *dws, *dbs]
+        operands = Operands(weights, None, experts)
+        return [*mirror.execute(dy, operands, hooks=OverlapHooks(multiply)), *dws, *dbs]
     multiply()
     if not need_x:
         return [*dws, *dbs]
@@ -187,7 +200,7 @@ def _sum_grads(
     op, m = _op(handle), experts.shape[0]
     need_x, need_w, need_p, need_b = needed
     routing = op.routing(experts)
-    full, dh = _scattered_back(op, dz, weights, experts, routing, need_x or need_p)
+    of_rows, dh = _scattered_back(op, dz, weights, experts, routing, need_x or need_p)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     p = probs[0].reshape(-1)[routing.choices].to(wide)[:, None] if probs else None
     grads = []
@@ -195,17 +208,15 @@ def _sum_grads(
         grads.append(dh if p is None else (dh.to(wide) * p).to(x.dtype))
     weighted = torch.empty(0)
     if need_w or need_b:
-        weighted = full.index_select(0, routing.tokens)
-        weighted = weighted if p is None else (weighted.to(wide) * p).to(x.dtype)
+        weighted = of_rows if p is None else (of_rows.to(wide) * p).to(x.dtype)
     if need_w:
         grads += _weight_grads(op, weighted, x, routing, weights)
     if need_p:
-        of_rows = (x.to(wide) * dh.to(wide)).sum(1)
+        dots = torch.linalg.vecdot(x.to(wide), dh.to(wide))
         if biases and op.adds_bias:
             for expert, begin, end in routing.groups(0, m):
-                of_experts = full.index_select(0, routing.tokens[begin:end]).to(wide)
-                of_rows[begin:end] += of_experts @ biases[0][expert].to(wide)
-        dp = of_rows.new_zeros(m * op.spec.topk).index_copy_(0, routing.choices, of_rows)
+                dots[begin:end] += of_rows[begin:end].to(wide) @ biases[0][expert].to(wide)
+        dp = dots.new_zeros(m * op.spec.topk).index_copy_(0, routing.choices, dots)
         if op.world > 1:
             op._unfused.sum_over_ranks(dp)
         grads.append(dp.view(m, -1).to(probs[0].dtype))
@@ -222,18 +233,20 @@ def _scattered_back(
     routing: Routing,
     multiply: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dz of all tokens, [M, N], and with ``multiply`` dz @ w of routed rows, [R, K/tp]."""
+    """Return dz of routed rows, [R, N], and with ``multiply`` dz @ w of them, [R, K/tp]."""
     m = experts.shape[0]
-    if op.kind.scatters and multiply:
-        mirror = _mirror(op, AGGroupedGemm, m, dz.dtype)
-        dh, full = mirror.overlapped(dz, weights, experts, OverlapHooks(), True)
-        return full, dh
+    if op.kind.scatters and (multiply or op.dispatches):
+        operands = Operands(weights, None, experts, keeps=True)
+        dh, routed = _mirror(op, m, dz.dtype).execute(dz, operands)
+        return routed, dh
     full = op._unfused.gather_rows(dz, m) if op.kind.scatters else dz
     each = _each(op, weights, transposed=True)
     dh = dz.new_empty(routing.rows, each[0].shape[0])
-    if multiply:
-        GatherProduct(op.spec, Experts(each, None, routing))(full, 0, m, dh, None)
-    return full, dh
+    if not multiply:
+        return full.index_select(0, routing.tokens), dh
+    routed = dz.new_empty(routing.rows, dz.shape[1])
+    GatherProduct(op.spec, Experts(each, None, routing), routed)(full, 0, m, dh, None)
+    return routed, dh
 
 
 def _bias_grad(dy: torch.Tensor, routing: Routing, experts: int) -> torch.Tensor:
@@ -349,9 +362,11 @@ define(
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     x, weights, biases, experts, return_gathered, handle = inputs
-    ctx.save_for_backward(x, experts, *weights)
+    ctx.dispatches = _op(handle).dispatches
+    kept = output[1] if ctx.dispatches and return_gathered else x
+    ctx.save_for_backward(kept, experts, *weights)
     ctx.biased, ctx.gathered, ctx.handle = len(biases), return_gathered, handle
-    ctx.shape = output[0].shape
+    ctx.shape, ctx.rows = output[0].shape, x.shape[0]
 
 
 def _backward_gather(
@@ -363,12 +378,13 @@ def _backward_gather(
     dy = x.new_zeros(ctx.shape) if grads[0] is None else grads[0]
     delivered: Any = iter(())
     if any(needs):
-        options = (grads[1] if ctx.gathered else None, needs, ctx.handle)
+        of_gathered = grads[1] if ctx.gathered and not ctx.dispatches else None
+        options = (of_gathered, needs, ctx.handle)
         delivered = iter(call("ag_grouped_gemm_grads", dy, x, weights, experts, *options))
     dx = next(delivered) if needs[0] else None
     dws = _where(need_w, delivered)
     dbs = [next(delivered) if needs[2] else None] * ctx.biased
-    padding = 0 if dx is None else x.shape[0] - dx.shape[0]
+    padding = 0 if dx is None else ctx.rows - dx.shape[0]
     if dx is not None and padding > 0:
         dx = torch.cat([dx, dx.new_zeros(padding, dx.shape[1])])
     return dx, dws, dbs, None, None, None

@@ -27,7 +27,7 @@ from flux.core.call import Call, CallChecker, rows_of_call
 from flux.core.knobs import Knobs, Op, Topology
 from flux.core.spec import OpSpec
 from flux.moe.product import Experts, GatherProduct, SumProduct
-from flux.moe.routing import Routing
+from flux.moe.routing import Needed, Routing
 from flux.ops.base import TensorParallelOp
 from flux.ops.transforms import call
 
@@ -42,6 +42,8 @@ class Operands:
         bias: [experts, N], or None.
         experts: [M, topk], of all tokens.
         probs: [M, topk], or None.
+        keeps: whether the tokens that are multiplied are kept.
+        routed: those, [R, K], once the call has been checked.
     """
 
     def __init__(
@@ -50,11 +52,14 @@ class Operands:
         bias: torch.Tensor | None,
         experts: torch.Tensor,
         probs: torch.Tensor | None = None,
+        keeps: bool = False,
     ) -> None:
         self.weights = weights
         self.bias = bias
         self.experts = experts
         self.probs = probs
+        self.keeps = keeps
+        self.routed: torch.Tensor | None = None
 
 
 class GroupedChecker(CallChecker):
@@ -101,11 +106,14 @@ class GroupedChecker(CallChecker):
         x = x if x.stride(1) == 1 or x.numel() == 0 else x.contiguous()
         digest = (routing.checksum ^ (probs is not None)) & 0x7FFFFFFF
         if spec.op.gathers:
-            product: Any = GatherProduct(spec, Experts(ready, bias, routing))
+            if operands.keeps:
+                operands.routed = x.new_empty(routing.rows, self.k)
+            product: Any = GatherProduct(spec, Experts(ready, bias, routing), operands.routed)
         else:
             once = bias if self.adds_bias else None
             product = SumProduct(spec, Experts(ready, once, routing), probs)
-        return Call(m, x, (), self.columns, (None,), grouped=product, digest=digest)
+        needed = Needed(routing, spec.ep, self.world) if spec.dispatches else None
+        return Call(m, x, (), self.columns, (None,), grouped=product, needed=needed, digest=digest)
 
     def _routing(self, experts: object) -> Routing:
         label, spec = self.spec.label, self.spec
@@ -191,6 +199,8 @@ class GroupedOp(TensorParallelOp):
     """
 
     _checks = GroupedChecker
+    dispatches = False
+    """Whether tokens travel only to, or from, ranks with one of their experts."""
 
     def __init__(
         self,
@@ -229,6 +239,7 @@ class GroupedOp(TensorParallelOp):
             topk=topk,
             ep=ep,
             gated=gated,
+            dispatches=self.dispatches,
         )
 
     def routing(self, experts: torch.Tensor) -> Routing:
@@ -275,24 +286,35 @@ class GroupedOp(TensorParallelOp):
         of_choices = [] if probs is None else [probs]
         tensors = [x, *listed, *biases, experts, *of_choices]
         if self._plain(*tensors):
-            operands = cast(Any, Operands(listed, bias, experts, probs))
-            return self._guarded(self._call, x, operands, (None,), None, (), gather)
+            return self.execute(x, Operands(listed, bias, experts, probs), gather)
         self._check_tensors(*tensors)
+        if self.dispatches:  # the backward would dispatch them again
+            gather = torch.is_grad_enabled() and any(w.requires_grad for w in listed)
         rest = (gather,) if self.kind.gathers else (of_choices,)
         outs = self._dispatched(x, list(listed), biases, experts, *rest, self.handle)
         return outs if self.kind.gathers else [outs]
 
-    def overlapped(
+    def execute(
         self,
         x: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        experts: torch.Tensor,
-        hooks: OverlapHooks,
+        operands: Operands,
         gather: bool = False,
+        hooks: OverlapHooks | None = None,
     ) -> list[torch.Tensor]:
-        """Run the op on plain tensors without bias and autograd, overlapped with ``hooks``."""
-        operands = cast(Any, Operands(weights, None, experts))
-        return self._guarded(self._call, x, operands, (None,), None, (), gather, hooks)
+        """Make a call on plain tensors, without autograd.
+
+        Args:
+            x: as the caller passed it.
+            operands: the other arguments.
+            gather: return the gathered tokens too, [M, K]; of an op that dispatches, or if
+                ``operands`` keep them, the routed ones, [R, K].
+            hooks: the caller's work beside the call, if any.
+        """
+        operands.keeps |= gather and self.dispatches
+        whole = gather and not operands.keeps
+        others = cast(Any, operands)
+        outs = self._guarded(self._call, x, others, (None,), None, (), whole, hooks)
+        return outs if operands.routed is None else [*outs, operands.routed]
 
 
 class AGGroupedGemm(GroupedOp):

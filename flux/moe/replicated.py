@@ -17,7 +17,7 @@ import torch
 from flux.core.backend import OverlapHooks
 from flux.core.call import rows_of_call
 from flux.moe.autograd import _bias_grad, _each, _op, _weight_grads, _where
-from flux.moe.ops import GroupedChecker, GroupedGemmAR, Weights
+from flux.moe.ops import GroupedChecker, GroupedGemmAR, Operands, Weights
 from flux.moe.product import Experts, GatherProduct
 from flux.ops.autograd import Mirrors
 from flux.ops.transforms import Formula, call, define
@@ -143,7 +143,8 @@ def _grads(
             transpose_weight=not spec.transpose_weight,
             **options,
         )
-        dxs = mirror.overlapped(dy, weights, experts, OverlapHooks(multiply))
+        hooks = OverlapHooks(multiply)
+        dxs = mirror.execute(dy, Operands(weights, None, experts), hooks=hooks)
     else:
         multiply()
     return [*dxs, *dws, *([_bias_grad(dy, routing, len(op.local_experts))] if need_b else [])]

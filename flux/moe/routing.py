@@ -28,6 +28,7 @@ class Routing:
         tokens: int64 [R]: the token of each.
         choices: int64 [R]: token * topk + which of its experts.
         positions: int64 [M, topk]: the routed row; -1 where this rank has none.
+        experts: int64 [M, topk], as passed.
         checksum: 32 bits, equal for equal ``experts``.
 
     Raises:
@@ -61,6 +62,8 @@ class Routing:
         )
         self.rows = self._native.count
         self.topk = topk
+        self.total = total
+        self.experts = dense
         self.checksum = self._native.checksum
         self.tokens = torch.empty(self.rows, dtype=torch.int64, device="cpu")
         self.choices = torch.empty_like(self.tokens)
@@ -74,3 +77,31 @@ class Routing:
         Experts count from this rank's first.
         """
         return self._native.groups(first, last)
+
+
+class Needed:
+    """The tokens that ranks need: see ``flux.core.call.NeededTokens``.
+
+    Args:
+        routing: of the call.
+        ep: parts that the experts are split into.
+        world: ranks.
+    """
+
+    def __init__(self, routing: Routing, ep: int, world: int) -> None:
+        self._routing = routing
+        self._ep, self._parts = ep, world // ep
+
+    def selection(self, hops: _C.Hops) -> _C.Selection:
+        """Return the rows that the transfers of a schedule carry."""
+        routing = self._routing
+        m, topk = routing.experts.shape
+        return _C.Selection(hops, address_of(routing.experts), m, topk, routing.total)
+
+    def of_rank(self, rank: int) -> torch.Tensor:
+        """Return the tokens that a rank needs, in order."""
+        routing, group = self._routing, rank // self._parts
+        begin = _C.core.row_begin(routing.total, self._ep, group)
+        end = _C.core.row_end(routing.total, self._ep, group)
+        here = (routing.experts >= begin) & (routing.experts < end)
+        return here.any(1).nonzero()[:, 0]

@@ -174,6 +174,8 @@ def check_executor(
         )
     if backend == "cuda" and (spec.experts or spec.op.exchanges):
         raise ValueError(f"{label} needs backend cpu so far, got {where} with CUDA")
+    if spec.dispatches and knobs.path == "one_shot":
+        raise ValueError(f"{label}: path = one_shot moves all tokens, and is not for this op")
     if backend == "cuda" and knobs.path == "one_shot":
         raise ValueError(f"{label}: path = one_shot needs backend cpu, got {where}")
     if knobs.path == "in_kernel":

@@ -188,7 +188,7 @@ def choose(
         return untuned_on_gpus(spec, problem, cluster)
     if apart:
         cluster = with_measured_network(cluster, exchange, placement)
-    return modelled(problem, cluster, apart)
+    return modelled(problem, cluster, apart, spec.dispatches)
 
 
 def untuned_on_gpus(spec: OpSpec, problem: Problem, cluster: Cluster) -> Choice:
@@ -223,18 +223,22 @@ def _detected(kind: str) -> Cluster | None:
     return detect(kind)
 
 
-def modelled(problem: Problem, cluster: Cluster, apart: bool = False) -> Modelled:
+def modelled(
+    problem: Problem, cluster: Cluster, apart: bool = False, dispatches: bool = False
+) -> Modelled:
     """Return the cost model's choice for an op without winners.
 
     Args:
         problem: the op at its largest M.
         cluster: devices and links.
         apart: see ``usable``.
+        dispatches: the op moves some tokens only, which path one_shot cannot.
     """
     paths = ("fused", "medium", "unfused") if problem.nodes == 1 else ("fused", "unfused")
     direction = "push" if apart else None
     ways = tuple(Knobs(path=path, direction=direction) for path in paths)
-    return Modelled(problem, cluster, (*ways, *ONE_SHOTS) if apart else ways)
+    one_shots = ONE_SHOTS if apart and not dispatches else ()
+    return Modelled(problem, cluster, (*ways, *one_shots))
 
 
 def usable(entry: Entry, topology: Topology, kind: str, apart: bool = False) -> Entry | None:

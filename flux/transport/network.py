@@ -50,6 +50,7 @@ from flux.core.forked import abandon_in_children
 from flux.core.recorder import Recorder, Work, incoming_lane, outgoing_lane, sender_lane
 from flux.transport.channel import FailureNotice, Header, HeaderKind, Message, OpChannel
 from flux.transport.exchange import Exchange
+from flux.transport.network_piece import NetworkPiece, Posted
 from flux.transport.threads import Patience, end_at_exit
 
 LARGE_BYTES = 64 << 10
@@ -60,17 +61,6 @@ FAILED_JOIN_S = 0.3
 """The same after a failure, which is raised first. Threads that are left end a little later."""
 LINGER_S = 5.0
 """Limit in seconds of a clean close, which waits for peers to receive what was sent before."""
-
-
-@dataclass
-class NetworkPiece:
-    """One tile to send or receive: its memory, and its signal, if any.
-
-    A piece to send without a signal is ready from the start.
-    """
-
-    tensor: torch.Tensor
-    signal: int | None
 
 
 @dataclass
@@ -366,7 +356,7 @@ class _Link:
             if job.header is not None:
                 job.header.wait()
             if self._engine.await_agreement(job.epoch):
-                self._flow(job, Work.send, self._post_send, lambda piece, epoch: None)
+                self._flow(job, Work.send, self._post_send, lambda piece, sent, epoch: None)
             job.done.set()
 
     def _await_receives(self) -> None:
@@ -407,40 +397,43 @@ class _Link:
                         answer.wait()
             raise _Gone
 
-    def _post_send(self, piece: NetworkPiece, epoch: int, number: int) -> tuple[Message, int]:
+    def _post_send(self, piece: NetworkPiece, epoch: int, number: int) -> Posted:
         began = self._stamp()
         ready = piece.signal is None or self._engine.await_parcel(self.peer, piece.signal, epoch)
         if not ready:
             raise _Gone
-        if piece.tensor.nbytes >= LARGE_BYTES:
+        if piece.nbytes >= LARGE_BYTES:
             self._await_receives()
         if self.recorder is not None and piece.signal is not None:
             self.recorder.lane(sender_lane(self.peer)).add(Work.wait, began, number, peer=self.peer)
-        self._network.bytes_sent[self.peer] += piece.tensor.nbytes
-        posted_ns = self._stamp()
-        return self.channel.send(piece.tensor, self.peer), posted_ns
+        self._network.bytes_sent[self.peer] += piece.nbytes
+        packed, posted_ns = piece.packed(), self._stamp()
+        message = self.channel.send(packed, self.peer) if piece.nbytes else None
+        return Posted(message, piece, packed, posted_ns)
 
-    def _post_receive(self, piece: NetworkPiece, epoch: int, number: int) -> tuple[Message, int]:
-        posted_ns = self._stamp()
-        return self.channel.receive(piece.tensor, self.peer), posted_ns
+    def _post_receive(self, piece: NetworkPiece, epoch: int, number: int) -> Posted:
+        room, posted_ns = piece.room(), self._stamp()
+        message = self.channel.receive(room, self.peer) if piece.nbytes else None
+        return Posted(message, piece, room, posted_ns)
 
     def _stamp(self) -> int:
         """Return the current time, for a trace; 0 if tracing is off."""
         return 0 if self.recorder is None else _C.Lane.now()
 
-    def _announce(self, piece: NetworkPiece, epoch: int) -> None:
+    def _announce(self, piece: NetworkPiece, received: torch.Tensor, epoch: int) -> None:
         assert piece.signal is not None
+        piece.unpack(received)
         self._engine.announce(piece.signal, epoch)
 
     def _flow(
         self,
         job: _Job,
         work: Work,
-        post: Callable[[NetworkPiece, int, int], tuple[Message, int]],
-        complete: Callable[[NetworkPiece, int], None],
+        post: Callable[[NetworkPiece, int, int], Posted],
+        complete: Callable[[NetworkPiece, torch.Tensor, int], None],
     ) -> None:
         """Keep up to ``window`` bytes, but at least two pieces, posted."""
-        posted: deque[tuple[Message, NetworkPiece, int]] = deque()
+        posted: deque[Posted] = deque()
         size = completed = 0
         lane = None
         if self.recorder is not None:
@@ -449,27 +442,26 @@ class _Link:
 
         def complete_oldest() -> None:
             nonlocal size, completed
-            pending, piece, posted_ns = posted.popleft()
-            pending.wait()
-            size -= piece.tensor.nbytes
+            message, piece, memory, posted_ns = posted.popleft()
+            if message is not None:
+                message.wait()
+            size -= piece.nbytes
             self._progress += 1
-            complete(piece, job.epoch)
+            complete(piece, memory, job.epoch)
             if lane is not None and work is Work.receive:
-                lane.add_after_last(work, posted_ns, completed, self.peer, piece.tensor.nbytes)
+                lane.add_after_last(work, posted_ns, completed, self.peer, piece.nbytes)
             elif lane is not None:
                 # This thread waits for tiles meanwhile, so it may notice the end late.
-                until = posted[0][2] if posted else 0
-                nbytes = piece.tensor.nbytes
-                lane.add(work, posted_ns, completed, completed + 1, self.peer, nbytes, until)
+                until = posted[0].posted_ns if posted else 0
+                lane.add(work, posted_ns, completed, completed + 1, self.peer, piece.nbytes, until)
             completed += 1
 
         for number, piece in enumerate(job.pieces):
-            while len(posted) >= 2 and size + piece.tensor.nbytes > self._window:
+            while len(posted) >= 2 and size + piece.nbytes > self._window:
                 job.posted.set()
                 complete_oldest()
-            pending, posted_ns = post(piece, job.epoch, number)
-            posted.append((pending, piece, posted_ns))
-            size += piece.tensor.nbytes
+            posted.append(post(piece, job.epoch, number))
+            size += piece.nbytes
         job.posted.set()
         while posted:
             complete_oldest()

@@ -182,17 +182,19 @@ def test_smallest_window_gives_correct_results() -> None:
 
 @pytest.mark.parametrize(("window", "most"), [(0, 2), (100, 2), (160, 4), (10**6, 6)])
 def test_bytes_in_flight_stay_within_the_window(window: int, most: int) -> None:
-    from flux.transport.network import NetworkPiece, _Job, _Link
+    from flux.transport.network import _Job, _Link
+    from flux.transport.network_piece import NetworkPiece, Posted
 
     link: Any = SimpleNamespace(recorder=None, _window=window, _progress=0.0)
     pieces = [NetworkPiece(torch.empty(40, dtype=torch.uint8), None)] * 6
     under_way: list[int] = [0]
 
-    def post(piece: NetworkPiece, epoch: int, number: int) -> tuple[Any, int]:
+    def post(piece: NetworkPiece, epoch: int, number: int) -> Posted:
         under_way.append(under_way[-1] + 1)
-        return SimpleNamespace(wait=lambda: None), 0
+        message: Any = SimpleNamespace(wait=lambda: None)
+        return Posted(message, piece, piece.tensor, 0)
 
-    def complete(piece: NetworkPiece, epoch: int) -> None:
+    def complete(piece: NetworkPiece, memory: torch.Tensor, epoch: int) -> None:
         under_way.append(under_way[-1] - 1)
 
     _Link._flow(link, _Job(1, pieces), Work.receive, post, complete)

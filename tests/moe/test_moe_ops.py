@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +15,18 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from flux import Knobs, PeerTimeoutError
-from flux.moe import AGGroupedGemm, GroupedGemmAR, GroupedGemmRS, expand_tokens
-from harness import STRESS, fresh_ranks, more, run_ranks
-from moe_cases import MOE_OPS, ROUTINGS, MoeCase, MoeInputs, random_moe_case
+from flux.core.env import HOST
+from flux.moe import DispatchGroupedGemm, GroupedGemmAR, GroupedGemmCombine, expand_tokens
+from harness import BUSY, STRESS, fresh_ranks, more, run_ranks
+from moe_cases import MOE_OPS, ROUTINGS, MoeCase, MoeInputs, owner_of, random_moe_case
 from op_cases import same_bits
 
 OPS = tuple(MOE_OPS)
 SMALL = MoeCase("gather", 24, 12, 10, experts=6, topk=2)
+
+
+HOSTS = {2: ("aa", "ab"), 3: ("aaa", "aab", "abc"), 4: ("aaaa", "aabb", "abab", "abbb")}
+HOSTS[8] = ("a" * 8, "aaaabbbb", "aabbccdd", "aaabbbbb")
 
 
 def _random(rank: int, world: int, op: str, cases: int) -> int:
@@ -28,8 +34,12 @@ def _random(rank: int, world: int, op: str, cases: int) -> int:
     for seed in range(cases):
         rng = random.Random(f"{op} {world} {seed}")
         case = random_moe_case(rng, op, world)
+        hosts = rng.choice(HOSTS[world]) if MOE_OPS[op].dispatches and world > 1 else "a" * world
+        if len(set(hosts)) > 1 and isinstance(case.knobs, Knobs):
+            case = replace(case, knobs=replace(case.knobs, direction=None))  # no pull
         try:
-            built = case.build()
+            with HOST.during(hosts[rank]):
+                built = case.build()
         except ValueError as error:
             assert "straddle" in str(error) or "swizzle" in str(error), error
             continue
@@ -47,7 +57,30 @@ def _random(rank: int, world: int, op: str, cases: int) -> int:
 @pytest.mark.parametrize("world", [1, 2, 3, 4, *more(8)])
 @pytest.mark.parametrize("op", OPS)
 def test_random_routings(op: str, world: int) -> None:
-    assert all(calls > 50 for calls in run_ranks(world, _random, op, 14 * STRESS))
+    assert all(calls > 40 for calls in run_ranks(world, _random, op, 9 * STRESS))
+
+
+def _links(rank: int, world: int, op: str, hosts: str) -> tuple[int, int]:
+    """Return the bytes that left this host, and those of the tokens that had to, of all hosts."""
+    case = replace(SMALL, op=op, experts=9, ep=world, knobs=Knobs(path="fused", comm_tile_rows=3))
+    inputs = MoeInputs(case, 23, world, "random", 3)
+    with HOST.during(hosts[rank]), case.build() as built:
+        inputs.check(built, rank)
+        sent = sum(built._backend.network.bytes_sent.values())
+        row = built.spec.travelling_row[0] * 4
+    crossing = 0
+    for token in range(23):
+        chosen = inputs.experts[token].tolist()
+        there = {hosts[r] for r in range(world) if set(inputs.part(r)[0]) & set(chosen)}
+        crossing += len(there - {hosts[owner_of(23, world, token)]})
+    return sent, crossing * row
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abb", "abc"])
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_tokens_cross_to_a_host_once_if_it_has_one_of_their_experts(op: str, hosts: str) -> None:
+    results = run_ranks(len(hosts), _links, op, hosts)
+    assert sum(sent for sent, _ in results) == results[0][1]
 
 
 def _gradients(rank: int, world: int, ep: int, ends: str) -> None:
@@ -75,7 +108,8 @@ def _gradients(rank: int, world: int, ep: int, ends: str) -> None:
 
     sizes: dict[str, Any] = {"max_m": m, "experts": experts, "topk": topk, "ep": ep}
     sizes["dtype"] = torch.float64
-    first = MOE_OPS["gather"](n=n, k=k, **sizes)
+    begins = "dispatch" if ends == "combine" else "gather"
+    first = MOE_OPS[begins](n=n, k=k, **sizes)
     second = MOE_OPS["reduce" if ends == "replicated" else ends](
         n=k, k=n, transpose_weight=True, **sizes
     )
@@ -95,7 +129,7 @@ def _gradients(rank: int, world: int, ep: int, ends: str) -> None:
         result: torch.Tensor = second(hidden, list(two.unbind()), choices, weights, last)
         return result
 
-    rows = own if ends == "scatter" else slice(None)
+    rows = own if ends != "reduce" else slice(None)
     for run in (layer, lambda *t: checkpoint(layer, *t, use_reentrant=False)):
         for tensor in mine:
             tensor.grad = None
@@ -115,8 +149,20 @@ def inputs_rows(m: int, world: int, rank: int) -> slice:
     return slice(min(m, rank * chunk), min(m, (rank + 1) * chunk))
 
 
-@pytest.mark.parametrize("ends", ["scatter", "reduce", "replicated"])
-@pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 1), (3, 3), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "ep", "ends"),
+    [
+        (1, 1, "scatter"),
+        (2, 1, "reduce"),
+        (3, 3, "scatter"),
+        (4, 2, "reduce"),
+        (2, 1, "replicated"),
+        (4, 2, "replicated"),
+        (1, 1, "combine"),
+        (3, 3, "combine"),
+        (4, 2, "combine"),
+    ],
+)
 def test_gradients_of_a_layer(world: int, ep: int, ends: str) -> None:
     run_ranks(world, _gradients, ep, ends)
 
@@ -236,10 +282,13 @@ def _constructors(rank: int, world: int) -> None:
         ({"topk": 7}, "at most experts = 6"),
         ({"experts": 0}, "experts must be a positive integer, got 0"),
         ({"gated": True}, "needs an activation"),
+        ({"op": "combine", "knobs": Knobs(path="one_shot")}, "moves all tokens"),
         ({"dtype": torch.float8_e4m3fn}, "float8"),
     ):
+        fields = {k: v for k, v in change.items() if k in ("op", "knobs")}
+        options = {k: v for k, v in change.items() if k not in fields}
         with pytest.raises(ValueError, match=text):
-            SMALL.build(**change)
+            replace(SMALL, **fields).build(**options)
     with pytest.raises(ValueError, match=r"topk|experts"):
         SMALL.build(topk=1 + rank % 2)
 
@@ -249,19 +298,21 @@ def test_constructors_name_what_is_wrong() -> None:
 
 
 def _killed(rank: int, world: int, op: str) -> None:
-    case = replace(SMALL, op=op)
+    case = replace(SMALL, op=op, ep=3 if MOE_OPS[op].dispatches else 1)
     inputs = MoeInputs(case, 24, world, "random", 2)
     built = case.build(timeout_s=60)
     inputs.check(built, rank)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
     with pytest.raises(PeerTimeoutError, match="rank 1"):
         for _ in range(2):
             inputs.check(built, rank)
+    assert time.monotonic() - began < BUSY
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ["gather", "reduce", "dispatch", "combine"])
 def test_survivors_of_a_killed_rank_raise(op: str) -> None:
     with fresh_ranks(3) as ranks:
         ranks.start(_killed, op)
@@ -271,8 +322,12 @@ def test_survivors_of_a_killed_rank_raise(op: str) -> None:
 
 def _compiled(rank: int, world: int) -> None:
     m, sizes = 18, {"max_m": 18, "experts": 6, "topk": 2, "timeout_s": 60.0}
-    first, second = AGGroupedGemm(n=12, k=10, **sizes), GroupedGemmRS(n=10, k=12, **sizes)
-    a = MoeInputs(replace(SMALL, bias=False), m, world, "random", 4)
+    sizes["ep"] = world
+    first, second = (
+        DispatchGroupedGemm(n=12, k=10, **sizes),
+        GroupedGemmCombine(n=10, k=12, **sizes),
+    )
+    a = MoeInputs(replace(SMALL, bias=False, ep=world), m, world, "random", 4)
     x, w1, experts, _ = a.arguments(rank)
     w2 = w1.transpose(1, 2).contiguous()
     probs = torch.rand(m, 2, generator=torch.Generator().manual_seed(1))
@@ -298,16 +353,18 @@ def test_a_layer_compiles_into_one_graph() -> None:
     run_ranks(2, _compiled)
 
 
-def _slow_ranks(rank: int, world: int) -> None:
+def _slow_ranks(rank: int, world: int, op_name: str) -> None:
     """Pauses around every move and signal change no bit."""
-    case = replace(SMALL, op="scatter", max_m=60, knobs=Knobs(tile=(7, 12), comm_tile_rows=5))
+    tiles = Knobs(tile=(7, 12), comm_tile_rows=5)
+    case = replace(SMALL, op=op_name, max_m=60, ep=world, experts=9, knobs=tiles)
     inputs = MoeInputs(case, 60, world, "random", 8)
-    with case.build() as op:
+    with HOST.during("aab"[rank]), case.build() as op:
         wanted = inputs.check(op, rank)
         op._backend.engine.set_delay(2e-4, rank + 1)
         for _ in range(5):
             assert same_bits(inputs.check(op, rank), wanted)
 
 
-def test_late_signals_change_nothing() -> None:
-    run_ranks(3, _slow_ranks)
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_late_signals_change_nothing(op: str) -> None:
+    run_ranks(3, _slow_ranks, op)

@@ -7,10 +7,13 @@ import random
 import pytest
 import torch
 
-from flux import _C
+from flux import _C, Knobs
 from flux.moe import Routing
+from flux.moe.routing import Needed
+from flux.select.heuristic import make_schedule
 from harness import STRESS
 from moe_cases import brute_force, owner_of
+from op_cases import meshes
 
 
 def draw(rng: random.Random) -> tuple[torch.Tensor, int]:
@@ -88,3 +91,42 @@ def test_equal_choices_have_equal_checksums() -> None:
 def test_bad_experts_are_named(experts: torch.Tensor, error: type, text: str) -> None:
     with pytest.raises(error, match=text):
         Routing(experts, 5)
+
+
+def _behind(sources: dict[int, int], rank: int) -> set[int]:
+    """The ranks that get a chunk through ``rank``, itself included."""
+    further = [_behind(sources, to) for to, source in sources.items() if source == rank]
+    return {rank}.union(*further)
+
+
+def test_hops_carry_what_ranks_behind_them_need() -> None:
+    """Every order and mesh: a transfer has the rows that ranks behind it need, and no other."""
+    rng = random.Random(5)
+    for _ in range(60 * STRESS):
+        world = rng.choice((2, 3, 4, 6, 8))
+        ep = rng.choice([d for d in range(2, world + 1) if world % d == 0])
+        total, m = rng.randint(ep, 9), rng.randint(1, 24)
+        experts = torch.randint(-1, total, (m, rng.randint(1, 3)))
+        needs = [
+            set(Needed(Routing(experts, total), ep, world).of_rank(r).tolist())
+            for r in range(world)
+        ]
+        order = rng.choice(("direct", "ring1d", "ring2d", "hierarchical"))
+        knobs = Knobs(order=order, direction=rng.choice(("push", "pull")), comm_tile_rows=2)
+        topology = rng.choice(meshes(world))
+        schedules = [
+            make_schedule("ag_gemm", (m, 8, 8), world, rank, topology, knobs)
+            for rank in range(world)
+        ]
+        moves = [t for s in schedules for t in s.transfers if t.src != t.dst]
+        for schedule in schedules:
+            hops = _C.Hops(schedule.native, ep)
+            selection = Needed(Routing(experts, total), ep, world).selection(hops)
+            rows = torch.empty(m, dtype=torch.int64)
+            for t in schedule.transfers:
+                sources = {move.dst: move.src for move in moves if move.chunk == t.chunk}
+                wanted = set().union(*(needs[r] for r in _behind(sources, t.dst)))
+                range_ = (t.row_begin, t.row_end)
+                count = selection.gathered(t.chunk, t.dst, *range_, rows.data_ptr())
+                carried = {t.row_begin + int(row) for row in rows[:count]}
+                assert carried == wanted & set(range(*range_)), (schedule, t)

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from flux import _C, Knobs
-from flux.moe import AGGroupedGemm, GroupedGemmAR, GroupedGemmRS
+from flux.moe import (
+    AGGroupedGemm,
+    DispatchGroupedGemm,
+    GroupedGemmAR,
+    GroupedGemmCombine,
+    GroupedGemmRS,
+)
 from op_cases import random_knobs
 from reference import ACTIVATIONS, DTYPES, share
 
-MOE_OPS = {"gather": AGGroupedGemm, "scatter": GroupedGemmRS, "reduce": GroupedGemmAR}
+MOE_OPS = {
+    "gather": AGGroupedGemm,
+    "scatter": GroupedGemmRS,
+    "reduce": GroupedGemmAR,
+    "dispatch": DispatchGroupedGemm,
+    "combine": GroupedGemmCombine,
+}
 ROUTINGS = ("random", "random", "dropped", "one", "few", "none")
 
 
@@ -37,8 +49,12 @@ class MoeCase:
     bias: bool = True
     listed: bool = False
 
+    @property
+    def gathers(self) -> bool:
+        return MOE_OPS[self.op].kind.gathers
+
     def build(self, **options: Any) -> Any:
-        more = {"activation": self.activation, "gated": self.gated} if self.op == "gather" else {}
+        more = {"activation": self.activation, "gated": self.gated} if self.gathers else {}
         sizes = {"max_m": self.max_m, "n": self.n, "k": self.k, "dtype": self.dtype}
         of_experts = {"experts": self.experts, "topk": self.topk, "ep": self.ep}
         how = {
@@ -82,7 +98,7 @@ class MoeInputs:
 
         wide = 2 * case.n if case.gated else case.n
         pairs = [(t, e) for e in range(case.experts) for t, j in self.chosen(e)]
-        self.x = draw(m if case.op == "gather" else len(pairs), case.k)
+        self.x = draw(m if case.gathers else len(pairs), case.k)
         self.weight = draw(case.experts, wide, case.k)
         self.bias = draw(case.experts, wide) if case.bias else None
         self.probs = torch.rand(m, case.topk, generator=generator) if seed % 3 else None
@@ -95,7 +111,7 @@ class MoeInputs:
         """Experts of a rank, and its part of n or k."""
         case, parts = self.case, self.world // self.case.ep
         whole = share(case.experts, case.ep, rank // parts)
-        size = case.n if case.op == "gather" else case.k
+        size = case.n if case.gathers else case.k
         return range(whole.start, whole.stop), share(size, parts, rank % parts)
 
     def arguments(self, rank: int) -> tuple[torch.Tensor, Any, torch.Tensor, dict[str, Any]]:
@@ -104,7 +120,7 @@ class MoeInputs:
         experts, part = self.part(rank)
         here = slice(experts.start, experts.stop)
         options: dict[str, Any] = {}
-        if case.op == "gather":
+        if case.gathers:
             x = self.x[share(self.m, self.world, rank)]
             halves = [part, slice(case.n + part.start, case.n + part.stop)]
             columns = torch.cat([torch.arange(case.n * 2)[h] for h in halves[: 1 + case.gated]])
@@ -129,7 +145,7 @@ class MoeInputs:
         unit = torch.finfo(case.dtype).eps
         wide = min(unit, torch.finfo(torch.float32).eps)  # sums are not of less
         deep = (case.k + case.topk + self.world + 8) * wide
-        if case.op == "gather":
+        if case.gathers:
             experts, part = self.part(rank)
             rows, sizes = [], []
             for e in experts:
@@ -160,7 +176,7 @@ class MoeInputs:
             size.index_add_(0, tokens, p * (routed.abs() @ w[e].abs().t() + b[e].abs()))
             row += len(pairs)
         bound = size * 4 * (unit + deep) + 1e-30
-        own = share(self.m, self.world, rank) if case.op == "scatter" else slice(None)
+        own = share(self.m, self.world, rank) if case.op != "reduce" else slice(None)
         return total[own], bound[own]
 
     def check(self, op: Any, rank: int) -> torch.Tensor:
@@ -179,17 +195,23 @@ class MoeInputs:
 def random_moe_case(rng: random.Random, op: str, world: int) -> MoeCase:
     """One case with odd sizes, any way to divide experts over ranks, and any knobs."""
     experts = rng.choice((1, 2, 3, 5, 8, 13))
-    ep = rng.choice([d for d in range(1, world + 1) if world % d == 0 and d <= experts])
+    parts = [d for d in range(1, world + 1) if world % d == 0 and d <= experts]
+    dispatches = MOE_OPS[op].dispatches
+    ep = rng.choice(parts[-2:] if dispatches else parts)
     limit = rng.choice((1, 5, 20, 60))
     n, k = (rng.choice((1, 2, 3, 7, 8, 16, 17, 33, 40)) for _ in range(2))
-    activation = rng.choice(("none", "none", *ACTIVATIONS)) if op == "gather" else "none"
+    gathers = MOE_OPS[op].kind.gathers
+    activation = rng.choice(("none", "none", *ACTIVATIONS)) if gathers else "none"
     # No size of a tile: what is legal for the rows of a chunk depends on the op's own columns.
     knobs: Knobs | str = rng.choice(
         ("cache", "off", random_knobs(rng, world, -(-limit // world), max(n, 2)))
     )
     transport = rng.choice((None, None, "send_recv"))
     if transport is not None and isinstance(knobs, Knobs):
-        knobs = rng.choice((Knobs(), Knobs(path="one_shot"), Knobs(path="unfused")))
+        paths = ("unfused", "fused") if dispatches else ("unfused", "fused", "one_shot")
+        knobs = Knobs(path=rng.choice(paths))
+    if dispatches and isinstance(knobs, Knobs) and knobs.path == "one_shot":
+        knobs = replace(knobs, path="fused")
     return MoeCase(
         op,
         limit,

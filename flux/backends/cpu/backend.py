@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -228,6 +228,7 @@ class CpuBackend:
         x_full = x.new_empty(call.m, spec.k, dtype=spec.dtype) if gather else None
         multiply = Multiplier(spec, call)
         plan = self._plan(schedule)
+        selection = plan.selection(call.needed, spec.ep)
         engine.begin(
             schedule.native,
             call.digest,
@@ -235,9 +236,10 @@ class CpuBackend:
             self.timeout_s,
             x=address_of(x),
             x_stride=x.stride(0) * x.itemsize,
+            selection=selection,
         )
         if self.network is not None:
-            self._begin_network(self.network, schedule, call.digest, x=x)
+            self._begin_network(self.network, schedule, call.digest, selection=selection, x=x)
         if not plan.threaded:
             self._await(engine.finish)
         if hooks is not None and plan.first_foreign < 0:
@@ -292,7 +294,7 @@ class CpuBackend:
         plan = self._plan(schedule)
         out = self.empty(call.m if spec.op.all_reduces else plan.own_rows, spec.n[0])
         sums = out[:0] if plan.direct else self.empty(call.m, spec.n[0])
-        bias = call.biases[0]
+        bias, selection = call.biases[0], plan.selection(call.needed, spec.ep)
         engine.begin(
             schedule.native,
             call.digest,
@@ -302,9 +304,11 @@ class CpuBackend:
             out=address_of(out),
             bias=0 if bias is None else address_of(bias),
             scale=1.0 / self.world if spec.reduce == "avg" else 1.0,
+            selection=selection,
         )
         if self.network is not None:
-            self._begin_network(self.network, schedule, call.digest, partial=sums, out=out)
+            of_call = {"selection": selection, "partial": sums, "out": out}
+            self._begin_network(self.network, schedule, call.digest, **of_call)
         if plan.direct:  # the first tile may land in a peer's buffer: it must have finished with it
             self._await(engine.wait_entries)
         multiply = Multiplier(spec, call)
@@ -367,7 +371,7 @@ class CpuBackend:
     # -- other hosts -------------------------------------------------------------------------------
 
     def _begin_network(
-        self, network: Network, schedule: TileSchedule, digest: int, **sources: torch.Tensor
+        self, network: Network, schedule: TileSchedule, digest: int, **sources: Any
     ) -> None:
         from flux.backends.cpu.remote_tiles import RemoteTiles
 

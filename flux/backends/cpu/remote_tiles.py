@@ -8,7 +8,8 @@ import torch
 
 from flux import _C
 from flux.core.schedule import Parcel, ParcelKind, TileSchedule
-from flux.transport.network import NetworkPiece
+from flux.core.tensors import address_of
+from flux.transport.network_piece import NetworkPiece
 
 
 class RemoteTiles:
@@ -18,6 +19,7 @@ class RemoteTiles:
         schedule: of the call, as this rank executes it.
         slots: by rank: its memory for partial results, [blocks, rows of a chunk, columns].
         gathered: the gathered input, or where the result of a GemmAR arrives, [M, columns].
+        selection: the rows that travel; None: all of them.
         x: own rows of the input of an AllGather.
         partial: partial results of a staged ReduceScatter, [M, columns].
         out: result of a ReduceScatter.
@@ -28,6 +30,7 @@ class RemoteTiles:
         schedule: TileSchedule,
         slots: Sequence[torch.Tensor],
         gathered: torch.Tensor,
+        selection: _C.Selection | None = None,
         x: torch.Tensor | None = None,
         partial: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -35,12 +38,16 @@ class RemoteTiles:
         self._schedule = schedule
         self._slots = slots
         self._gathered = gathered
+        self._selection = selection
         self._x, self._partial, self._out = x, partial, out
 
     def outgoing(self, peer: int) -> Iterator[NetworkPiece]:
         """Return the tiles for a peer, each with the signal that it waits for, in order."""
+        rank = self._schedule.rank
         for parcel in self._schedule.parcels_for(peer):
-            yield self._source(parcel, peer)
+            piece = self._source(parcel, peer)
+            piece.rows = self._rows(parcel, rank, peer)
+            yield piece
 
     def incoming(self, peer: int) -> Iterator[NetworkPiece]:
         """Return where the tiles of a peer go, each with the signal to raise, in its order."""
@@ -50,7 +57,7 @@ class RemoteTiles:
                 target = self._gathered[parcel.row_begin : parcel.row_end]
             else:
                 target = self._slots[rank][parcel.block, self._in_chunk(parcel)]
-            yield NetworkPiece(target, parcel.signal)
+            yield NetworkPiece(target, parcel.signal, self._rows(parcel, peer, rank))
 
     def _source(self, parcel: Parcel, peer: int) -> NetworkPiece:
         schedule = self._schedule
@@ -70,6 +77,20 @@ class RemoteTiles:
         else:
             source = self._slots[peer][parcel.block, self._in_chunk(parcel)]
         return NetworkPiece(source, parcel.signal)
+
+    def _rows(self, parcel: Parcel, src: int, dst: int) -> torch.Tensor | None:
+        """Return the rows of a tile that travel, counted from its first; None: all of them."""
+        selection = self._selection
+        if selection is None:
+            return None
+        begin, end = parcel.row_begin, parcel.row_end
+        rows = torch.empty(end - begin, dtype=torch.int64, device="cpu")
+        if parcel.kind is ParcelKind.gather:
+            count = selection.gathered(parcel.chunk, dst, begin, end, address_of(rows))
+        else:
+            combined = parcel.kind is ParcelKind.combined
+            count = selection.partial(src, combined, begin, end, address_of(rows))
+        return None if count == end - begin else rows[:count]
 
     def _in_chunk(self, parcel: Parcel) -> slice:
         """Return the rows of a tile within its chunk."""

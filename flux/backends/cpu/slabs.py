@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flux import _C
+from flux.core.call import NeededTokens
 from flux.core.knobs import Direction, Knobs, Op, Order, Topology
 from flux.core.problem import ceil_div
 from flux.core.schedule import TileSchedule, Visit
@@ -86,6 +87,7 @@ class SlabPlan:
         slabs: in the order in which they are multiplied.
         first_foreign: index of the first slab of other ranks' rows, and of the last; -1: none.
         last_foreign: see ``first_foreign``.
+        hops: the ranks behind each transfer, once a call has needed them.
     """
 
     schedule: TileSchedule
@@ -95,6 +97,15 @@ class SlabPlan:
     slabs: list[Slab]
     first_foreign: int
     last_foreign: int
+    hops: _C.Hops | None = None
+
+    def selection(self, needed: NeededTokens | None, ep: int) -> _C.Selection | None:
+        """Return the rows that transfers of a call carry; None: all of them."""
+        if needed is None:
+            return None
+        if self.hops is None:
+            self.hops = _C.Hops(self.schedule.native, ep)
+        return needed.selection(self.hops)
 
     def forget_memory(self) -> None:
         """Drop the views of symmetric memory."""
