@@ -1,11 +1,12 @@
-"""Drop-in form of Megatron-core's mixture of experts: AGGroupedGemm and GroupedGemmRS.
+"""Drop-in form of Megatron-core's mixture of experts: grouped products that move the tokens.
 
     Megatron, dispatcher allgather or alltoall     here
     gather of routing map and probabilities        gather of topk experts and probabilities
-    gather (or all-to-all) of tokens, permute      AGGroupedGemm over the ranks of tp * ep
+    gather (or all-to-all) of tokens, permute      AGGroupedGemm over the ranks of tp * ep;
+                                                   with ep > 1 DispatchGroupedGemm
     fc1 of each expert                             inside of it
     activation, probabilities                      the same
-    fc2 of each expert                             GroupedGemmRS
+    fc2 of each expert                             GroupedGemmRS; with ep > 1 GroupedGemmCombine
     unpermute, ReduceScatter (or all-to-all)       inside of it
 
 It is Megatron's own class except for these steps: router, shared experts, recomputation, parameters
@@ -24,7 +25,7 @@ from megatron.core.transformer.moe import moe_layer
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 from flux.layers.eligible import reason_unsupported, say_once
-from flux.moe import AGGroupedGemm, GroupedGemmRS
+from flux.moe import AGGroupedGemm, DispatchGroupedGemm, GroupedGemmCombine, GroupedGemmRS
 from flux.ops.pool import User, pool_of
 
 
@@ -172,8 +173,10 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc, unused-ignore]
         sizes = {"experts": config.num_moe_experts, "topk": config.moe_router_topk}
         options: Any = {**sizes, "ep": get_pg_size(self.ep_group)}
         width, dtype = hidden.shape[1], hidden.dtype
-        up = pool.op(cast(Any, AGGroupedGemm), self._flux_user, m, wide, width, dtype, **options)
-        down = pool.op(cast(Any, GroupedGemmRS), self._flux_user, m, width, deep, dtype, **options)
+        first: Any = AGGroupedGemm if options["ep"] == 1 else DispatchGroupedGemm
+        second: Any = GroupedGemmRS if options["ep"] == 1 else GroupedGemmCombine
+        up = pool.op(first, self._flux_user, m, wide, width, dtype, **options)
+        down = pool.op(second, self._flux_user, m, width, deep, dtype, **options)
         return cast(AGGroupedGemm, up), cast(GroupedGemmRS, down)
 
     def _activated(self, hidden: torch.Tensor) -> torch.Tensor:
