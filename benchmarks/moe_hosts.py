@@ -5,11 +5,12 @@
 
 Hosts are network namespaces of this machine (flux/launch/hosts.py; needs root and iproute2).
 float32, one thread per rank. The unfused path is gloo's all_gather_into_tensor,
-reduce_scatter_tensor or all_reduce, and the same grouped product; the ways are interleaved, behind
-a barrier each time, and the time of a call is that of the slowest rank. `share` is the part of the
-unfused time that is not the product. `layer` is Megatron-core's MoELayer (SwiGLU, no bias), forward
-and backward, with its dispatchers and with ours. Raw samples go to
-benchmarks/results/hosts/moe.json.
+reduce_scatter_tensor or all_reduce, and the same grouped product; of dispatch and combine gloo's
+all_to_all_single of routed rows, sorted by expert, as Megatron-core's dispatcher sends them, and
+the product. The ways are interleaved, behind a barrier each time, and the time of a call is that of
+the slowest rank. `share` is the part of the unfused time that is not the product. `layer` is
+Megatron-core's MoELayer (SwiGLU, no bias), forward and backward, with its dispatchers and with
+ours. Raw samples go to benchmarks/results/hosts/moe.json.
 """
 
 from __future__ import annotations
@@ -28,11 +29,18 @@ from flux import Knobs
 from flux.launch.hosts import Hosts
 from flux.launch.spawn import run_ranks
 from flux.machine import host
-from flux.moe import AGGroupedGemm, GroupedGemmAR, GroupedGemmRS
+from flux.moe import (
+    AGGroupedGemm,
+    DispatchGroupedGemm,
+    GroupedGemmAR,
+    GroupedGemmCombine,
+    GroupedGemmRS,
+)
 
 # M, hidden, ffn, experts, topk: Comet's and Flux's shapes with every size divided.
 SHAPES = [(2048, 1024, 1024, 8, 2), (2048, 1024, 512, 16, 4), (1024, 2048, 512, 8, 2)]
 OPS: dict[str, Any] = {"ag": AGGroupedGemm, "rs": GroupedGemmRS, "ar": GroupedGemmAR}
+OPS |= {"dispatch": DispatchGroupedGemm, "combine": GroupedGemmCombine}
 Task = tuple[list[str], list[tuple[int, ...]], int, list[int]]
 
 
@@ -45,7 +53,9 @@ def measure(task: Task, rank: int, progress: Any) -> list[dict[str, Any]]:
         choices = torch.rand(m, experts, generator=generator).topk(topk).indices
         for ep in eps:
             for name in names:
-                sizes = (ffn, hidden) if name == "ag" else (hidden, ffn)
+                if OPS[name].dispatches and ep == 1:
+                    continue  # every rank has all experts
+                sizes = (ffn, hidden) if name in ("ag", "dispatch") else (hidden, ffn)
                 times = one(OPS[name], m, sizes, choices, experts, ep, repeats, world)
                 shape = {"m": m, "hidden": hidden, "ffn": ffn, "experts": experts, "topk": topk}
                 results.append({"op": name, **shape, "ep": ep, **times})
@@ -65,17 +75,20 @@ def one(
     """Return times of an op by way, and the path that it chose."""
     n, k = sizes
     of_experts = {"experts": experts, "topk": choices.shape[1], "ep": ep}
-    tunings = {"flux": "cache", "unfused": Knobs(path="unfused")}
+    tunings: dict[str, Any] = {"flux": "cache"}
+    if not kind.dispatches:
+        tunings["unfused"] = Knobs(path="unfused")
     ops = {
         way: kind(max_m=m, n=n, k=k, tuning=tuning, **of_experts) for way, tuning in tunings.items()
     }
     op = ops["flux"]
     routing = op.routing(choices)
-    gathers = kind is AGGroupedGemm
+    gathers = kind.kind.gathers
     x = torch.randn(op.own_rows(m) if gathers else routing.rows, op.spec.local_k(world, op.rank))
     count = op.spec.local_experts(world, op.rank)[1]
     w = torch.randn(count, op.spec.local_n(world, op.rank)[0], x.shape[1])
-    options = {} if gathers else {"probs": torch.rand(m, choices.shape[1])}
+    probs = torch.rand(choices.shape, generator=torch.Generator().manual_seed(m))
+    options = {} if gathers else {"probs": probs}
     ways: Ways = {way: lambda op=op: op(x, w, choices, **options) for way, op in ops.items()}
     # The product alone: a world of one, with this rank's part of every expert.
     rows = torch.randn(routing.rows, x.shape[1])
@@ -87,11 +100,76 @@ def one(
             torch.mm(rows[begin:end], w[expert].t(), out=out[begin:end])
 
     ways["product"] = product
+    if kind.dispatches:
+        exchange = AllToAll(choices, experts, world, op.rank)
+        p = probs.reshape(-1)[exchange.choices]
+
+        def unfused() -> torch.Tensor:
+            if gathers:
+                exchange.dispatch(x, rows)
+                product()
+                return out
+            product()
+            return exchange.combine(out, p)
+
+        ways["unfused"] = unfused
+        if not gathers:
+            rows.copy_(x)
+        torch.testing.assert_close(unfused(), ways["flux"](), rtol=1e-4, atol=1e-3)
     times = slowest(interleaved(ways, repeats))
     path = op.schedule(m).knobs.path
     for each in ops.values():
         each.close()
     return {"path": path, "us": times}
+
+
+class AllToAll:
+    """Rows of tokens and experts, sent to the experts and back by gloo, one for each choice.
+
+    Args:
+        choices: of all tokens, [M, topk]; none dropped.
+        experts: of all ranks, which have equal parts of them.
+        world: ranks.
+        rank: this one.
+    """
+
+    def __init__(self, choices: torch.Tensor, experts: int, world: int, rank: int) -> None:
+        m, topk = choices.shape
+        own = slice(rank * m // world, (rank + 1) * m // world)
+        flat = choices[own].reshape(-1)
+        self.order = flat.argsort(stable=True)  # own choices by expert
+        self.choices = own.start * topk + self.order
+        self.tokens = self.order // topk
+        self.back = torch.empty_like(self.order)
+        self.back[self.order] = torch.arange(len(flat))
+        self.offsets = torch.arange(0, len(flat), topk)
+        each = experts // world
+        counts = torch.stack(
+            [c.reshape(-1).bincount(minlength=experts) for c in choices.chunk(world)]
+        )
+        self.out = counts[rank].view(world, each).sum(1).tolist()
+        here = counts[:, rank * each : (rank + 1) * each]  # by source and expert
+        self.into = here.sum(1).tolist()
+        runs = torch.arange(int(here.sum())).split(here.reshape(-1).tolist())
+        by_expert = [runs[s * each + e] for e in range(each) for s in range(world)]
+        self.sorted = torch.cat(by_expert)  # as routed rows lie, of rows as they arrive
+
+    def dispatch(self, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """Send own tokens to their experts; ``rows`` takes those that arrive, sorted by expert."""
+        arrived = torch.empty_like(rows)
+        sent = x.index_select(0, self.tokens)
+        dist.all_to_all_single(arrived, sent, self.into, self.out)
+        torch.index_select(arrived, 0, self.sorted, out=rows)
+
+    def combine(self, products: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        """Send products back, and return the weighted sums of own tokens."""
+        by_source = torch.empty_like(products)
+        by_source[self.sorted] = products
+        arrived = products.new_empty(len(self.order), products.shape[1])
+        dist.all_to_all_single(arrived, by_source, self.out, self.into)
+        return torch.nn.functional.embedding_bag(
+            self.back, arrived, self.offsets, mode="sum", per_sample_weights=p[self.back]
+        )
 
 
 def measure_layer(task: Task, rank: int, progress: Any) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from flux.moe.product import Experts, GatherProduct, SumProduct
 from flux.moe.routing import Routing
 from flux.ops.autograd import Mirrors
 from flux.ops.base import op_of
-from flux.ops.gradients import Grad, weight_grad
+from flux.ops.gradients import Grad
 from flux.ops.library import own_rows, product_flops
 from flux.ops.transforms import FORMULAS, Formula, call, define
 
@@ -130,11 +130,16 @@ def _weight_grads(
     op: GroupedOp, dy: torch.Tensor, x: torch.Tensor, routing: Routing, weights: Tensors
 ) -> list[torch.Tensor]:
     """Return the gradients of the weights; ``dy`` and ``x`` are routed rows."""
-    grads = [torch.zeros_like(w, memory_format=torch.contiguous_format) for w in weights]
-    each = grads[0].unbind() if grads[0].dim() == 3 else grads
+    grads = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in weights]
+    each = list(grads[0].unbind()) if grads[0].dim() == 3 else grads
+    empty = set(range(len(each)))
     for expert, begin, end in routing.groups(0, routing.positions.shape[0]):
-        product = weight_grad(dy[begin:end], x[begin:end], op.spec.transpose_weight)
-        each[expert].copy_(product)
+        dys, xs = dy[begin:end], x[begin:end]
+        left, right = (xs, dys) if op.spec.transpose_weight else (dys, xs)
+        torch.mm(left.t(), right, out=each[expert])
+        empty.discard(expert)
+    for expert in empty:
+        each[expert].zero_()
     return grads
 
 
