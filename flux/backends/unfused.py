@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flux import _C
+from flux.backends.dispatch import start_all_to_all, sum_of_rows, tokens_by_rank
 from flux.backends.epilogue import Multiplier, pack, unpack
 from flux.core.backend import OverlapHooks, nothing
 from flux.core.call import Blocks, Call
@@ -250,39 +251,11 @@ class UnfusedBackend:
             return self._combine(partial, call, meanwhile)
         return self._finish(self._scatter(partial, call.m, meanwhile), call.biases[0])
 
-    def _places(self, call: Call) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the tokens of each owner that this rank needs, and the own ones of each rank."""
-        assert call.needed is not None
-        bounds = [_C.core.row_begin(call.m, self.world, rank) for rank in range(1, self.world)]
-        ends = torch.tensor(bounds, dtype=torch.int64, device="cpu")
-        by_owner = [
-            torch.tensor_split(tokens, torch.searchsorted(tokens, ends))
-            for tokens in map(call.needed.of_rank, range(self.world))
-        ]
-        return list(by_owner[self.rank]), [of_rank[self.rank] for of_rank in by_owner]
-
-    def _exchange(
-        self, rows: torch.Tensor, out: list[torch.Tensor], into: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, dist.Work | None]:
-        """Begin an all-to-all of packed rows; return what arrives, and the operation.
-
-        Args:
-            rows: packed, by destination.
-            out: the tokens for each destination.
-            into: the tokens from each source.
-        """
-        counts = [len(tokens) for tokens in out], [len(tokens) for tokens in into]
-        arrived = rows.new_empty(sum(counts[1]), rows.shape[1])
-        work = dist.all_to_all_single(
-            arrived, rows, counts[1], counts[0], group=self.group, async_op=True
-        )
-        return arrived, work
-
     def _start_dispatch(self, call: Call) -> Callable[[], torch.Tensor]:
         """Begin to send own tokens to the ranks that need them; see ``start_gather``."""
-        into, out = self._places(call)
+        into, out = tokens_by_rank(call, self.world, self.rank)
         own = torch.cat(out) - _C.core.row_begin(call.m, self.world, self.rank)
-        arrived, work = self._exchange(call.x.index_select(0, own), out, into)
+        arrived, work = start_all_to_all(call.x.index_select(0, own), out, into, self.group)
 
         def finish() -> torch.Tensor:
             self._wait(work)
@@ -296,18 +269,15 @@ class UnfusedBackend:
     ) -> torch.Tensor:
         """Sum the partial rows of own tokens over the ranks that have some, in rank order."""
         began = self._began()
-        out, into = self._places(call)
-        arrived, work = self._exchange(partial.index_select(0, torch.cat(out)), out, into)
+        out, into = tokens_by_rank(call, self.world, self.rank)
+        rows = partial.index_select(0, torch.cat(out))
+        arrived, work = start_all_to_all(rows, out, into, self.group)
         self._beside(meanwhile, lambda: self._wait(work))
-        wide = torch.float64 if partial.dtype == torch.float64 else torch.float32
-        own = _C.core.row_count(call.m, self.world, self.rank)
-        total = partial.new_zeros(own, partial.shape[1], dtype=wide)
         first = _C.core.row_begin(call.m, self.world, self.rank)
-        counts = [len(tokens) for tokens in into]
-        for tokens, rows in zip(into, arrived.split(counts), strict=True):
-            total.index_add_(0, tokens - first, rows.to(wide))
+        own = _C.core.row_count(call.m, self.world, self.rank)
+        total = sum_of_rows(arrived, into, first, own)
         self._ended(Work.collective, began, arrived.nbytes)
-        return total.to(partial.dtype)
+        return total
 
     def scatter_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Sum [M, columns] over ranks and return the own rows."""

@@ -16,7 +16,6 @@ never on what happens to have arrived, so results are bitwise equal from run to 
 no communication are never cut: the own rows are one slab.
 
 Ranks on other hosts have stand-ins in private memory, which transport/network.py makes true.
-
 Memory ordering and buffer reuse: csrc/cpu/signal_pad.h.
 """
 
@@ -239,7 +238,7 @@ class CpuBackend:
             selection=selection,
         )
         if self.network is not None:
-            self._begin_network(self.network, schedule, call.digest, selection=selection, x=x)
+            self._begin_network(self.network, schedule, call.digest, selection, x=x)
         if not plan.threaded:
             self._await(engine.finish)
         if hooks is not None and plan.first_foreign < 0:
@@ -307,8 +306,8 @@ class CpuBackend:
             selection=selection,
         )
         if self.network is not None:
-            of_call = {"selection": selection, "partial": sums, "out": out}
-            self._begin_network(self.network, schedule, call.digest, **of_call)
+            tensors = {"partial": sums, "out": out}
+            self._begin_network(self.network, schedule, call.digest, selection, **tensors)
         if plan.direct:  # the first tile may land in a peer's buffer: it must have finished with it
             self._await(engine.wait_entries)
         multiply = Multiplier(spec, call)
@@ -371,11 +370,16 @@ class CpuBackend:
     # -- other hosts -------------------------------------------------------------------------------
 
     def _begin_network(
-        self, network: Network, schedule: TileSchedule, digest: int, **sources: Any
+        self,
+        network: Network,
+        schedule: TileSchedule,
+        digest: int,
+        rows: Any = None,
+        **sources: Any,
     ) -> None:
         from flux.backends.cpu.remote_tiles import RemoteTiles
 
-        tiles = RemoteTiles(schedule, self.slots, self.gathered, **sources)
+        tiles = RemoteTiles(schedule, self.slots, self.gathered, rows, **sources)
         network.begin(self.engine.epoch, digest, tiles.outgoing, tiles.incoming)
 
     def _finish_network(self, network: Network) -> None:
