@@ -129,7 +129,7 @@ def _gradients(rank: int, world: int, ep: int, ends: str) -> None:
         result: torch.Tensor = second(hidden, list(two.unbind()), choices, weights, last)
         return result
 
-    rows = own if ends != "reduce" else slice(None)
+    rows = own if ends in ("scatter", "combine") else slice(None)
     for run in (layer, lambda *t: checkpoint(layer, *t, use_reentrant=False)):
         for tensor in mine:
             tensor.grad = None

@@ -238,7 +238,7 @@ class CpuBackend:
             selection=selection,
         )
         if self.network is not None:
-            self._begin_network(self.network, schedule, call.digest, selection, x=x)
+            self._begin_network(self.network, schedule, call.digest, selection=selection, x=x)
         if not plan.threaded:
             self._await(engine.finish)
         if hooks is not None and plan.first_foreign < 0:
@@ -306,8 +306,8 @@ class CpuBackend:
             selection=selection,
         )
         if self.network is not None:
-            tensors = {"partial": sums, "out": out}
-            self._begin_network(self.network, schedule, call.digest, selection, **tensors)
+            of_call = {"selection": selection, "partial": sums, "out": out}
+            self._begin_network(self.network, schedule, call.digest, **of_call)
         if plan.direct:  # the first tile may land in a peer's buffer: it must have finished with it
             self._await(engine.wait_entries)
         multiply = Multiplier(spec, call)
@@ -370,16 +370,11 @@ class CpuBackend:
     # -- other hosts -------------------------------------------------------------------------------
 
     def _begin_network(
-        self,
-        network: Network,
-        schedule: TileSchedule,
-        digest: int,
-        rows: Any = None,
-        **sources: Any,
+        self, network: Network, schedule: TileSchedule, digest: int, **of_call: Any
     ) -> None:
         from flux.backends.cpu.remote_tiles import RemoteTiles
 
-        tiles = RemoteTiles(schedule, self.slots, self.gathered, rows, **sources)
+        tiles = RemoteTiles(schedule, self.slots, self.gathered, **of_call)
         network.begin(self.engine.epoch, digest, tiles.outgoing, tiles.incoming)
 
     def _finish_network(self, network: Network) -> None:
