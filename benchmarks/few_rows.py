@@ -1,11 +1,14 @@
-"""Simulate calls of few rows on GPUs, with the path that an untuned op takes. Needs no GPU.
+"""Simulate calls of few and many rows on GPUs, with the path that an untuned op takes.
 
-python benchmarks/few_rows.py benchmarks/results/simulator/few_rows.json
+python benchmarks/few_rows.py benchmarks/results/simulator/few_rows.json --before EARLIER.json
+
+Needs no GPU. EARLIER.json is of an earlier version, whose times stand beside.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,8 @@ from flux.select.heuristic import kernels_can_push, untuned
 
 RESULT = ROOT / "benchmarks" / "results" / "simulator" / "few_rows.json"
 CLUSTERS = ("dhelix-h100", "flux-a100-pcie")
-SIZES = {"ag_gemm": (49152, 12288), "gemm_ar": (12288, 49152)}
-ROWS = (1, 16, 64, 256, 512, 1024, 2048)
+SIZES = {"ag_gemm": (49152, 12288), "gemm_rs": (12288, 49152), "gemm_ar": (12288, 49152)}
+ROWS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192)
 WORLD = 8
 
 
@@ -49,19 +52,23 @@ def call(cluster: Cluster, op: str, m: int) -> dict[str, Any]:
     }
 
 
-def document() -> dict[str, Any]:
-    """Return everything, as it is written."""
-    return {
+def document(before: dict[str, Any] | None) -> dict[str, Any]:
+    """Return everything, as it is written; ``before``: what an earlier version wrote."""
+    content = {
         "command": "python benchmarks/few_rows.py",
         "clusters": {
             name: [call(load_cluster(name), op, m) for op in SIZES for m in ROWS]
             for name in CLUSTERS
         },
     }
+    for name, calls in (before or {"clusters": {}})["clusters"].items():
+        for one, earlier in zip(content["clusters"][name], calls, strict=True):
+            one["before_ms"] = earlier[f"{earlier['takes']}_ms"]
+    return content
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return the times in us; before, every call was fused."""
+    """Return the times in us; before: of the earlier version."""
     header = ["cluster", "op", "M", "GEMM us", "unfused", "fused", "in_kernel", "an op takes"]
     header += ["its time over unfused", "before"]
     rows = []
@@ -69,7 +76,8 @@ def table(content: dict[str, Any]) -> str:
         for one in calls:
             paths = ("gemm", "unfused", "fused", "in_kernel")
             times = [f"{1e3 * one[f'{p}_ms']:.0f}" if f"{p}_ms" in one else "-" for p in paths]
-            over = [one[f"{path}_ms"] / one["unfused_ms"] for path in (one["takes"], "fused")]
+            taken = one[f"{one['takes']}_ms"]
+            over = [ms / one["unfused_ms"] for ms in (taken, one.get("before_ms", taken))]
             cells = [cluster, Op[one["op"]].label, str(one["m"]), *times, one["takes"]]
             rows.append([*cells, *(f"{share:.2f}" for share in over)])
     return markdown(header, rows)
@@ -78,8 +86,11 @@ def table(content: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", type=Path, nargs="?", default=RESULT)
-    content = document()
-    keep(content, parser.parse_args().target)
+    parser.add_argument("--before", type=Path, help="JSON of an earlier version")
+    options = parser.parse_args()
+    before = json.loads(options.before.read_text()) if options.before else None
+    content = document(before)
+    keep(content, options.target)
     print(table(content))
 
 

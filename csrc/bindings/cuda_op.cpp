@@ -67,7 +67,8 @@ void bind_op(py::module_& m) {
                        int sm_count, int device, bool poison, int nodes,
                        std::shared_ptr<Remote> remote, int beside, int strips, int boxes, int dtype,
                        bool shared, bool graph_overlap, int lane, int margin,
-                       std::int64_t pushed_bytes, int sum_flags, int sum_words) {
+                       std::int64_t pushed_bytes, int sum_flags, int sum_words,
+                       std::int64_t second_offset) {
              const int world = static_cast<int>(pads.size());
              return std::make_unique<CudaOp>(std::move(driver), std::move(kernels),
                                              CudaOpSetup{rank,
@@ -104,7 +105,8 @@ void bind_op(py::module_& m) {
                                                          margin,
                                                          pushed_bytes,
                                                          sum_flags,
-                                                         sum_words});
+                                                         sum_words,
+                                                         second_offset});
            }),
            py::kw_only(), py::arg("driver"), py::arg("kernels"), py::arg("rank"), py::arg("pads"),
            py::arg("data"), py::arg("multicast"), py::arg("sums_by_switch"), py::arg("row_bytes"),
@@ -116,9 +118,9 @@ void bind_op(py::module_& m) {
            py::arg("strips") = 0, py::arg("boxes") = 0, py::arg("dtype") = 0,
            py::arg("shared") = false, py::arg("graph_overlap") = false, py::arg("lane") = 0,
            py::arg("margin") = 0, py::arg("pushed_bytes") = 0, py::arg("sum_flags") = 0,
-           py::arg("sum_words") = 0)
+           py::arg("sum_words") = 0, py::arg("second_offset") = 0)
       .def_static("pad_words", &CudaOp::pad_words, py::arg("world"), py::arg("signals"),
-                  py::arg("offers"), py::arg("sum_words") = 0)
+                  py::arg("offers"), py::arg("sum_words") = 0, py::arg("two_buffers") = false)
       .def("require_room", &CudaOp::require_room, py::arg("schedule"))
       .def("close", &CudaOp::close)
       .def("touch_peers", &CudaOp::touch_peers)
@@ -188,7 +190,7 @@ void bind_cuda_op(py::module_& m) {
          std::uint32_t epoch, const std::vector<Part>& parts, const Addresses& entries,
          const Addresses& signals, const Addresses& offers, StreamTrace* trace) {
         const std::vector<GatherPart> all = gather_parts(parts);
-        const GatherCall call{stream,  stream,  0,      epoch,  all,
+        const GatherCall call{stream,  stream,  0,      epoch,  epoch, all,
                               entries, signals, offers, {0, 0}, trace};
         Gather(driver, schedule, call).act_as_peer(real);
       },

@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 /* Raised whenever a struct here changes; libraries of another version are refused. */
-#define FLUX_ABI_VERSION 8
+#define FLUX_ABI_VERSION 9
 /* Ranks whose memory one kernel can address: tensor maps are kernel parameters. */
 #define FLUX_MAX_WORLD 32
 
@@ -158,6 +158,9 @@ typedef struct FluxGemmArgs {
   FluxSync sync;
   /* AllGather: signals of this rank's pad, flux::signal_count of them. Null: nothing to wait for. */
   const uint32_t* signals;
+  /* AllGather: the own rows of x, without gaps. Tiles of own rows alone read them here, and wait for
+   * nothing. Null: own rows are in `a`, under signals, like others. */
+  const void* own;
   /* With counts: `signals` has a word for each rank, which holds the number of the call, and `a` are
    * the rows of calls with an even one. */
   FluxGather gather;

@@ -38,6 +38,22 @@ inline CommTiling comm_tiling(const FluxGemmArgs& args) {
   return CommTiling{args.m, world, max_of(1, min_of(args.order.comm_tile_rows, chunk))};
 }
 
+// Rows that a tile may read from FluxGemmArgs.own if it reads no others; none: from `a` alone.
+inline Range own_rows(const FluxGemmArgs& args) {
+  if (args.own == nullptr) return {0, 0};
+  const int world = max_of(args.order.world, 1);
+  return {row_begin(args.m, world, args.order.rank), row_end(args.m, world, args.order.rank)};
+}
+
+// Bytes from `a` to where all rows would begin, so that the own ones are in FluxGemmArgs.own: or to the
+// second buffer of rows that kernels push. 0: there is one matrix.
+inline std::int64_t other_rows(const FluxGemmArgs& args, std::int64_t element_bytes) {
+  if (args.gather.counts != nullptr) return args.gather.odd;
+  if (args.own == nullptr) return 0;
+  return static_cast<const char*>(args.own) - static_cast<const char*>(args.a) -
+         own_rows(args).begin * args.lda * element_bytes;
+}
+
 // Where the epilogue of GEMM + ReduceScatter sends tiles: the owners' memory as this rank sees it.
 struct ScatterTargets {
   void* slots[FLUX_MAX_WORLD] = {};

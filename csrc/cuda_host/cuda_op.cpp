@@ -11,8 +11,6 @@ namespace flux::host {
 namespace {
 
 constexpr Address kStatusBytes = FLUX_STATUS_WORDS * sizeof(std::uint64_t);
-// Words are compared by signed difference: a word older than 2^31 calls would look new.
-constexpr std::uint32_t kRenewEvery = 1u << 30;
 constexpr std::int64_t kScaleBytes = sizeof(float);
 constexpr std::int64_t kOutputBytes = 2;  // of an element: all kernels have 16-bit results
 
@@ -38,17 +36,27 @@ CudaOp::CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kerne
                                 std::to_string(setup_.world) + " ranks");
   }
   for (int rank = 0; rank < setup_.world; ++rank) {
-    eager_.entries.push_back(setup_.pads[rank]);
-    eager_.done.push_back(eager_.entries.back() + ranks);
-    eager_.signals.push_back(status_of(rank) + kStatusBytes);
-    eager_.offers.push_back(eager_.signals.back() + signals);
-    const Address count = eager_.offers.back() + setup_.offers * kWord;
+    CallWords& eager = eager_[0];
+    eager.entries.push_back(setup_.pads[rank]);
+    eager.done.push_back(eager.entries.back() + ranks);
+    eager.signals.push_back(status_of(rank) + kStatusBytes);
+    eager.offers.push_back(eager.signals.back() + signals);
+    const Address count = eager.offers.back() + setup_.offers * kWord;
     if (rank == setup_.rank) count_ = count;
     captured_.entries.push_back(count + kWord);
     captured_.done.push_back(captured_.entries.back() + ranks);
     captured_.signals.push_back(captured_.done.back() + ranks);
     captured_.offers.push_back(captured_.signals.back() + signals);
-    scales_.push_back(setup_.data[rank] + setup_.rest_offset);
+    for (const std::int64_t offset : {std::int64_t{0}, setup_.second_offset}) {
+      const int buffer = offset != 0 ? 1 : 0;
+      gathered_[buffer].push_back(setup_.data[rank] + offset);
+      scales_[buffer].push_back(setup_.data[rank] + offset + setup_.rest_offset);
+      if (offset == 0 && setup_.second_offset == 0) break;
+    }
+  }
+  eager_[1] = eager_[0];
+  for (int rank = 0; rank < setup_.world && setup_.second_offset != 0; ++rank) {
+    eager_[1].signals[rank] = sum_flags(rank) + setup_.sum_words * kWord;
   }
   rescue_ = driver_->rescue_stream();
   copy_stream_ = driver_->create_stream();
@@ -59,9 +67,11 @@ CudaOp::CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kerne
   captured_end_ = driver_->create_event();
 }
 
-std::int64_t CudaOp::pad_words(int world, int signals, int offers, int sum_words) {
+std::int64_t CudaOp::pad_words(int world, int signals, int offers, int sum_words,
+                               bool two_buffers) {
   const std::int64_t raised = std::int64_t{2} * world + signals + offers;
-  return raised + kStatusBytes / kWord + 1 + raised + world + FLUX_GATHER_WORDS + sum_words;
+  return raised + kStatusBytes / kWord + 1 + raised + world + FLUX_GATHER_WORDS + sum_words +
+         (two_buffers ? signals : 0);
 }
 
 CudaOp::~CudaOp() { close(); }
@@ -81,10 +91,10 @@ void CudaOp::close() {
 
 // The words are 0 until this rank's first call, and only this rank raises them.
 void CudaOp::touch_peers() {
-  const Address done = eager_.done[setup_.rank] + setup_.rank * kWord;
+  const Address done = eager_[0].done[setup_.rank] + setup_.rank * kWord;
   std::vector<MemOp> ops;
   for (int peer = neighbours().begin; peer < neighbours().end; ++peer) {
-    const Address entry = eager_.entries[peer] + setup_.rank * kWord;
+    const Address entry = eager_[0].entries[peer] + setup_.rank * kWord;
     driver_->copy(copy_stream_, entry, done, kWord);
     driver_->fill(copy_stream_, entry, 0, 1);
     ops.push_back({MemOp::kWrite, entry, 0});
@@ -185,16 +195,20 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
   if (capture_ != 0 && traced()) {
     throw std::invalid_argument("calls that are traced cannot be captured into a CUDA graph");
   }
-  words_ = capture_ != 0 ? &captured_ : &eager_;
+  words_ = &captured_;
+  by_credit_ = false;
   if (capture_ != 0) return begin_captured(schedule, stream);
   const bool behind = read_by_peers(schedule);
   ++epoch_;
+  words_ = &eager_[buffer()];
+  by_credit_ = has_credit();
+  follows_ = true;
   calls_->begin(stream, this, streams_wait(schedule));
   if (traced()) whole_call_ = streams_->begin(stream);
-  if (epoch_ % kRenewEvery == 0) renew_signals(stream);
+  if (renews_words()) renew_signals(stream);
   if (!behind) fill_with_nan(stream);
   zero_sums(stream);
-  put_traced(stream, Work::kEnter, raise_in_node(words_->entries, entries()));
+  if (!by_credit_) enter(stream);
   if (behind && setup_.poison) {
     // Memory that peers read is free only when they have begun this call, too.
     driver_->memory_ops(stream, await_node(words_->entries));
@@ -215,21 +229,6 @@ bool CudaOp::read_by_peers(const Schedule& schedule) const {
 void CudaOp::zero_sums(Stream stream) {
   if (setup_.slots != 1 || setup_.world == 1) return;
   driver_->fill(stream, setup_.data[setup_.rank], 0, setup_.slot_bytes / kWord);
-}
-
-// Every call writes entries and words of GemmAR. Only calls of a certain M write a signal or flag,
-// so signals and flags are renewed.
-void CudaOp::renew_signals(Stream stream) {
-  driver_->fill(stream, eager_.signals[setup_.rank], epoch_ - 1,
-                static_cast<std::size_t>(setup_.signals + setup_.offers));
-  if (setup_.remote) setup_.remote->renew(stream, epoch_);
-}
-
-// Leaves out sums that the device puts: a put of the last call may still read them.
-void CudaOp::fill_with_nan(Stream stream) {
-  if (setup_.poison) {
-    driver_->fill(stream, setup_.data[setup_.rank], 0xFFFFFFFFu, setup_.sums_offset / kWord);
-  }
 }
 
 // A peer that gives up writes this to this rank's status before it releases its streams. So a read
@@ -262,7 +261,11 @@ void CudaOp::let_go() {
   const auto words = static_cast<std::size_t>(setup_.signals + setup_.offers);
   driver_->fill(*rescue_, setup_.pads[setup_.rank], epoch_,
                 2 * static_cast<std::size_t>(setup_.world));
-  driver_->fill(*rescue_, eager_.signals[setup_.rank], epoch_, words);
+  driver_->fill(*rescue_, eager_[0].signals[setup_.rank], epoch_, words);
+  if (setup_.second_offset != 0) {
+    driver_->fill(*rescue_, eager_[1].signals[setup_.rank], epoch_,
+                  static_cast<std::size_t>(setup_.signals));
+  }
   driver_->fill(*rescue_, captured_.signals[setup_.rank], 1, words);
   driver_->synchronize(*rescue_);
 }
@@ -339,14 +342,17 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
     return gather_in_kernel(schedule, stream, x, operands, gathered);
   }
   begin(schedule, stream);
-  std::vector<GatherPart> parts{
-      {x.x, setup_.row_bytes, &setup_.data, sources.empty() ? &setup_.data : &sources}};
-  if (setup_.scales_travel) parts.push_back({x.scale, kScaleBytes, &scales_, &scales_});
+  const auto& rows = gathered_[buffer()];
+  const auto& scales = scales_[buffer()];
+  std::vector<GatherPart> parts{{x.x, setup_.row_bytes, &rows, sources.empty() ? &rows : &sources}};
+  if (setup_.scales_travel) parts.push_back({x.scale, kScaleBytes, &scales, &scales});
   const FluxMeetArgs wait = rows_wait();
+  const bool in_place = own_in_place(schedule, x, operands, gathered != 0);
   GatherCall moved{stream,
                    copy_stream_,
                    forked_,
                    number(),
+                   by_credit_ ? epoch_ - 1 : number(),
                    parts,
                    capture_ != 0 ? kAllMet : words_->entries,
                    words_->signals,
@@ -354,7 +360,8 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
                    setup_.remote ? neighbours() : Range{0, 0},
                    streams_.get(),
                    kernels_.at(0).get(),
-                   setup_.shared ? nullptr : &wait};
+                   setup_.shared ? nullptr : &wait,
+                   in_place};
   Gather gather(*driver_, schedule, moved);
   {
     const Span stage("flux own rows");
@@ -368,7 +375,7 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   // A GEMM of rows of a peer comes behind a kernel that awaits them: two launches, not one.
   const bool ahead =
       beside && (!schedule.spec.split || chunk_at(schedule.spec.tiles, 0) == setup_.rank);
-  if (kernels && ahead) put_kernel(schedule, stream, x, operands, first, 0);
+  if (kernels && ahead) put_kernel(schedule, stream, x, operands, first, 0, in_place);
   {
     const Span stage("flux copies");
     if (setup_.remote) gather_rows(schedule);
@@ -378,18 +385,21 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   for (std::size_t i = first; i < operands.size(); ++i) {
     if (operands[i].n == 0) continue;
     for (int launch = ahead && i == first ? 1 : 0; launch < launches(schedule); ++launch) {
-      put_kernel(schedule, stream, x, operands, i, launch);
+      put_kernel(schedule, stream, x, operands, i, launch, in_place);
     }
   }
   // Later work on the stream may overwrite x and reuse the gathered rows.
   if (beside) join(stream, copy_stream_);
+  if (by_credit_) enter(copy_stream_);
   if (setup_.remote) join(stream, network_stream_);
-  if (!kernels && !pulls(schedule)) await_rows(schedule, stream);  // pulled rows: joined above
+  if (!kernels && !pulls(schedule)) {
+    await_rows(schedule, stream, !in_place);  // pulled rows: joined above
+  }
   if (gathered != 0) {
     const Span stage("flux collect");
     const auto collected = [&] { return record_of(Work::kCollect, epoch_); };
     stamped(streams_.get(), stream, collected, [&] {
-      driver_->copy(stream, gathered, setup_.data[setup_.rank],
+      driver_->copy(stream, gathered, rows[setup_.rank],
                     static_cast<std::size_t>(schedule.spec.problem.m) * setup_.row_bytes);
     });
   }
@@ -399,26 +409,32 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
 // Launches the multiplication of one weight with the gathered rows: with all, or with the chunk that
 // comes as the `launch`-th.
 void CudaOp::put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
-                        const std::vector<Operand>& operands, std::size_t number, int launch) {
+                        const std::vector<Operand>& operands, std::size_t number, int launch,
+                        bool own_in_place) {
   const Span stage("flux kernel");
   const Operand& operand = operands[number];
   const int weights = static_cast<int>(operands.size());
   const int chunk = schedule.spec.split ? chunk_at(schedule.spec.tiles, launch) : 0;
   FluxGemmArgs args =
       gemm_args(schedule, stream, operand, x.k, static_cast<int>(number) + weights * chunk);
-  args.a = pointer<const void>(setup_.data[setup_.rank]);
+  const Address rows = gathered_[buffer()][setup_.rank];
+  args.a = pointer<const void>(rows);
   args.lda = x.k;
-  args.scale_a = pointer<const float>(setup_.scales_travel ? scales_[setup_.rank] : x.scale);
+  args.scale_a =
+      pointer<const float>(setup_.scales_travel ? scales_[buffer()][setup_.rank] : x.scale);
   args.d = pointer<void>(operand.out);
   args.ldd = operand.out_ld;
   args.bias = pointer<const void>(operand.bias);
   args.signals = pointer<const std::uint32_t>(words_->signals[setup_.rank]);
+  const int own_count = row_count(schedule.spec.problem.m, setup_.world, setup_.rank);
+  if (own_in_place && own_count > 0) args.own = pointer<const void>(x.x);
   if (schedule.spec.split) {
     only_chunk(schedule, chunk, &args);
     if (args.m == 0) return;
     if (chunk != setup_.rank) await_chunk(schedule, stream, chunk);
     const int first = row_begin(schedule.spec.problem.m, setup_.world, chunk);
-    args.a = pointer<const void>(setup_.data[setup_.rank] + first * setup_.row_bytes);
+    const bool own = own_in_place && chunk == setup_.rank;
+    args.a = pointer<const void>(own ? x.x : rows + first * setup_.row_bytes);
     args.d = pointer<void>(operand.out + first * operand.out_ld * kOutputBytes);
     if (setup_.scales_travel) args.scale_a += first;
   }
@@ -433,6 +449,7 @@ void CudaOp::only_chunk(const Schedule& schedule, int chunk, FluxGemmArgs* args)
   args->order.rank = args->order.order = args->order.swizzle = 0;
   args->order.sequence = nullptr;
   args->signals = nullptr;
+  args->own = nullptr;
 }
 
 // Lets a kernel wait for signals of rows that a stream copies next (docs/kernels/protocol.md).
@@ -445,8 +462,10 @@ FluxMeetArgs CudaOp::rows_wait() const {
 }
 
 // Makes a stream wait for all gathered rows, in calls in which no GEMM does so.
-void CudaOp::await_rows(const Schedule& schedule, Stream stream) const {
-  for (int owner = 0; owner < setup_.world; ++owner) await_chunk(schedule, stream, owner);
+void CudaOp::await_rows(const Schedule& schedule, Stream stream, bool own) const {
+  for (int owner = 0; owner < setup_.world; ++owner) {
+    if (own || owner != setup_.rank) await_chunk(schedule, stream, owner);
+  }
 }
 
 // Makes a stream wait for the gathered rows of a rank.

@@ -3,6 +3,9 @@
 //   AGGemm   stream       zeros, NaN | entry -> all peers | own rows | kernel: wait, multiply | ... | join
 //            copy stream  rows to or from peers, their signals ...
 //
+//   two buffers           kernel: own rows of x, wait, multiply | ... | join     (cuda_op_buffers.cpp)
+//            copy stream  rows to peers, their signals ... | entry -> all peers
+//
 //   path medium           ... own rows | kernel: own rows | await rows | kernel: a peer's rows | ... | join
 //
 //   GemmRS   stream       zeros, NaN | entry -> all peers | kernel: tile -> its owner, flag | reduction
@@ -50,13 +53,15 @@ namespace flux::host {
 //   signals or flags, then offers (pulls);
 //   the words of captured calls: their count, W entries, W of the result, signals or flags, offers;
 //   those of path in_kernel: W words "my rows are here", then FLUX_GATHER_WORDS counts, then (GemmAR) flags
-//   and a word for each sum (core/all_reduce.h).
+//   and a word for each sum (core/all_reduce.h);
+//   where gathered rows have two buffers, signals of the second one.
 // The data has, in this order:
 //   AllGather: gathered rows, then their scales if they have some;
 //   ReduceScatter: slots of partials, one per source, or (reduced in flight) one that all add to,
 //   each behind its guard (core/scatter.h); then (GemmAR) the result;
 //   where the device itself puts sums (Relay): the sum for a rank of each other node;
-//   two buffers of rows that kernels push (path in_kernel, cuda_op_in_kernel.cpp).
+//   two buffers of rows that kernels push (path in_kernel, cuda_op_in_kernel.cpp);
+//   the second buffer of gathered rows and their scales, if there are two.
 // If the NVLink switch adds up, there is a slot per owner. It holds this rank's partials of the
 // owner's rows, and the owner reads it. (The owner of a slot is the same at any M, so that only the
 // owner of a tile has to be awaited before the tile is written.) Between nodes there are W slots:
@@ -99,9 +104,10 @@ struct CudaOpSetup {
   bool graph_overlap = false;
   int lane = 0;    // this rank's number among the ranks of its process on this device
   int margin = 0;  // multiprocessors that are left to kernels of other streams
-  std::int64_t pushed_bytes = 0;  // of one of the two buffers of rows that kernels push
-  int sum_flags = 0;              // of GemmAR on path in_kernel
-  int sum_words = 0;              // these, and the words of sums
+  std::int64_t pushed_bytes = 0;   // of one of the two buffers of rows that kernels push
+  int sum_flags = 0;               // of GemmAR on path in_kernel
+  int sum_words = 0;               // these, and the words of sums
+  std::int64_t second_offset = 0;  // of the second buffer of gathered rows; 0: there is one
 };
 
 template <class T>
@@ -139,7 +145,8 @@ struct CallWords {
 class CudaOp {
  public:
   // Words of a pad: see CudaOpSetup.
-  static std::int64_t pad_words(int world, int signals, int offers, int sum_words);
+  static std::int64_t pad_words(int world, int signals, int offers, int sum_words,
+                                bool two_buffers);
 
   // One kernel per operand.
   CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kernel>> kernels,
@@ -157,7 +164,7 @@ class CudaOp {
 
   // Number of the last call. It may be set between calls, to the same value on all ranks.
   std::uint32_t epoch() const { return epoch_; }
-  void set_epoch(std::uint32_t epoch) { epoch_ = epoch; }
+  void set_epoch(std::uint32_t epoch);
   // Whether a wait of a finished call has failed, or a peer has given up. This is FLUX_STATUS_CODE
   // as the last finished call or look() has read it.
   bool failed() const;
@@ -226,9 +233,7 @@ class CudaOp {
   int region_of(int owner) const { return owner / lanes() * (setup_.signals / setup_.nodes); }
   // `kernel_reports`: the kernel that ends the call reports failures itself.
   void end(Stream stream, bool kernel_reports);
-  void fill_with_nan(Stream stream);
-  void renew_signals(Stream stream);
-  void await_rows(const Schedule& schedule, Stream stream) const;
+  void await_rows(const Schedule& schedule, Stream stream, bool own) const;
   void await_chunk(const Schedule& schedule, Stream stream, int owner) const;
   void collect(int m, Stream stream, Address out);
   int words_in_use(const Schedule& schedule) const;
@@ -240,7 +245,8 @@ class CudaOp {
   // Launches of a weight: one, or one per chunk where the GEMM is split.
   int launches(const Schedule& schedule) const { return schedule.spec.split ? setup_.world : 1; }
   void put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
-                  const std::vector<Operand>& operands, std::size_t number, int launch);
+                  const std::vector<Operand>& operands, std::size_t number, int launch,
+                  bool own_in_place);
   static void only_chunk(const Schedule& schedule, int chunk, FluxGemmArgs* args);
   // `launch`: number of a weight, or the owner of the summed rows; for traces.
   FluxSync sync(int launch) const;
@@ -254,6 +260,17 @@ class CudaOp {
   void join(Stream later, Stream earlier);
   void exchange(const std::vector<Move>& moves);
   void put_traced(Stream stream, Work work, const std::vector<MemOp>& ops);
+
+  // cuda_op_buffers.cpp
+  int buffer_of(std::uint32_t epoch) const { return setup_.second_offset != 0 ? epoch % 2 : 0; }
+  int buffer() const { return capture_ != 0 ? 0 : buffer_of(epoch_); }
+  bool renews_words() const;
+  bool has_credit() const;
+  void renew_signals(Stream stream);
+  void fill_with_nan(Stream stream);
+  void enter(Stream stream);
+  bool own_in_place(const Schedule& schedule, const Rows& x, const std::vector<Operand>& operands,
+                    bool collects) const;
 
   // cuda_op_in_kernel.cpp
   void gather_in_kernel(const Schedule& schedule, Stream stream, const Rows& x,
@@ -288,11 +305,12 @@ class CudaOp {
   std::shared_ptr<Driver> driver_;
   std::vector<std::shared_ptr<Kernel>> kernels_;
   CudaOpSetup setup_;
-  CallWords eager_;
+  CallWords eager_[2];  // by buffer of gathered rows: signals differ
   CallWords captured_;
-  const CallWords* words_ = &eager_;  // of the current call
-  Address count_ = 0;                 // of this rank's captured calls
-  std::vector<Address> scales_;       // by rank, gathered
+  const CallWords* words_ = &eager_[0];  // of the current call
+  Address count_ = 0;                    // of this rank's captured calls
+  std::vector<Address> gathered_[2];     // by buffer, then by rank
+  std::vector<Address> scales_[2];
   std::map<Stream, std::pair<Address, std::uint64_t>> workspaces_;
   Stream copy_stream_ = 0;
   Stream network_stream_ = 0;
@@ -308,6 +326,8 @@ class CudaOp {
   int whole_call_ = StreamTrace::kNone;
   std::uint64_t capture_ = 0;  // the capture of the current call; 0: none
   std::uint32_t epoch_ = 0;
+  bool follows_ = false;    // the last eager call had the number epoch_
+  bool by_credit_ = false;  // the current call: rows go to peers that have entered the call before
 };
 
 }  // namespace flux::host

@@ -48,7 +48,7 @@ void Gather::publish() {
   }
   const CommTiling& c = schedule_.spec.comm;
   const Range rows{row_begin(c.m, c.world, rank_), row_end(c.m, c.world, rank_)};
-  if (rows.begin < rows.end) {
+  if (rows.begin < rows.end && !call_.own_in_place) {
     copy(call_.home, rank_, rows, kGiven,
          [&] { return copied(rank_, 0, rows, rank_, rank_, signal_index(c, rank_, 0)); });
     const Range signals = signals_of_rows(c, rows.begin, rows.end);
@@ -130,7 +130,9 @@ void Gather::copy(Stream stream, int to, Range rows, int from, What&& what) {
       const Address given =
           part.own + static_cast<Address>(rows.begin - own_begin) * part.row_bytes;
       const Address source = from == kGiven ? given : row_in(part, *part.sources, from, rows.begin);
-      driver_.copy(stream, row_in(part, *part.gathered, to, rows.begin), source,
+      const Address target = row_in(part, *part.gathered, to, rows.begin);
+      if (target == source) continue;  // the user has filled the input slot
+      driver_.copy(stream, target, source,
                    static_cast<std::size_t>(rows.end - rows.begin) * part.row_bytes);
     }
   });
@@ -164,7 +166,7 @@ void Gather::flush() {
 
 void Gather::await_entry(Stream stream, int peer) {
   if (peer == rank_ || ((entered_ >> peer) & 1u) != 0) return;
-  await(stream, {MemOp::kWait, word(call_.entries, rank_, peer), call_.epoch},
+  await(stream, {MemOp::kWait, word(call_.entries, rank_, peer), call_.entered},
         record_of(Work::kEntry, call_.epoch, peer));
   entered_ |= 1u << peer;
 }

@@ -22,7 +22,8 @@
 //
 // Buffer reuse. A rank's gathered rows are last read by its kernel of call e - 1. The rank raises
 // its entry of call e, at every peer, in the order of its own stream, so after that kernel.
-//   Push: a peer writes to the rank only after that entry.
+//   Push: a peer writes to the rank only after that entry, or (two buffers, cuda_op_buffers.cpp) after
+//   the one before.
 //   Pull: peers read the rank's own rows. They have finished this when they enter call e + 1. The rank
 //   awaits these entries before it writes its own rows of call e + 1.
 // The rank itself writes its own rows and pulled rows, after its own kernel. The caller's stream
@@ -58,6 +59,7 @@ struct GatherCall {
   Stream stream;  // the copy stream
   Event forked;   // orders the copy stream after `home`
   std::uint32_t epoch;
+  std::uint32_t entered;  // number of the entry that lets rows be written at a peer
   const std::vector<GatherPart>& parts;
   const std::vector<Address>& entries;  // by rank: W words of its pad; empty: all have entered
   const std::vector<Address>& signals;  // by rank: the signals of its pad
@@ -68,6 +70,7 @@ struct GatherCall {
   // are on this device, so no write is remote, and the stream waits; no multiprocessor may be free.
   const Kernel* kernel = nullptr;
   const FluxMeetArgs* wait = nullptr;
+  bool own_in_place = false;  // kernels read the own rows of x: they are not copied, nor announced
 };
 
 // Whether rows are fetched by their destination.

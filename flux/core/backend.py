@@ -67,6 +67,12 @@ class Backend(Protocol):
     def require_room(self, schedule: TileSchedule) -> None:
         """Raise ValueError, on every rank alike, if the op's memory is too small for a schedule."""
 
+    def input_slot(self, m: int) -> torch.Tensor | None:
+        """Return this rank's rows among the gathered ones of the next call, or None.
+
+        None: a call copies its rows from anywhere, or what it fills memory with would spoil them.
+        """
+
     def meet(self, schedule: TileSchedule | None, digest: int) -> Callable[[], None]:
         """Begin to meet the peers without moving rows, for a call of the unfused path.
 

@@ -162,6 +162,8 @@ class Knobs:
         sm_margin: CUDA: multiprocessors that kernels that wait for peers leave to other streams'
             kernels; None: 8, or a 16th of fewer than 128. With 0 two streams can wait for each
             other through a peer, and the reduction of GemmRS begins while the GEMM ends.
+        buffers: AGGemm on GPUs of one node, direction push: of gathered rows, 1 or 2. With 2 a call
+            waits for no peer's entry, and takes twice the memory; None: 2 up to 64 MiB of rows.
         tile_scheduler: CUDA: ``static`` (each block of a GEMM has tiles of its own) | ``dynamic``
             (blocks that run claim them one by one, so other kernels that hold multiprocessors cost
             no whole wave; kernels of stream-K have no such variant).
@@ -179,6 +181,7 @@ class Knobs:
     copy_streams: int | None = None
     sm_margin: int | None = None
     tile_scheduler: str | None = None
+    buffers: int | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -198,10 +201,10 @@ class Knobs:
             if value is not None and not (type(value) is int and least <= value < 2**31):
                 wanted = "a positive integer" if least else "an integer >= 0"
                 raise ValueError(f"Knobs.{name} must be {wanted}, got {value!r}")
-        if self.copy_streams is not None and not (
-            type(self.copy_streams) is int and self.copy_streams in (0, 1)
-        ):
-            raise ValueError(f"Knobs.copy_streams must be 0 or 1, got {self.copy_streams!r}")
+        for name, few in (("copy_streams", (0, 1)), ("buffers", (1, 2))):
+            value = getattr(self, name)
+            if value is not None and not (type(value) is int and value in few):
+                raise ValueError(f"Knobs.{name} must be {few[0]} or {few[1]}, got {value!r}")
 
     @property
     def is_tiled(self) -> bool:

@@ -38,6 +38,7 @@ class Layout:
     pushed_bytes: int = 0  # of one of the two buffers of rows that kernels push; they are the last
     sum_flags: int = 0  # where kernels end an AllReduce
     sum_words: int = 0  # these, and a word for each sum
+    second_offset: int = 0  # of the second buffer of gathered rows, with signals of its own
 
     @staticmethod
     def of(
@@ -50,6 +51,7 @@ class Layout:
         relays: bool = False,
         guard_rows: int = 0,
         pushed_rows: int = 0,
+        buffers: int = 1,
     ) -> Layout:
         """Return the smallest layout that serves every M up to ``spec.max_m``.
 
@@ -63,6 +65,7 @@ class Layout:
             relays: whether the device puts sums to other nodes.
             guard_rows: rows that the kernel needs in front of each slot.
             pushed_rows: rows of calls in which kernels push or sum them, at most.
+            buffers: of gathered rows.
         """
         chunk = ceil_div(spec.max_m, world)
         row = spec.row_elements * spec.itemsize
@@ -76,9 +79,20 @@ class Layout:
             signals = world * tiles
             offers = signals if knobs.direction == "pull" else 0
             pushed = _up(min(pushed_rows, spec.max_m) * row)
-            end = size + 2 * pushed
+            second = size + 2 * pushed if buffers == 2 else 0
+            end = size + 2 * pushed + (size if second else 0)
             return Layout(
-                signals, 0, 0, rows, size, end, row, offers, boxes=boxes, pushed_bytes=pushed
+                signals,
+                0,
+                0,
+                rows,
+                size,
+                end,
+                row,
+                offers,
+                boxes=boxes,
+                pushed_bytes=pushed,
+                second_offset=second,
             )
         tiling = _C.core.ScatterTiling(spec.max_m, spec.n[0], world, *tile)
         count = 1 if knobs.reduce == "in_flight" else world + nodes - 1
@@ -115,6 +129,20 @@ class Layout:
             sum_flags=flags,
             sum_words=words,
         )
+
+    @property
+    def native(self) -> dict[str, int]:
+        """The fields that the native op takes."""
+        return {name: value for name, value in vars(self).items() if name != "data_bytes"}
+
+    def pad_words(self, world: int) -> int:
+        """Return the words of a rank's pad."""
+        words = (self.signals, self.offers, self.sum_words)
+        return _C.CudaOp.pad_words(world, *words, two_buffers=self.second_offset > 0)
+
+    def own_row(self, row: int, epoch: int) -> int:
+        """Return the offset of a gathered row of a call, in bytes."""
+        return self.second_offset * (epoch % 2) + row * self.row_bytes
 
     def slot_offset(self, slot: int) -> int:
         """Return the offset of row 0 of a slot from the start of the data, in bytes."""

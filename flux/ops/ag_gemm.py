@@ -196,6 +196,29 @@ class AGGemm(TensorParallelOp):
             self._guarded(hooks.both, begun=True)
         return y, x_full
 
+    def input_slot(self, m: int) -> torch.Tensor:
+        """Return memory to write the next call's x_shard to, which kernels then read in place.
+
+        On GPUs it is symmetric memory, where peers and kernels find own rows, so that the call does
+        not copy them. What does not fit there, as in pull mode, is memory like any other. Local.
+
+        Args:
+            m: global rows of the next call, to which the memory belongs.
+
+        Returns:
+            [own rows, K], in the op's dtype; its contents are undefined.
+
+        Raises:
+            ValueError: m is not in [1, max_m].
+        """
+        if not 1 <= m <= self.spec.max_m:
+            raise ValueError(f"{self.spec.label}: M must be in [1, {self.spec.max_m}], got {m}")
+        slot = self._backend.input_slot(m) if self._backend else None
+        if slot is not None:
+            return slot
+        shape = (self.own_rows(m), self.spec.local_k(self.world, self.rank))
+        return torch.empty(shape, dtype=self.spec.dtype, device=self._checker.device)
+
     def start_gather(self, x_shard: torch.Tensor, m: int) -> Callable[[], torch.Tensor]:
         """Begin to gather rows without a product: [own rows, K], of ``m`` in all. Collective.
 

@@ -1,7 +1,9 @@
 """AllGather + GEMM in virtual time, with the streams of csrc/cuda_host/gather_tiles.h.
 
+    stream   kernel ............... | join
+    copies   await entry of d, rows -> d, signal d | ... | entry -> all peers        (push)
+
     stream   entry -> all peers | own rows, their signals | kernel ............... | join
-    copies   await entry of d, rows -> d, signal d | ...                             (push)
              offer own rows | await the offer of s, rows of s, signal, offer | ...   (pull)
     network  rows -> d on another host, signal d | ...
 
@@ -18,6 +20,7 @@ from flux.core.events import Kind
 from flux.core.schedule import Transfer, Visit
 from flux.opsim.machine import Counter, Flag, Process
 from flux.opsim.parts import LAUNCH_US, RAISE_US, Move, SimulatedCall, TileQueue, count_ends
+from flux.select.heuristic import awaits_entries, copies_own_rows
 
 
 def gather_processes(call: SimulatedCall) -> list[Counter]:
@@ -28,7 +31,10 @@ def gather_processes(call: SimulatedCall) -> list[Counter]:
 class _Gather:
     def __init__(self, call: SimulatedCall) -> None:
         self._call = call
-        self._pulls = call.schedules[0].knobs.direction == "pull"
+        knobs = call.schedules[0].knobs
+        self._pulls = knobs.direction == "pull"
+        self._enters = awaits_entries(call.problem, knobs)
+        self._copies_own = copies_own_rows(call.problem, knobs, call.kernel.tile[0])
         self._signals: list[dict[int, Flag]] = [{} for _ in range(call.world)]
         self._own = [Flag() for _ in range(call.world)]
         # The GEMM's blocks, the copy stream and the network's stream.
@@ -55,12 +61,13 @@ class _Gather:
         return self._ends
 
     def _stream(self, rank: int, tiles: TileQueue) -> Process:
-        """Enter, copy the own rows, and launch the kernel."""
+        """Enter and copy the own rows, where a call does, and launch the kernel."""
         call, machine = self._call, self._call.machine
-        if call.world > 1:
-            begin, end = call.problem.rows(rank)
+        if call.world > 1 and self._enters:
             yield RAISE_US
             call.log.add(rank, "stream", Kind.barrier, "enters the call", 0.0, machine.now_us)
+        if call.world > 1 and self._copies_own:
+            begin, end = call.problem.rows(rank)
             start = machine.now_us
             yield LAUNCH_US + call.memory_us(2.0 * (end - begin) * call.problem.row_bytes)
             call.log.add(rank, "stream", Kind.copy, "own rows", start, machine.now_us)
@@ -104,7 +111,8 @@ class _Gather:
         """Make the copies of one stream, in order."""
         call, machine = self._call, self._call.machine
         if transfers:
-            yield RAISE_US
+            if self._enters:
+                yield RAISE_US
             if self._pulls or lane == "network":
                 yield self._own[rank]
             yield LAUNCH_US

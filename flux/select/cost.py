@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem, ceil_div
 from flux.machine.cluster import Cluster, DeviceSpec, bytes_per_ms
-from flux.select.gathers import copied_ms, pushed_ms, summed_ms, waves
+from flux.select.gathers import copied_ms, entered_ms, pushed_ms, summed_ms, waves
 from flux.select.hardware import (
     ATTENTION_SHARE,
     BACKWARD_ATTENTION,
@@ -410,6 +410,7 @@ def predict(
             wave = whole / waves(problem, cluster, kernel)
             if problem.op.gathers:
                 exposed = max(exposed, comm + wave - whole)
+                overhead += entered_ms(problem, cluster, knobs, kernel)
             elif problem.op.all_reduces and problem.nodes == 1:
                 behind = summed_ms(problem, cluster, kernel, whole, in_kernel=False)
                 exposed = max(exposed, behind - latency * 1e-3)

@@ -10,15 +10,18 @@ from flux.select.hardware import (
     COPY_SHARE,
     DUPLEX_SHARE,
     LAUNCH_US,
+    MEMORY_COPY_SHARE,
     PUSH_US,
     SIGNAL_US,
     STORE_SHARE,
     SUM_US,
     blocks_per_wave,
 )
+from flux.select.heuristic import awaits_entries, copies_own_rows
 from flux.select.share import gemm_units
 
 if TYPE_CHECKING:
+    from flux.core.knobs import Knobs
     from flux.kernels.config import GemmConfig
 
 
@@ -36,6 +39,16 @@ def copied_ms(bytes_ms: float, copies: int, link: Link) -> float:
         link: that they take.
     """
     return bytes_ms / (COPY_SHARE * _both_ways(link)) + 1e-3 * (copies - 1) * link.latency_us
+
+
+def entered_ms(problem: Problem, cluster: Cluster, knobs: Knobs, kernel: GemmConfig) -> float:
+    """Return the time ahead of an AllGather's kernel: of entries, and a copy of own rows."""
+    ahead = 1e-3 * SIGNAL_US["cuda"] if awaits_entries(problem, knobs) else 0.0
+    if copies_own_rows(problem, knobs, kernel.tile[0]):
+        moved = 2.0 * problem.chunk * problem.row_bytes
+        speed = cluster.device.memory_gbs * 1e6 * MEMORY_COPY_SHARE
+        ahead += 1e-3 * LAUNCH_US["cuda"] + moved / speed
+    return ahead
 
 
 def _sent_ms(problem: Problem, cluster: Cluster) -> float:

@@ -101,6 +101,9 @@ half of them."""
 IN_KERNEL_ROWS = 512
 """Rows up to which kernels can push them: symmetric memory has two buffers of so many. With more, a
 GEMM has several waves of tiles, behind which copies hide."""
+TWO_BUFFERS_BYTES = 64 << 20
+"""Bytes of gathered rows up to which they have two buffers. In longer calls entries take less than
+1% of the time."""
 FEW_GATHERED_ROWS = 256
 """Rows up to which an AllGather's GEMM is one band."""
 
@@ -110,6 +113,40 @@ def untuned(problem: Problem, cluster: Cluster) -> Knobs:
     if cluster.link.kind == "pcie" and problem.nodes == 1 and problem.op.gathers:
         return Knobs(order="ring1d")
     return Knobs()
+
+
+def reason_one_buffer(op: OpRow, nodes: int, knobs: Knobs) -> str | None:
+    """Return why gathered rows of an op on GPUs cannot have two buffers, or None."""
+    if not op.gathers:
+        return f"{op.label} gathers no rows"
+    if knobs.direction == "pull":
+        return "peers pull rows from the buffer that the call before has used"
+    return f"the ranks are on {nodes} nodes" if nodes > 1 else None
+
+
+def gathered_buffers(nbytes: float) -> int:
+    """Return the default number of buffers of so many bytes of gathered rows."""
+    return 2 if nbytes <= TWO_BUFFERS_BYTES else 1
+
+
+def awaits_entries(problem: Problem, knobs: Knobs) -> bool:
+    """Return whether rows of a gathering call on GPUs wait for entries of the same call."""
+    if reason_one_buffer(problem.op, problem.nodes, knobs) is not None:
+        return True
+    return (knobs.buffers or gathered_buffers(problem.m * problem.row_bytes)) == 1
+
+
+def copies_own_rows(problem: Problem, knobs: Knobs, tile_rows: int) -> bool:
+    """Return whether a gathering call on GPUs copies own rows, which no tile reads in place.
+
+    Args:
+        problem: the op and its sizes.
+        knobs: of the call.
+        tile_rows: of a block of the GEMM.
+    """
+    if knobs.direction == "pull" or problem.nodes > 1:
+        return True
+    return knobs.path != "medium" and problem.world > 1 and problem.chunk % tile_rows != 0
 
 
 def reason_not_pushed(op: OpRow, world: int, nodes: int, n: object, columns: int) -> str | None:

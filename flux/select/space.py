@@ -26,7 +26,14 @@ from flux.kernels.legality import GemmProblem, reason_unsupported
 from flux.machine.cluster import Cluster
 from flux.select.cost import predict
 from flux.select.cycles import cost
-from flux.select.heuristic import ONE_SHOTS, kernels_can_push, make_schedule, resolve, untuned
+from flux.select.heuristic import (
+    ONE_SHOTS,
+    kernels_can_push,
+    make_schedule,
+    reason_one_buffer,
+    resolve,
+    untuned,
+)
 from flux.select.kernel import best_of
 from flux.select.share import gemm_units
 
@@ -34,7 +41,7 @@ ALWAYS = ("unfused", "medium", "default")
 """Candidates that are always measured, so that the winner is never slower than not fusing."""
 
 _SIZES = ("tile_rows", "tile_columns", "comm_tile_rows")
-_CHOICES = ("direction", "order", "swizzle", "store", "reduce", "copy_streams", "raster")
+_CHOICES = ("direction", "order", "swizzle", "store", "reduce", "copy_streams", "raster", "buffers")
 _SIZE = re.compile(r"(m|chunk|n)(?:([*/])([1-9]\d{0,5}))?", re.ASCII)
 
 
@@ -263,7 +270,7 @@ def _schedule_identity(
     if kernel is not None:
         rows = ceil_div(problem.m, kernel.cluster_tile[0])
         order = (min(raster or 1, rows), final.swizzle, final.reduce)
-        return (tuple(of_ranks), final.direction, order, kernel)
+        return (tuple(of_ranks), final.direction, final.buffers, order, kernel)
     how = (final.direction, final.store, final.copy_streams, final.reduce)
     return (tuple(of_ranks), how if problem.op.reduces else (how[0], how[2]))
 
@@ -345,6 +352,9 @@ def _examine(
         return candidate, f"illegal: {error}"
     if full.reduce == "in_flight" and cluster.link.kind == "pcie":
         return candidate, "illegal: reduce = in_flight needs atomics between GPUs, PCIe has none"
+    one_buffer = reason_one_buffer(problem.op, problem.nodes, full)
+    if full.buffers == 2 and one_buffer is not None:
+        return candidate, f"illegal: buffers = 2: {one_buffer}"
     if problem.nodes > 1 and full.direction == "pull":
         return candidate, "illegal: direction = pull needs memory that peers can read"
     if identity in seen:

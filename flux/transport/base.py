@@ -69,8 +69,12 @@ class Peers:
         """
 
     def gather(self, schedule: TileSchedule, epoch: int, data: list[int]) -> list[int]:
-        """AllGather: move the peers' tiles; return where this rank reads gathered rows, by rank."""
-        return data
+        """AllGather: move the peers' tiles.
+
+        Returns:
+            Where this rank reads gathered rows, by rank; empty: in ``data``, or a second buffer.
+        """
+        return []
 
     def scatter(self, schedule: TileSchedule, epoch: int) -> None:
         """ReduceScatter: move the peers' partials of this rank's rows.
@@ -110,6 +114,7 @@ class DeviceTransport(Protocol):
         sm_share: multiprocessors that this rank's kernels may occupy.
         multicast: whether the memory will have a multicast address; the same on all ranks.
         lane: number of this rank among those of its process, whose calls are ordered apart.
+        acts_for_peers: whether the host makes the peers' part of each call.
         relays: whether the device itself puts sums to other nodes (Relay, csrc/cuda_host/remote.h).
     """
 
@@ -117,6 +122,7 @@ class DeviceTransport(Protocol):
     world: int
     multicast: bool
     lane: int
+    acts_for_peers: bool
 
     @property
     def relays(self) -> bool:

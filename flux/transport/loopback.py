@@ -96,6 +96,7 @@ class LoopbackWorld(OneGpuWorld):
     """
 
     transport = "loopback"
+    acts_for_peers = True
 
     def __init__(self, world: int, device: Device | None = None) -> None:
         super().__init__(world, 2, device)

@@ -62,6 +62,7 @@ class Nodes:
     """
 
     lane = 0
+    acts_for_peers = False
     multicast = False  # not available between nodes
     relays = False  # NCCL is launched from the host, on streams
 

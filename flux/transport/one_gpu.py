@@ -62,6 +62,7 @@ class OneGpuWorld:
     transport: ClassVar[str]
     multicast: ClassVar[bool] = False  # there is no switch between ranks of one GPU
     relays: ClassVar[bool] = False
+    acts_for_peers: ClassVar[bool] = False
 
     nodes = 1
 
@@ -219,6 +220,7 @@ class OneGpuExchange:
         self.label = label
         self.multicast = rank.of.multicast
         self.relays = rank.of.relays
+        self.acts_for_peers = rank.of.acts_for_peers
         self.op = -1
 
     @property

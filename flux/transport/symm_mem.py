@@ -42,6 +42,7 @@ class SymmMem:
 
     nodes = 1
     lane = 0
+    acts_for_peers = False
     relays = False
 
     def __init__(self, exchange: Exchange, device: Device) -> None:

@@ -329,6 +329,35 @@ def test_reductions_begin_early_where_a_rank_has_the_device(
 
 
 @pytest.mark.parametrize(
+    ("m", "in_slot", "copied"),
+    [(32, False, 0), (32, True, 0), (20, False, 2), (20, True, 0)],
+    ids=["in place", "slot", "straddling tiles", "slot, straddling tiles"],
+)
+def test_own_rows_are_copied_only_where_a_tile_reads_rows_of_a_peer_too(
+    device: EmulatedDevice, m: int, in_slot: bool, copied: int
+) -> None:
+    p = Problem("ag_gemm", 32, (16,), 8, BF16)
+    everything = [Inputs(p, m, 2, seed=seed) for seed in range(3)]
+    outs: list[list[Any]] = [[None, None] for _ in everything]
+    with VirtualWorld(2, device) as ranks, built(ranks, p, timeout_s=1.0) as ops:
+        for inputs, results in zip(everything, outs, strict=True):
+            local = [inputs.local(rank) for rank in range(2)]
+
+            def call(r: int, local: Any = local, results: Any = results) -> None:
+                x, *others = local[r]
+                rows = ops[r].input_slot(m).copy_(x) if in_slot else x
+                results[r] = [ops[r](rows, *others, m=m)]
+
+            if in_slot:
+                device.finish()
+            with device.record_calls():
+                ranks.run(call)
+            copies = [c for c in device.calls() if c.name == "copy"]
+            assert len(copies) == 2 + copied, "2 ranks send their rows"
+        check(ops, everything, outs)
+
+
+@pytest.mark.parametrize(
     ("op", "gather"),
     [("ag_gemm", False), ("ag_gemm", True), ("gemm_rs", False), ("gemm_ar", False)],
 )

@@ -58,9 +58,11 @@ def knobs_of(rng: random.Random, world: int) -> Knobs:
     """Any knobs that the CUDA backend looks at."""
     swizzles = ["none", "rank_shift"] + (["xor"] if world & (world - 1) == 0 else [])
     orders = ["direct", "ring1d", "ring2d", "hierarchical", "numa"]
+    direction = rng.choice(["push", "pull"])
     return Knobs(
         comm_tile_rows=rng.choice([None, 1, 2, 5]),
-        direction=rng.choice(["push", "pull"]),
+        direction=direction,
+        buffers=rng.choice([None, 1]),
         order=rng.choice(orders),
         swizzle=rng.choice(swizzles),
         raster=rng.choice([None, 1, 2, 3]),

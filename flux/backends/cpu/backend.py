@@ -171,6 +171,9 @@ class CpuBackend:
         if schedule.knobs.is_tiled:
             self.engine.require_room(schedule.native)
 
+    def input_slot(self, m: int) -> None:
+        """Return None."""
+
     # -- ops ---------------------------------------------------------------------------------------
 
     def run(

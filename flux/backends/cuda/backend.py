@@ -4,8 +4,7 @@ A call checks, allocates its results, and leaves the rest to one native call
 (csrc/cuda_host/cuda_op.h, which has the pictures): entries, copies, signals, kernels and the
 reduction go onto streams, and the host waits for nothing.
 
-Calls on a stream that is being captured become part of the CUDA graph
-(csrc/cuda_host/cuda_op_captured.cpp).
+Captured calls become part of the CUDA graph (csrc/cuda_host/cuda_op_captured.cpp).
 
 Waits inside kernels give up after the timeout and leave a record, which the next call, or
 ``check``, finds and raises. Streams that wait for memory cannot give up: ``close`` after a failure
@@ -26,7 +25,13 @@ from flux import _C
 from flux.backends.cuda import nvtx
 from flux.backends.cuda.operands import Fit, of_zeros, row_step
 from flux.backends.cuda.refusals import check_possible, reason_untraceable
-from flux.backends.cuda.setup import choose_kernels, cluster_tile, margin_of, sums_by_switch
+from flux.backends.cuda.setup import (
+    buffers_of,
+    choose_kernels,
+    cluster_tile,
+    margin_of,
+    sums_by_switch,
+)
 from flux.backends.cuda.waits import StreamWaits
 from flux.backends.cuda.workspaces import Workspaces
 from flux.backends.epilogue import ACTIVATE, spoil
@@ -117,6 +122,7 @@ class CudaBackend:
         if self.sums_by_switch:
             knobs = replace(knobs, reduce="local")  # as far as kernels and memory are concerned
         self.margin = margin_of(spec, transport, knobs)
+        self.pulls = knobs.direction == "pull"
         self.sm_count = max(1, self.sm_count - self.margin)
         sizes = (knobs, choice.kernel)
         chosen = choose_kernels(spec, transport, self.sm_count, *sizes)
@@ -140,11 +146,9 @@ class CudaBackend:
         )
         in_kernel = any(k.path == "in_kernel" for k in choice.variants)
         pushed = IN_KERNEL_ROWS if in_kernel else 0
-        self.layout = Layout.of(
-            spec, self.world, knobs, tile, most_tiles, self.nodes, transport.relays, guard, pushed
-        )
-        words = (self.layout.signals, self.layout.offers, self.layout.sum_words)
-        self.pad_words = _C.CudaOp.pad_words(self.world, *words)
+        way = (self.nodes, transport.relays, guard, pushed, buffers_of(spec, transport, knobs))
+        self.layout = Layout.of(spec, self.world, knobs, tile, most_tiles, *way)
+        self.pad_words = self.layout.pad_words(self.world)
         memory = transport.memory(self.pad_words, self.layout.data_bytes)
         self.pads = [address_of(pad) for pad in memory.pads]
         self.data = [address_of(data) for data in memory.data]
@@ -179,17 +183,9 @@ class CudaBackend:
             data=self.data,
             multicast=self.multicast,
             sums_by_switch=self.sums_by_switch,
-            row_bytes=self.layout.row_bytes,
-            slots=self.layout.slots,
-            slot_bytes=self.layout.slot_bytes,
-            guard_bytes=self.layout.guard_bytes,
-            rest_offset=self.layout.rest_offset,
-            sums_offset=self.layout.sums_offset,
             scales_travel=spec.scales_travel,
             all_reduce=spec.op.all_reduces,
             scale=1.0 / self.world if spec.reduce == "avg" else 1.0,
-            signals=self.layout.signals,
-            offers=self.layout.offers,
             report=address_of(self._report),
             timeout_ns=int(timeout_s * 1e9),
             sm_count=self.sm_count,
@@ -198,16 +194,12 @@ class CudaBackend:
             nodes=self.nodes,
             remote=self._remote,
             beside=self.beside,
-            strips=self.layout.strips,
-            boxes=self.layout.boxes,
             dtype=int(spec.out_dtype == torch.float16),  # FLUX_BF16, FLUX_F16
             shared=self.transport.sm_share < self.device.sm_count,
             graph_overlap=GRAPH_OVERLAP.get(),
             lane=self.transport.lane,
             margin=self.margin,
-            pushed_bytes=self.layout.pushed_bytes,
-            sum_flags=self.layout.sum_flags,
-            sum_words=self.layout.sum_words,
+            **self.layout.native,
         )
 
     @on_its_device
@@ -445,6 +437,14 @@ class CudaBackend:
         """Raise ValueError if the op's memory is too small: see ``Backend.require_room``."""
         if schedule.knobs.path != "unfused":
             self.native.require_room(schedule.native)
+
+    def input_slot(self, m: int) -> torch.Tensor | None:
+        """Return this rank's rows among gathered ones, if pushed: see ``Backend.input_slot``."""
+        if self.poison or self.pulls or not self.peers.idle:
+            return None
+        begin = self.layout.own_row(_C.core.row_begin(m, self.world, self.rank), self.next_epoch)
+        rows = self._own_data.view(torch.uint8)[begin:][: self._rows_of(m) * self.layout.row_bytes]
+        return rows.view(self.spec.dtype).view(-1, self.spec.k)
 
     def meet(self, schedule: TileSchedule | None, digest: int) -> Callable[[], None]:
         """Do nothing: on GPUs no rank waits for a peer before a call.

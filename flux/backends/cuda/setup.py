@@ -8,6 +8,7 @@ from flux.core.env import TRACE
 from flux.core.knobs import ClusterTile, Knobs
 from flux.core.spec import OpSpec
 from flux.kernels.config import GemmConfig
+from flux.select.heuristic import gathered_buffers, reason_one_buffer
 from flux.select.kernel import OpKernel, op_kernel
 from flux.select.share import margin, taken_units
 from flux.transport.base import DeviceTransport
@@ -23,6 +24,22 @@ def sums_by_switch(spec: OpSpec, transport: DeviceTransport, knobs: Knobs) -> bo
     row = spec.row_elements * spec.itemsize
     wanted = spec.op.reduces and knobs.reduce == "in_flight"
     return wanted and transport.multicast and row % SWITCH_BYTES == 0
+
+
+def buffers_of(spec: OpSpec, transport: DeviceTransport, knobs: Knobs) -> int:
+    """Return the number of buffers of gathered rows.
+
+    Raises:
+        ValueError: two are wanted where there can be one only.
+    """
+    reason = reason_one_buffer(spec.op, transport.nodes, knobs)
+    if reason is None and transport.acts_for_peers:
+        reason = "the host acts for the peers, as in loopback"
+    if reason is not None:
+        if knobs.buffers == 2:
+            raise ValueError(f"{spec.label}: buffers = 2 is not possible: {reason}")
+        return 1
+    return knobs.buffers or gathered_buffers(spec.max_m * spec.row_elements * spec.itemsize)
 
 
 def margin_of(spec: OpSpec, transport: DeviceTransport, knobs: Knobs) -> int:

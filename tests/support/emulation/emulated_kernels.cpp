@@ -134,10 +134,16 @@ int make_ag_gemm(const FluxGemmArgs& args, Work* work) {
   const bool pushes = args.gather.counts != nullptr;
   const auto pushing = std::make_shared<Pushing>(Pushing{args.sync.epoch});
   lay_out_gemm(args, map.rows * map.columns, true, work);
+  const Range mine = own_rows(args);
+  const auto is_own = [=](TileCoord tile) {
+    const int begin = tile.m * kTileM;
+    return begin >= mine.begin && min_of(begin + kTileM, args.m) <= mine.end;
+  };
   work->open = [=](int unit, std::vector<Wait>* waits) {
     const TileCoord tile = tile_at(map, unit);
     const int begin = tile.m * kTileM;
     Range range = signals_of_rows(tiling, begin, min_of(begin + kTileM, args.m));
+    if (is_own(tile)) range = {};
     if (pushes) {
       push_rows(args, pushing.get());
       if (unit == 0) range = {0, tiling.world};
@@ -151,8 +157,8 @@ int make_ag_gemm(const FluxGemmArgs& args, Work* work) {
     const std::uint64_t began = emulated::now();
     emulated::dawdle();
     FluxGemmArgs of_call = args;
-    if (pushes && pushing->number % 2 != 0) {
-      of_call.a = static_cast<const char*>(args.a) + args.gather.odd;
+    if (is_own(tile) || (pushes && pushing->number % 2 != 0)) {
+      of_call.a = static_cast<const char*>(args.a) + other_rows(args, 2);
     }
     store_tile<C>(of_call, tile);
     emulated::tell(args.sync, began, FLUX_TRACE_TILE, tile.m, tile.n, 0, at);

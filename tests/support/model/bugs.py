@@ -12,6 +12,7 @@ from model.edits import (
     Edit,
     calls_exchanged,
     done_before_reduction,
+    entry_ahead_of_fork,
     entry_before_fill,
     entry_forgotten,
     entry_raised_early,
@@ -25,6 +26,7 @@ from model.edits import (
     no_wait_for_ranks_without_rows,
     offer_before_copy,
     one_buffer,
+    one_set_of_signals,
     poison_in_sums,
     raised_before_copy,
     raised_before_store,
@@ -33,7 +35,7 @@ from model.edits import (
     tiles_wait_for_no_word,
     word_before_rows,
 )
-from model.records import Scenario
+from model.records import GATHERED, PUSHED, Scenario
 
 
 @dataclass(frozen=True)
@@ -305,6 +307,30 @@ BUGS = [
     ),
     *_CAPTURED,
     *(
+        Bug(f"credit-{name}", rule, _ag(buffers=2, **options), edit)
+        for name, rule, options, edit in (
+            (
+                "awaited",
+                "rows go to a peer behind its entry of the call before",
+                {"rows": (4, 1, 4)},
+                no_stream_wait("entry", "copy stream"),
+            ),
+            (
+                "behind-the-last-call",
+                "an entry is raised behind the kernel of the call before",
+                {"rows": (4, 1, 4)},
+                entry_ahead_of_fork,
+            ),
+            ("buffers", "calls use two buffers in turn", {}, one_buffer(*GATHERED)),
+            (
+                "signals",
+                "each buffer has its signals",
+                {"world": 3, "rows": (6, 3), "comm_tile_rows": 1},
+                one_set_of_signals,
+            ),
+        )
+    ),
+    *(
         Bug(f"pushed-{name}", rule, _ag(path="in_kernel", rows=rows), edit)
         for name, rule, rows, edit in (
             ("word", "the word of a rank comes behind its rows", (4, 4), word_before_rows),
@@ -314,7 +340,7 @@ BUGS = [
                 (4, 4),
                 tiles_wait_for_no_word,
             ),
-            ("buffers", "calls push to two buffers in turn", (4, 4, 4), one_buffer),
+            ("buffers", "calls push to two buffers in turn", (4, 4, 4), one_buffer(*PUSHED)),
             (
                 "all-words",
                 "a call ends behind the words of all ranks, those without rows as well",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from model.program import POISON, Item, Program, Step
-from model.records import PUSHED, Kind, What
+from model.records import Kind, What
 
 Matches = Callable[[Step], bool]
 Edit = Callable[[Program], None]
@@ -168,19 +168,45 @@ def no_wait_for_ranks_without_rows(program: Program) -> None:
     drop(program, lambda s: waits(s) and _pushes(s))
 
 
-def one_buffer(program: Program) -> None:
-    """Let all calls push their rows to the buffer of the even ones."""
-    even, odd = PUSHED
-    number = {name: cell for cell, name in enumerate(program.cells)}
+def _those_of_even(names: list[str], even: str, odd: str) -> dict[int, int]:
+    number = {name: place for place, name in enumerate(names)}
     moved = {
-        cell: number[name.replace(odd, even)]
-        for name, cell in number.items()
+        place: number[name.replace(odd, even)]
+        for name, place in number.items()
         if name.startswith(odd) and name.replace(odd, even) in number
     }
-    assert moved, "there are no such buffers"
+    assert moved, "there are no such buffers, or words"
+    return moved
+
+
+def one_buffer(even: str, odd: str) -> Edit:
+    """Let all calls have their rows in the buffer of the even ones."""
+
+    def edit(program: Program) -> None:
+        moved = _those_of_even(program.cells, even, odd)
+        for step in program.steps():
+            step.expects = {moved.get(cell, cell): symbol for cell, symbol in step.expects.items()}
+            step.puts = {moved.get(cell, cell): symbol for cell, symbol in step.puts.items()}
+            step.moves = tuple((moved.get(a, a), moved.get(b, b)) for a, b in step.moves)
+
+    return edit
+
+
+def one_set_of_signals(program: Program) -> None:
+    """Let all calls have the signals of the even ones."""
+    moved = _those_of_even(program.words, "signal", "signal of odd calls")
     for step in program.steps():
-        step.expects = {moved.get(cell, cell): symbol for cell, symbol in step.expects.items()}
-        step.puts = {moved.get(cell, cell): symbol for cell, symbol in step.puts.items()}
+        step.word = moved.get(step.word, step.word)
+
+
+def entry_ahead_of_fork(program: Program) -> None:
+    """Raise the entry of a call on the copy stream before that comes behind the call before."""
+
+    def is_fork(item: Item) -> bool:
+        return isinstance(item, Step) and item.kind is Kind.join
+
+    raises = of_word(program, Kind.raise_, "entry")
+    move_up(program, on_stream(program, raises, "copy stream"), is_fork)
 
 
 def raised_before_store(word: str = "flag") -> Edit:

@@ -24,6 +24,7 @@ from flux.select.choose import Fixed
 from flux.transport.virtual import VirtualWorld
 from model.records import (
     ELEMENT,
+    GATHERED,
     MASK,
     PUSHED,
     WORD,
@@ -198,9 +199,9 @@ class _Session:
     def _build(self, name: str, rank: int) -> Any:
         s = self.scenario
         gathers = name == "ag_gemm"
-        n, k = (s.n or 4 * s.world, 4) if gathers else (8, 2 * s.world)
+        n, k = (s.n or 4 * s.world, 4 * s.buffers) if gathers else (8, 2 * s.world)
         order = None if s.nodes > 1 and s.order == "direct" else s.order
-        sizes = {"comm_tile_rows": s.comm_tile_rows}
+        sizes = {"comm_tile_rows": s.comm_tile_rows, "buffers": s.buffers}
         knobs = Knobs(path=s.path, direction=s.direction, order=order, **sizes)
         margin = 0 if s.apart else None  # else the reduction would not begin early
         of_sums = Knobs(reduce="in_flight" if s.switch else "local", sm_margin=margin)
@@ -245,7 +246,8 @@ class _Session:
                 words = Region(begin, count * unit, rank, op, name, unit, True)
                 self.out.regions.append(words)
         if not layout.slot_bytes:
-            region(data, layout.sums_offset, "gathered row", layout.row_bytes)
+            for offset, name in zip(sorted({0, layout.second_offset}), GATHERED, strict=False):
+                region(data + offset, layout.sums_offset, name, layout.row_bytes)
             for number, name in enumerate(PUSHED):
                 at = data + layout.sums_offset + number * layout.pushed_bytes
                 region(at, layout.pushed_bytes, name, layout.row_bytes)
@@ -281,6 +283,7 @@ class _Session:
             ("gather count", 5),
             ("sum flag", layout.sum_flags),
             ("sum word", layout.sum_words - layout.sum_flags),
+            ("signal of odd calls", layout.signals if layout.second_offset else 0),
         ):
             is_pad = not name.startswith("status")
             unit = WORD if is_pad else status
@@ -339,10 +342,13 @@ class _Session:
     def _call(self, rank: int, number: int, turn: int, m: int) -> None:
         s, op, epoch = self.scenario, self.ops[rank][number], self.scenario.epoch(turn)
         captured = turn in s.captured
-        op._backend.native.epoch = (epoch - 1) & MASK
+        if s.epochs:  # else the op counts: captured calls have numbers of their own
+            op._backend.native.epoch = (epoch - 1) & MASK
         self.device.begin_call(rank, epoch & MASK, turn + 1 if captured else 0)
         gathers = s.ops[number] == "ag_gemm"
         x = self.x[rank][number][turn][: op.own_rows(m) if gathers else m]
+        if s.in_slot:
+            x = op.input_slot(m)
         # The caller's own work: it writes x where it pleases, as far as the stream allows.
         words = x.numel() * ELEMENT // WORD
         self.device.driver.fill(self.device.current_stream(), x.data_ptr(), epoch & MASK, words)
@@ -395,11 +401,12 @@ class _Session:
         span = next((s for s in self.spans if s.begin <= number < s.end), None)
         kind, content = Kind(raw.kind), None
         op = span.op if span else -1
+        written = GATHERED if self.scenario.in_slot else ("x, row",)  # by the caller
         if kind in (Kind.read, Kind.write):
             what = What(raw.what)
             content = Content(raw.at, raw.bytes, what, op, raw.source, raw.value, raw.offset)
         elif kind is Kind.fill and any(
-            r.name == "x, row" and r.at <= raw.at < r.at + r.bytes for r in self.out.regions
+            r.name in written and r.at <= raw.at < r.at + r.bytes for r in self.out.regions
         ):
             rank = self.out.streams[raw.stream][0]
             content = Content(raw.at, raw.bytes, What.x, op, rank, raw.value, 0)

@@ -50,7 +50,9 @@ int record_ag_gemm(const FluxGemmArgs* args, void* stream) {
     const TileCoord at = tile_at(map, slot);
     const int begin = at.m * kTileM;
     const int end = min_of(begin + kTileM, args->m);
-    const Range waits = signals_of_rows(tiling, begin, end);
+    const bool own = begin >= own_rows(*args).begin && end <= own_rows(*args).end;
+    const void* from = own ? element(args->a, other_rows(*args, kElement) / kElement) : a;
+    const Range waits = own ? Range{} : signals_of_rows(tiling, begin, end);
     for (int i = waits.begin; args->signals != nullptr && i < waits.end; ++i) {
       tile.word(kAwait, args->signals, i);
     }
@@ -60,7 +62,7 @@ int record_ag_gemm(const FluxGemmArgs* args, void* stream) {
       const int owner =
           split ? static_cast<int>(args->sync.launch) : owner_of(args->m, tiling.world, row);
       tile.touch(
-          kRead, element(a, row * args->lda), args->k, kX, owner,
+          kRead, element(from, row * args->lda), args->k, kX, owner,
           static_cast<std::int64_t>(row - (split ? 0 : row_begin(args->m, tiling.world, owner))) *
               args->k);
     }

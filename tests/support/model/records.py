@@ -8,6 +8,7 @@ from enum import IntEnum
 WORD = 4  # bytes of a signal
 ELEMENT = 2  # bytes of a bfloat16
 MASK = 0xFFFFFFFF
+GATHERED = ("gathered row", "gathered row of odd calls")
 PUSHED = ("row pushed by even calls", "row pushed by odd calls")
 
 
@@ -103,6 +104,8 @@ class Scenario:
             kernels wait for rows that are forwarded.
         path: ``fused`` | ``medium`` | ``in_kernel``.
         few_rows: M up to which calls take path in_kernel.
+        buffers: of gathered rows; with 2, rows are so wide that kernels read own ones in place.
+        in_slot: the caller writes x into the input slot.
     """
 
     ops: tuple[str, ...]
@@ -125,6 +128,8 @@ class Scenario:
     apart: bool = False
     path: str = "fused"
     few_rows: int = 0
+    buffers: int = 1
+    in_slot: bool = False
 
     def epoch(self, turn: int) -> int:
         return self.epochs[turn] if self.epochs else turn + 1
@@ -136,6 +141,8 @@ class Scenario:
         extras += [self.path] if self.path != "fused" else []
         extras += [f"in_kernel up to M = {self.few_rows}"] if self.few_rows else []
         extras += [self.order] if self.order != "direct" else []
+        extras += ["two buffers"] if self.buffers == 2 else []
+        extras += ["x in the input slot"] if self.in_slot else []
         extras += ["poison"] if self.poison else []
         extras += ["gathered x"] if self.gather else []
         extras += [f"comm tiles of {self.comm_tile_rows}"] if self.comm_tile_rows else []

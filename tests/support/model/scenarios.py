@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Any
 
 from model.records import Scenario
 
@@ -32,6 +33,7 @@ def standard() -> Iterator[Scenario]:
     for direction in ("push", "pull"):
         yield Scenario(("ag_gemm",), 2, (4, 1, 3), direction, path="medium")
         yield Scenario(("ag_gemm",), 3, (6, 4), direction, order="ring1d", path="medium")
+    yield from two_buffers()
     for rows in ((4, 4, 4), (4, 1, 3), (1, 1, 1, 1)):
         yield Scenario(("ag_gemm",), 2, rows, path="in_kernel", captured=(1,))
     yield Scenario(("ag_gemm",), 3, (3, 5, 1), path="in_kernel", gather=True)
@@ -83,6 +85,26 @@ def standard() -> Iterator[Scenario]:
     # A rank without columns: no kernel waits for the rows that peers push to it.
     yield Scenario(("ag_gemm",), 3, (3,), n=4, gather=True)
     yield Scenario(("ag_gemm",), 3, (3, 3), n=4, poison=True)
+
+
+def two_buffers() -> Iterator[Scenario]:
+    """Calls whose peers may be a call ahead, and what they may not be ahead of."""
+    both: dict[str, Any] = {"ops": ("ag_gemm",), "buffers": 2}
+    for poison in (False, True):
+        for rows in ((4, 4, 4, 4), (4, 1, 3, 4)):
+            yield Scenario(world=2, rows=rows, poison=poison, gather=poison, **both)
+        yield Scenario(world=3, rows=(6, 4, 6), poison=poison, **both)
+        yield Scenario(world=2, rows=(4, 1, 4, 4), captured=(1,), poison=poison, **both)
+    yield Scenario(world=3, rows=(6, 4), order="ring1d", apart=True, **both)
+    yield Scenario(world=2, rows=(4, 4, 4), path="medium", **both)
+    yield Scenario(world=2, rows=(4, 4, 4), in_slot=True, **both)
+    yield Scenario(world=2, rows=(3, 3, 3), in_slot=True, gather=True, **both)
+    yield Scenario(world=2, rows=(4, 1, 4), few_rows=2, **both)
+    yield Scenario(world=2, rows=(4, 4, 4), streams=2, fresh_x=True, **both)
+    yield Scenario(world=2, rows=(4, 4, 4), epochs=LAST_EPOCHS, **both)
+    yield Scenario(world=2, rows=(4, 4, 4), epochs=(2**30 - 1, 2**30, 2**30 + 1), **both)
+    yield Scenario(world=2, comm_tile_rows=1, **AGE, **both)
+    yield Scenario(world=3, rows=(3, 3), n=4, **both)
 
 
 def captured() -> Iterator[Scenario]:

@@ -25,6 +25,7 @@ struct BlockParams {
   CommTiling tiling{};
   int tile_m = 0;
   int buffer = 0;  // of the gathered rows, where there are two: a batch of CUTLASS
+  Range own{};     // rows that are in the other batch, and there
   int slot = 0;    // dynamic tile scheduler: the one that the block has claimed
   FluxSync sync{};
   ScatterTargets targets{};
@@ -84,14 +85,15 @@ CUTLASS_DEVICE cutlass::gemm::GemmCoord tile_of_slot(int slot) {
   if (slot >= p.map.rows * p.map.columns) return {p.map.rows, p.map.columns, 0};
   const TileCoord at = tile_at(p.map, slot);
   leave_tile(at);
-  if (p.signals != nullptr) {
-    const int begin = at.m * p.tile_m;
-    const Range range = signals_of_rows(p.tiling, begin, min_of(begin + p.tile_m, p.tiling.m));
+  const int begin = at.m * p.tile_m, end = min_of(begin + p.tile_m, p.tiling.m);
+  const bool own = begin >= p.own.begin && end <= p.own.end;
+  if (p.signals != nullptr && !own) {
+    const Range range = signals_of_rows(p.tiling, begin, end);
     for (int i = range.begin; i < range.end; ++i)
       await(p.signals, i, told_by_one(p.sync), FLUX_WAIT_GATHER, at.m);
   }
   enter_tile(at);
-  return {at.m, at.n, p.buffer};
+  return {at.m, at.n, own ? 1 : p.buffer};
 }
 
 // Multistage: our loop over slots says which one.
@@ -322,7 +324,9 @@ struct Launcher {
     at.tile_m = C::kTileM;
     at.sync = args.sync;
     at.targets = scatter_targets(args, C::kTileM, C::kTileN);
-    if (kOp == OpKind::kAGGemm && args.gather.counts != nullptr) read_two_buffers(args, &out.base);
+    at.own = kOp == OpKind::kAGGemm ? own_rows(args) : Range{};
+    const std::int64_t other = other_rows(args, sizeof(typename C::Element));
+    if (kOp == OpKind::kAGGemm && other != 0) read_two_buffers(other, &out.base);
     // Partial sums of a tile are added up by the block that finishes it: one epilogue per tile.
     if constexpr (kStreamK) {
       out.base.block_mapping.reduction_blocks = 0;
@@ -331,12 +335,12 @@ struct Launcher {
     return out;
   }
 
-  // The rows of odd calls are a second batch of A for CUTLASS; B and the result have one for both. That is
-  // set where CUTLASS has already laid out its blocks, which stream-K does for one batch alone.
-  static void read_two_buffers(FluxGemmArgs const& args, typename Base::Params* params) {
+  // The rows of odd calls, or the own ones, are a second batch of A for CUTLASS; B and the result have one
+  // for both. That is set where CUTLASS has already laid out its blocks, which stream-K does for one batch
+  // alone.
+  static void read_two_buffers(std::int64_t bytes, typename Base::Params* params) {
     params->mode = cutlass::gemm::GemmUniversalMode::kBatched;
-    params->batch_stride_A =
-        args.gather.odd / static_cast<std::int64_t>(sizeof(typename C::Element));
+    params->batch_stride_A = bytes / static_cast<std::int64_t>(sizeof(typename C::Element));
     params->batch_stride_B = 0;
     cute::get<2>(params->problem_shape) = 2;
   }

@@ -31,7 +31,14 @@ struct AGGemmParts {
 
   static bool accepts(FluxGemmArgs const& args) { return args.order.world <= kMaxRuns; }
   static void complete(typename Kernel::Arguments& out, FluxGemmArgs const& args) {
-    out.mainloop.waits = {args.signals, comm_tiling(args), args.sync, args.gather, args.order.rank};
+    constexpr auto kBytes = static_cast<std::int64_t>(sizeof(typename C::Element));
+    out.mainloop.waits = {args.signals,
+                          comm_tiling(args),
+                          args.sync,
+                          args.gather,
+                          args.order.rank,
+                          own_rows(args),
+                          other_rows(args, kBytes) / kBytes};
     out.epilogue.thread = Visitor::arguments(args);
     out.epilogue.ptr_D = static_cast<typename C::Output*>(args.d);
     cute::get<0>(out.epilogue.dD) = args.ldd;

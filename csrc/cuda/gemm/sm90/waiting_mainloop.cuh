@@ -21,13 +21,15 @@ struct WaitingMainloop : Base {
     FluxSync sync{};
     FluxGather gather{};
     int rank = 0;
+    Range own{};             // rows that are elsewhere, and there
+    std::int64_t other = 0;  // elements from `a` to where they are
   };
   struct Arguments : Base::Arguments {
     Waits waits;
   };
   struct Params : Base::Params {
     Waits waits;
-    typename Base::Params odd;  // for the second buffer of gathered rows, if there is one
+    typename Base::Params other;  // of the own rows of x, or of the second buffer of gathered rows
   };
 
   template <class Problem>
@@ -37,11 +39,11 @@ struct WaitingMainloop : Base {
     static_cast<typename Base::Params&>(params) =
         Base::to_underlying_arguments(problem, args, workspace);
     params.waits = args.waits;
-    params.odd = params;
-    if (args.waits.gather.counts != nullptr) {
+    params.other = params;
+    if (args.waits.other != 0) {
       Arguments second = args;
-      second.ptr_A += args.waits.gather.odd / static_cast<std::int64_t>(sizeof(*args.ptr_A));
-      params.odd = Base::to_underlying_arguments(problem, second, workspace);
+      second.ptr_A += args.waits.other;
+      params.other = Base::to_underlying_arguments(problem, second, workspace);
     }
     return params;
   }
@@ -56,10 +58,11 @@ struct WaitingMainloop : Base {
     // poll for the next tile's rows meanwhile, and take issue slots from it.
     __syncwarp();
     waits_ = &params.waits;
-    wait(params.waits, cute::get<0>(block));
+    const bool own = is_own(params.waits, cute::get<0>(block));
+    if (!own) wait(params.waits, cute::get<0>(block));
     const bool odd = params.waits.gather.counts != nullptr && number(params.waits) % 2 != 0;
-    Base::load(odd ? params.odd : static_cast<typename Base::Params const&>(params), pipeline,
-               state, inputs, block, k_tile, k_tile_count, thread, block_rank, storage);
+    Base::load(own || odd ? params.other : static_cast<typename Base::Params const&>(params),
+               pipeline, state, inputs, block, k_tile, k_tile_count, thread, block_rank, storage);
   }
 
   // After the block's last load. A peer that gives up says so in the own status before it lets its
@@ -72,6 +75,11 @@ struct WaitingMainloop : Base {
   }
 
  private:
+  CUTLASS_DEVICE static bool is_own(Waits const& w, int tile) {
+    const int begin = tile * kTileM;
+    return begin >= w.own.begin && min_of(begin + kTileM, w.tiling.m) <= w.own.end;
+  }
+
   // All lanes of the producer warp: a lane for each signal.
   CUTLASS_DEVICE void wait(Waits const& w, int tile) {
     const int begin = tile * kTileM;
