@@ -174,8 +174,10 @@ struct ScatterStore : Base {
       }
     }
 
+    // A cluster may be wider than what is left of N. A tile beyond it stores nothing, and its flag would be
+    // that of the next row of tiles.
     CUTLASS_DEVICE void end() {
-      if (thread_ >= 32) return;
+      if (thread_ >= 32 || tile_n_ >= flag_columns(store_->params_->targets.tiling)) return;
       if (store_->stored_++ != thread_) return;
       store_->pending_m_ = tile_m_;
       store_->pending_n_ = tile_n_;
