@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <tuple>
@@ -143,6 +144,30 @@ void bind_op(py::module_& m) {
           [](const CudaOp& op, const Schedule& schedule, const std::vector<OperandTuple>& operands,
              int k) { return op.workspace_bytes(schedule, operands_of(operands), k); },
           py::arg("schedule"), py::arg("operands"), py::arg("k"))
+      .def(
+          "set_groups",
+          [](CudaOp& op, const std::vector<Address>& maps, Address bias, Address probs, int items,
+             int experts, int topk) {
+            FluxGroups g{};
+            const std::int32_t** ints[] = {&g.items,   &g.experts, &g.rows,     &g.tokens,
+                                           &g.sources, &g.counts,  &g.positions};
+            if (maps.size() != std::size(ints) + 1) {
+              throw std::invalid_argument("set_groups takes " +
+                                          std::to_string(std::size(ints) + 1) + " maps");
+            }
+            for (std::size_t i = 0; i < std::size(ints); ++i) {
+              *ints[i] = pointer<const std::int32_t>(maps[i]);
+            }
+            g.weights = pointer<const void* const>(maps.back());
+            g.bias = pointer<const void>(bias);
+            g.probs = pointer<const float>(probs);
+            g.item_count = items;
+            g.experts_count = experts;
+            g.topk = topk;
+            op.set_groups(g);
+          },
+          py::kw_only(), py::arg("maps"), py::arg("bias"), py::arg("probs"), py::arg("items"),
+          py::arg("experts"), py::arg("topk"))
       .def("set_workspace", &CudaOp::set_workspace, py::arg("stream"), py::arg("address"),
            py::arg("bytes"))
       .def(

@@ -5,6 +5,8 @@
 #include <string>
 
 #include "bindings/bindings.h"
+#include "schedule/grouped.h"
+#include "schedule/schedule.h"
 #include "schedule/selection.h"
 
 namespace py = pybind11;
@@ -62,9 +64,27 @@ std::vector<std::tuple<int, int, int>> groups_of(const Routing& r, int begin, in
   return groups;
 }
 
+std::vector<const std::vector<int>*> maps_of(const GroupedWork& w) {
+  return {&w.items, &w.experts, &w.rows, &w.tokens, &w.sources, &w.counts};
+}
+
+// The maps of a grouped GEMM, one after the other.
+void fill_work(const GroupedWork& work, std::uintptr_t address) {
+  auto* to = reinterpret_cast<std::int32_t*>(address);
+  for (const auto* map : maps_of(work)) to = std::copy(map->begin(), map->end(), to);
+}
+
 }  // namespace
 
 void bind_routing(py::module_& m) {
+  py::class_<GroupedWork>(m, "GroupedWork")
+      .def_property_readonly("sizes",
+                             [](const GroupedWork& work) {
+                               std::vector<std::size_t> sizes;
+                               for (const auto* map : maps_of(work)) sizes.push_back(map->size());
+                               return sizes;
+                             })
+      .def("fill", &fill_work, py::arg("address"));
   py::class_<Routing, std::shared_ptr<Routing>>(m, "Routing")
       .def(py::init(&routing_of), py::kw_only(), py::arg("experts"), py::arg("m"), py::arg("topk"),
            py::arg("total"), py::arg("first_expert"), py::arg("local"), py::arg("world"))
@@ -72,6 +92,22 @@ void bind_routing(py::module_& m) {
       .def_property_readonly("offsets", [](const Routing& r) { return r.offsets; })
       .def_property_readonly("checksum", [](const Routing& r) { return r.checksum; })
       .def("groups", &groups_of, py::arg("begin"), py::arg("end"))
+      .def(
+          "gather_work",
+          [](const Routing& r, const Schedule& schedule, int tile_m, int columns) {
+            return gather_work(r.map, schedule.spec.tiles, schedule.spec.comm, tile_m, columns);
+          },
+          py::arg("schedule"), py::arg("tile_m"), py::arg("columns"), py::call_guard<WithoutGil>())
+      .def(
+          "sum_work",
+          [](const Routing& r, const Schedule& schedule, int tile_m, int tile_n, int ahead) {
+            TileOrder order = schedule.spec.tiles;
+            order.tile_m = tile_m;
+            order.tile_n = tile_n;
+            return sum_work(r.map, order, ahead);
+          },
+          py::arg("schedule"), py::arg("tile_m"), py::arg("tile_n"), py::arg("ahead"),
+          py::call_guard<WithoutGil>())
       .def(
           "fill",
           [](const Routing& r, std::uintptr_t tokens, std::uintptr_t choices, std::uintptr_t rows) {

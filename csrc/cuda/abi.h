@@ -141,6 +141,27 @@ enum {
   FLUX_SUM_WORDS = 4
 };
 
+/* A grouped GEMM: rows of A times the weights of experts (docs/kernels/protocol.md, "Mixtures of experts"). All maps
+ * are in device memory, so whoever knows the routing may make them (csrc/schedule/grouped.h does on
+ * the host). A row of the GEMM is one of a tile's tile_m rows. */
+typedef struct FluxGroups {
+  const int32_t*
+      items; /* in the order in which blocks claim them: tile * columns + column, or -1 - i:
+                             AllGather: all signals are awaited; ReduceScatter: the i-th tile of sums */
+  const int32_t* experts;     /* by tile */
+  const int32_t* sources;     /* by row of the GEMM: the row of A */
+  const int32_t* rows;        /* by row of the GEMM: the row of d, -1: none */
+  const void* const* weights; /* by expert: as FluxGemmArgs.b */
+  const void* bias;           /* [experts, n], or null */
+  int32_t item_count, experts_count;
+  /* ReduceScatter: d has the products, and a token's are summed in the order of its choices. */
+  const int32_t* tokens;    /* by row of the GEMM */
+  const int32_t* counts;    /* by tile row of the tokens: their routed rows */
+  const int32_t* positions; /* [m, topk]: the row of d, -1: none */
+  const float* probs;       /* [m, topk], or null: 1 */
+  int32_t topk;
+} FluxGroups;
+
 typedef struct FluxGemmArgs {
   /* d[m, n] = act(alpha * scale_a[m] * scale_b[n] * (a[m, k] b[n, k]^T) + bias[n]), rows of a and
    * d contiguous. b is [n, k], or [k, n] in kernels for transposed weights. Global problem:
@@ -176,6 +197,7 @@ typedef struct FluxGemmArgs {
   const uint32_t* entries;
   /* With counts: bias is that of the result, and slots and flags need no entries. */
   FluxAllReduce all_reduce;
+  const FluxGroups* groups; /* (host) grouped kernels; others ignore it */
   /* Resources. */
   void* workspace; /* workspace_bytes(), zeroed once before the first launch that uses it */
   uint64_t workspace_bytes;

@@ -305,6 +305,7 @@ FluxGemmArgs CudaOp::gemm_args(const Schedule& schedule, Stream stream, const Op
   args.sync = sync(launch);
   args.sm_count = setup_.sm_count;
   args.device = setup_.device;
+  args.groups = groups_.items != nullptr ? &groups_ : nullptr;
   const auto room = workspaces_.find(stream);
   if (room != workspaces_.end()) {
     args.workspace = pointer<void>(room->second.first);

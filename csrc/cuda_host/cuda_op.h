@@ -196,6 +196,10 @@ class CudaOp {
   // Calls throw the same before anything is on a stream. It is alike on all ranks.
   void require_room(const Schedule& schedule) const;
 
+  // The maps of the next call of an op of experts, whose kernels are grouped. Its operands have the
+  // address of a result or of products as `out`, and no bias.
+  void set_groups(const FluxGroups& groups) { groups_ = groups; }
+
   // [own rows, K] x [K, N/W] each. `gathered`: where [M, K] is also copied to, or 0. `sources`: by
   // rank, the rows to pull from if these are not the gathered rows.
   void ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
@@ -305,6 +309,7 @@ class CudaOp {
   std::shared_ptr<Driver> driver_;
   std::vector<std::shared_ptr<Kernel>> kernels_;
   CudaOpSetup setup_;
+  FluxGroups groups_{};
   CallWords eager_[2];  // by buffer of gathered rows: signals differ
   CallWords captured_;
   const CallWords* words_ = &eager_[0];  // of the current call

@@ -21,6 +21,10 @@ void CudaOp::scatter(const Schedule& schedule, Stream stream, const Rows& x,
   args.a = pointer<const void>(x.x);
   args.lda = x.ld;
   args.scale_a = pointer<const float>(x.scale);
+  if (args.groups != nullptr) {  // products
+    args.d = pointer<void>(operand.out);
+    args.ldd = operand.out_ld;
+  }
   for (int owner = 0; owner < setup_.world; ++owner) {
     const int to = holder(owner);
     const std::int64_t at = setup_.slots > 1 ? partial_of(owner, setup_.rank % lanes()) : slot(0);

@@ -28,15 +28,31 @@ Gemm = Callable[[torch.Tensor], torch.Tensor]
 """A product that the caller supplies: rows of x, [rows, K/W], to rows of the result, [rows, N]."""
 
 
+class RoutedRows(Protocol):
+    """The routed rows of a call, on the host: ``flux.moe.Routing``."""
+
+    topk: int
+    positions: torch.Tensor
+    native: _C.Routing
+
+
 class GroupedProduct(Protocol):
     """The product of a mixture of experts, in place of one weight's.
 
     Attributes:
         rows: of its own matrix, which is sorted by expert: the result of an AllGather's product,
             the input of the others.
+        weights: of each of this rank's experts, [N, K], also if the user keeps [K, N].
+        biases: [experts, N], or None.
+        probs: [M, topk], the weights of a token's experts; None: 1.
+        routing: the routed rows: ``flux.moe.Routing``.
     """
 
     rows: int
+    weights: Sequence[torch.Tensor]
+    biases: torch.Tensor | None
+    probs: torch.Tensor | None
+    routing: RoutedRows
 
     def __call__(
         self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None

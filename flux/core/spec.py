@@ -203,6 +203,13 @@ class OpSpec:
             return self.travelling_row
         return sum(end - begin for begin, end in self.columns_of(world, 0)), self.dtype
 
+    @property
+    def kernel(self) -> str:
+        """Family of its kernels (``flux.kernels.config.OPS``)."""
+        if self.experts is None:
+            return self.op.kernel
+        return "ag_grouped_gemm" if self.op.gathers else "grouped_gemm_rs"
+
     def local_n(self, world: int, rank: int) -> tuple[int, ...]:
         """Return the columns of each weight's result on ``rank``."""
         if self.op.exchanges:

@@ -13,7 +13,9 @@ from flux.core.knobs import REDUCES, TILE_SCHEDULERS, ClusterTile
 from flux.core.problem import ACTIVATIONS, BY_SHORT, SCALINGS
 from flux.core.problem import DTYPES as DTYPES_BY_NAME
 
-OPS = ("gemm", "ag_gemm", "gemm_rs")
+DENSE = ("gemm", "ag_gemm", "gemm_rs")
+GROUPED = ("ag_grouped_gemm", "grouped_gemm_rs")
+OPS = (*DENSE, *GROUPED)
 ARCHS = ("80", "90a")
 DTYPES = tuple(dtype.short for dtype in BY_SHORT.values() if dtype.in_kernels)
 WEIGHTS = ("nk", "kn")
@@ -45,7 +47,8 @@ class GemmConfig:
     support.
 
     Attributes:
-        op: ``gemm`` (plain, the baseline) | ``ag_gemm`` | ``gemm_rs``.
+        op: ``gemm`` (plain, the baseline) | ``ag_gemm`` | ``gemm_rs`` | ``ag_grouped_gemm`` |
+            ``grouped_gemm_rs`` (of experts: flux.moe).
         arch: ``80`` (CUTLASS 2.x; also runs on newer GPUs) | ``90a`` (Hopper: TMA, WGMMA).
         dtype: of both operands: ``bf16`` | ``fp16`` | ``e4m3``. The result of e4m3 is bf16, that of
             the others has their own dtype.

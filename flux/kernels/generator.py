@@ -19,7 +19,13 @@ _ELEMENTS = {
     "fp16": "cutlass::half_t",
     "e4m3": "cutlass::float_e4m3_t",
 }
-_KERNELS = {"gemm": "Gemm", "ag_gemm": "AGGemm", "gemm_rs": "GemmRS"}
+_KERNELS = {
+    "gemm": "Gemm",
+    "ag_gemm": "AGGemm",
+    "gemm_rs": "GemmRS",
+    "ag_grouped_gemm": "AGGroupedGemm",
+    "grouped_gemm_rs": "GroupedGemmRS",
+}
 _NAMESPACES = {"80": "sm80", "90a": "sm90"}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flux.core.problem import Problem
-from flux.kernels.config import SCHEDULES, TMA_BYTES, GemmConfig
+from flux.kernels.config import GROUPED, SCHEDULES, TMA_BYTES, GemmConfig
 
 MAX_WORLD = 32
 """FLUX_MAX_WORLD of csrc/cuda/abi.h: ranks whose memory one kernel can address."""
@@ -48,6 +48,7 @@ _SM80_STAGES = range(2, 6)
 _SM80_WARPS = range(2, 9)
 _WARP_THREADS = 32
 _VECTOR_BYTES = 16  # one copy of a thread to shared memory on 80
+_SUMS = ("gemm_rs", "grouped_gemm_rs")
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ def reason_unsupported(config: GemmConfig, problem: GemmProblem) -> str | None:
     reason = reason_illegal(config)
     if reason is not None:
         return reason
-    if config.op == "gemm_rs" and problem.world > MAX_WORLD:
-        return f"gemm_rs addresses at most {MAX_WORLD} ranks, got {problem.world}"
+    if config.op in _SUMS and problem.world > MAX_WORLD:
+        return f"{config.op} addresses at most {MAX_WORLD} ranks, got {problem.world}"
     elements = config.alignment_elements
     needed = elements * config.itemsize
     if problem.aligned_bytes % needed:
@@ -145,7 +146,7 @@ def reason_illegal(config: GemmConfig) -> str | None:
         offered = ", ".join(SCHEDULES[config.arch])
         return f"sm_{config.arch} has the schedules {offered}, not {config.schedule}"
     by_arch = _reason_illegal_sm90 if config.arch == "90a" else _reason_illegal_sm80
-    return _reason_illegal_data(config) or by_arch(config)
+    return _reason_illegal_data(config) or _reason_illegal_grouped(config) or by_arch(config)
 
 
 def shared_bytes(config: GemmConfig) -> int:
@@ -183,14 +184,32 @@ def _reason_illegal_data(config: GemmConfig) -> str | None:
         return f"scaling is for e4m3: must be none for {config.dtype}, got {config.scaling}"
     if config.promoted and config.dtype != "e4m3":
         return f"only sums of e4m3 are promoted: promoted must be false for {config.dtype}"
-    if config.activation != "none" and config.op == "gemm_rs":
-        return f"gemm_rs sums over ranks first: activation must be none, got {config.activation}"
+    if config.activation != "none" and config.op in _SUMS:
+        return (
+            f"{config.op} sums over ranks first: activation must be none, got {config.activation}"
+        )
     if config.reduce == "in_flight" and (config.op, config.arch) != ("gemm_rs", "90a"):
         return f"reduce in_flight is for gemm_rs on sm_90a, not {config.op} on sm_{config.arch}"
     if config.tile_scheduler == "dynamic" and (
         config.op == "gemm" or config.schedule == "stream_k"
     ):
         return f"tile_scheduler dynamic is not for {config.op} with schedule {config.schedule}"
+    return None
+
+
+def _reason_illegal_grouped(config: GemmConfig) -> str | None:
+    """Check the kernels of experts."""
+    if config.op not in GROUPED:
+        return None
+    if config.arch != "80":
+        return f"{config.op} gathers rows with cp.async: it needs sm_80, got sm_{config.arch}"
+    if (config.schedule, config.tile_scheduler) != ("multistage", "dynamic"):
+        return (
+            f"{config.op} claims tiles one by one: needs multistage with tile_scheduler dynamic, "
+            f"got {config.schedule} with {config.tile_scheduler}"
+        )
+    if config.op == "grouped_gemm_rs" and config.alignment not in (1, 8):
+        return f"grouped_gemm_rs loads products as 1 or 8 elements, got {config.alignment}"
     return None
 
 

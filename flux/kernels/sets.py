@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from flux.kernels.config import ARCHS, OPS, SCHEDULES, GemmConfig
+from flux.kernels.config import ARCHS, DENSE, GROUPED, SCHEDULES, GemmConfig
 from flux.kernels.legality import reason_illegal
 
 SETS = ("minimal", "default", "full")
@@ -60,7 +60,7 @@ def _sm90(
 
 
 def _minimal_sm90() -> Iterator[GemmConfig]:
-    for op in OPS:
+    for op in DENSE:
         yield _sm90(op, (128, 256), "cooperative", (2, 1))
 
 
@@ -113,7 +113,7 @@ def _full_sm90() -> Iterator[GemmConfig]:
         for tile in (own_tiles if schedule == "pingpong" else shared_tiles)
         for cluster in ((1, 1), (2, 1), (1, 2))
     ]
-    for op, dtype, (schedule, tile, cluster) in product(OPS, ("bf16", "fp16", "e4m3"), shapes):
+    for op, dtype, (schedule, tile, cluster) in product(DENSE, ("bf16", "fp16", "e4m3"), shapes):
         for weight, activation, scaling, reduce, promoted in product(
             ("nk", "kn"),
             ("none", "gelu", "silu") if op == "ag_gemm" else ("none",),
@@ -137,6 +137,7 @@ def _sm80(
     dtype: str = "bf16",
     alignment: int = 8,
 ) -> GemmConfig:
+    """Return a config; kernels of experts have dynamic tile schedulers only."""
     return GemmConfig(
         op=op,
         arch="80",
@@ -146,11 +147,12 @@ def _sm80(
         stages=stages,
         warps=warps,
         alignment=alignment,
+        tile_scheduler="dynamic" if op in GROUPED else "static",
     )
 
 
 def _minimal_sm80() -> Iterator[GemmConfig]:
-    for op in FUSED:
+    for op in (*FUSED, *GROUPED):
         yield _sm80(op, (128, 128, 32), (2, 2), 4)
 
 
@@ -165,7 +167,10 @@ def _default_sm80() -> Iterator[GemmConfig]:
         yield _sm80(op, (16, 128, 64), (1, 4), 4, "stream_k")
         # The one kernel that supports any K and N.
         yield _sm80(op, (64, 64, 32), (2, 2), 2, alignment=1)
-    for op in FUSED:
+    for op in GROUPED:  # few tokens for each expert; any K and N
+        yield _sm80(op, (64, 128, 32), (2, 2), 4)
+        yield _sm80(op, (64, 64, 32), (2, 2), 2, alignment=1)
+    for op in (*FUSED, *GROUPED):
         yield _sm80(op, (128, 128, 32), (2, 2), 4, dtype="fp16")
         yield _sm80(op, (64, 64, 32), (2, 2), 2, dtype="fp16", alignment=1)
 
@@ -188,7 +193,7 @@ def _full_sm80() -> Iterator[GemmConfig]:
         ((16, 64, 64), (1, 2), 5),
     )
     for op, dtype, schedule, (tile, warps, stages), weight in product(
-        OPS, ("bf16", "fp16"), SCHEDULES["80"], shapes, ("nk", "kn")
+        DENSE, ("bf16", "fp16"), SCHEDULES["80"], shapes, ("nk", "kn")
     ):
         base = replace(_sm80(op, tile, warps, stages, schedule, dtype), weight=weight)
         yield from _legal(

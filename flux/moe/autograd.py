@@ -175,7 +175,9 @@ def _gather_grads(
 
     def multiply() -> None:
         if wait is not None:
-            routed = wait() if op.dispatches else wait().index_select(0, routing.tokens)
+            routed = wait()
+            if not op.dispatches:
+                routed = routed.index_select(0, routing.on(x.device)[0])
             dws.extend(_weight_grads(op, dy, routed, routing, weights))
 
     if mirror is not None:
@@ -207,7 +209,8 @@ def _sum_grads(
     routing = op.routing(experts)
     of_rows, dh = _scattered_back(op, dz, weights, experts, routing, need_x or need_p)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    p = probs[0].reshape(-1)[routing.choices].to(wide)[:, None] if probs else None
+    choices = routing.on(x.device)[1]
+    p = probs[0].reshape(-1)[choices].to(wide)[:, None] if probs else None
     grads = []
     if need_x:
         grads.append(dh if p is None else (dh.to(wide) * p).to(x.dtype))
@@ -221,7 +224,7 @@ def _sum_grads(
         if biases and op.adds_bias:
             for expert, begin, end in routing.groups(0, m):
                 dots[begin:end] += of_rows[begin:end].to(wide) @ biases[0][expert].to(wide)
-        dp = dots.new_zeros(m * op.spec.topk).index_copy_(0, routing.choices, dots)
+        dp = dots.new_zeros(m * op.spec.topk).index_copy_(0, choices, dots)
         if op.world > 1:
             op._unfused.sum_over_ranks(dp)
         grads.append(dp.view(m, -1).to(probs[0].dtype))
@@ -248,7 +251,7 @@ def _scattered_back(
     each = _each(op, weights, transposed=True)
     dh = dz.new_empty(routing.rows, each[0].shape[0])
     if not multiply:
-        return full.index_select(0, routing.tokens), dh
+        return full.index_select(0, routing.on(dz.device)[0]), dh
     routed = dz.new_empty(routing.rows, dz.shape[1])
     GatherProduct(op.spec, Experts(each, None, routing), routed)(full, 0, m, dh, None)
     return routed, dh

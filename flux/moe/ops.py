@@ -180,7 +180,7 @@ class GroupedOp(TensorParallelOp):
     """What the ops of a mixture of experts have in common.
 
     Args:
-        group: process group, its name, or None for the default group. CPU ranks only so far.
+        group: process group, its name, or None for the default group. GPUs: ranks of one node.
         max_m: largest number of global tokens M of any call.
         n: columns of an expert's result, of all ranks.
         k: depth of an expert's GEMM, of all ranks.
@@ -188,7 +188,7 @@ class GroupedOp(TensorParallelOp):
         topk: experts of a token.
         ep: parts that the experts are split into; it divides the world. 1: every rank has a part
             of each expert.
-        dtype: of x and the weights: float64, float32, bfloat16 or float16.
+        dtype: of x and the weights: float64, float32, bfloat16 or float16; GPUs: the last two.
         transpose_weight: an expert's weight is [K, N] instead of [N, K].
         activation, gated: AGGroupedGemm only.
         transport, tuning, timeout_s, topology: as for AGGemm; there are no tuned winners yet, so

@@ -48,7 +48,19 @@ class Experts:
         return torch.addmm(bias, x, weight.t(), out=out)
 
 
-class GatherProduct:
+class _Product:
+    """What products have in common: their operands, as ``GroupedProduct`` names them."""
+
+    def __init__(self, experts: Experts, probs: torch.Tensor | None) -> None:
+        self._experts = experts
+        self.rows = experts.routing.rows
+        self.weights = experts.weights
+        self.biases = experts.biases
+        self.probs = probs
+        self.routing = experts.routing
+
+
+class GatherProduct(_Product):
     """``GroupedProduct`` of tokens that are gathered: rows of the result are routed rows.
 
     Args:
@@ -58,10 +70,9 @@ class GatherProduct:
     """
 
     def __init__(self, spec: OpSpec, experts: Experts, routed: torch.Tensor | None = None) -> None:
+        super().__init__(experts, None)
         self._spec = spec
-        self._experts = experts
         self._routed = routed
-        self.rows = experts.routing.rows
 
     def __call__(
         self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None
@@ -69,7 +80,7 @@ class GatherProduct:
         """Multiply tokens [first, last), which are ``x``: see ``GroupedProduct``."""
         spec, routing = self._spec, self._experts.routing
         for expert, begin, end in routing.groups(first, last):
-            tokens = routing.tokens[begin:end] - first
+            tokens = (routing.tokens[begin:end] - first).to(x.device)
             if self._routed is None:
                 rows = x.index_select(0, tokens)
             else:
@@ -86,7 +97,7 @@ class GatherProduct:
                 out[begin:end] = ACTIVATE[spec.activation](activated)
 
 
-class SumProduct:
+class SumProduct(_Product):
     """``GroupedProduct`` whose routed rows are summed, weighted, into their tokens.
 
     The sums are one ``embedding_bag``: a bag is a token, its indices are the token's routed rows.
@@ -99,16 +110,25 @@ class SumProduct:
     """
 
     def __init__(self, spec: OpSpec, experts: Experts, probs: torch.Tensor | None) -> None:
-        self._experts = experts
+        super().__init__(experts, probs)
         self._wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
-        routing = experts.routing
-        self.rows = routing.rows
-        here = routing.positions >= 0
-        self._indices = routing.positions[here]  # by token, then by choice
-        self._begins = here.new_zeros(here.shape[0] + 1, dtype=torch.int64)
-        torch.cumsum(here.sum(1), 0, out=self._begins[1:])
-        self._weights = None if probs is None else probs[here].to(self._wide)
         self._products: torch.Tensor | None = None  # by routed row, of the columns last asked for
+        self._bags: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+
+    def _bags_of_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the routed rows by token, where each token's begin, and their weights.
+
+        Local, at the first call: kernels of GPUs sum by maps of their own.
+        """
+        if self._bags is None:
+            here = self.routing.positions >= 0
+            begins = here.new_zeros(here.shape[0] + 1, dtype=torch.int64)
+            torch.cumsum(here.sum(1), 0, out=begins[1:])
+            weights = None
+            if self.probs is not None:
+                weights = self.probs[here.to(self.probs.device)].to(self._wide)
+            self._bags = self.routing.positions[here], begins, weights
+        return self._bags
 
     def __call__(
         self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None
@@ -117,19 +137,20 @@ class SumProduct:
         products = self._products
         if products is None or products.shape[1] != out.shape[1]:
             products = self._products = x.new_empty(self.rows, out.shape[1])
-        for expert, begin, end in self._experts.routing.groups(first, last):
+        for expert, begin, end in self.routing.groups(first, last):
             self._experts.multiply(x[begin:end], expert, products[begin:end], columns)
-        begins = self._begins[first : last + 1]
+        rows, begins, of_rows = self._bags_of_tokens()
+        begins = begins[first : last + 1]
         bags = slice(int(begins[0]), int(begins[-1]))
-        indices = self._indices[bags]
+        indices = rows[bags].to(x.device)
         if not len(indices):
             out.zero_()
             return
         if products.dtype != self._wide:
             products = products.index_select(0, indices).to(self._wide)
-            indices = torch.arange(len(indices), device="cpu")
-        weights = None if self._weights is None else self._weights[bags]
-        offsets = begins[:-1] - bags.start
+            indices = torch.arange(len(indices), device=x.device)
+        weights = None if of_rows is None else of_rows[bags]
+        offsets = (begins[:-1] - bags.start).to(x.device)
         sums = functional.embedding_bag(
             indices, products, offsets, mode="sum", per_sample_weights=weights
         )

@@ -29,6 +29,7 @@ class Routing:
         choices: int64 [R]: token * topk + which of its experts.
         positions: int64 [M, topk]: the routed row; -1 where this rank has none.
         experts: int64 [M, topk], as passed.
+        native: the same in csrc/schedule/routing.h.
         checksum: 32 bits, equal for equal ``experts``.
 
     Raises:
@@ -51,7 +52,7 @@ class Routing:
             raise ValueError(f"experts of tokens must be [M, topk], got {list(experts.shape)}")
         dense = experts.detach().to(device="cpu", dtype=torch.int64).contiguous()
         m, topk = dense.shape
-        self._native = _C.Routing(
+        self.native = _C.Routing(
             experts=address_of(dense),
             m=m,
             topk=topk,
@@ -60,23 +61,27 @@ class Routing:
             local=total - first if count is None else count,
             world=world,
         )
-        self.rows = self._native.count
+        self.rows = self.native.count
         self.topk = topk
         self.total = total
         self.experts = dense
-        self.checksum = self._native.checksum
+        self.checksum = self.native.checksum
         self.tokens = torch.empty(self.rows, dtype=torch.int64, device="cpu")
         self.choices = torch.empty_like(self.tokens)
         self.positions = torch.empty(m, topk, dtype=torch.int64, device="cpu")
         maps = (self.tokens, self.choices, self.positions)
-        self._native.fill(*(address_of(tensor) for tensor in maps))
+        self.native.fill(*(address_of(tensor) for tensor in maps))
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``tokens`` and ``choices`` on a device."""
+        return self.tokens.to(device), self.choices.to(device)
 
     def groups(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """Return the routed rows of the tokens [first, last): (expert, begin, end), none empty.
 
         Experts count from this rank's first.
         """
-        return self._native.groups(first, last)
+        return self.native.groups(first, last)
 
 
 class Needed:

@@ -172,10 +172,19 @@ def check_executor(
             f"{label}: with {where} and backend {backend}, transport must be {_or(transports)}, "
             f"got {transport!r}"
         )
-    if backend == "cuda" and (spec.experts or spec.op.exchanges):
+    if backend == "cuda" and spec.op.exchanges:
         raise ValueError(f"{label} needs backend cpu so far, got {where} with CUDA")
     if spec.dispatches and knobs.path == "one_shot":
         raise ValueError(f"{label}: path = one_shot moves all tokens, and is not for this op")
+    if backend == "cuda" and spec.dispatches:
+        raise ValueError(f"{label} needs backend cpu so far, got {where} with CUDA")
+    if backend == "cuda" and spec.experts:
+        paths, sums = (None, "fused", "unfused"), (None, "local")
+        if knobs.path not in paths or knobs.reduce not in sums:
+            raise ValueError(
+                f"{label}: experts on GPUs need path = fused or unfused and reduce = local, got "
+                f"{knobs}"
+            )
     if backend == "cuda" and knobs.path == "one_shot":
         raise ValueError(f"{label}: path = one_shot needs backend cpu, got {where}")
     if knobs.path == "in_kernel":

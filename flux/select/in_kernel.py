@@ -22,6 +22,8 @@ GAIN = 0.9
 
 def reason_not_in_kernel(spec: OpSpec, world: int, nodes: int) -> str | None:
     """Return why no kernel moves the rows of an op of up to IN_KERNEL_ROWS; None if kernels can."""
+    if spec.experts:
+        return "rows of experts are gathered from memory that copies fill"
     columns = min(spec.local_n(world, world - 1))
     reason = reason_not_pushed(spec.op, world, nodes, spec.n, columns)
     return "rows of x travel with their scales" if reason is None and spec.scales_travel else reason

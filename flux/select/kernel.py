@@ -172,7 +172,9 @@ def problems(spec: OpSpec, world: int, n: int) -> list[GemmProblem]:
     must suit the depth that each of them has.
     """
     depths = {max(spec.local_k(world, rank), 1) for rank in range(world)}
-    return [GemmProblem(spec.max_m, max(n, 1), k, world) for k in sorted(depths, reverse=True)]
+    rows = spec.max_m * max(spec.topk, 1)
+    columns = max(n, 1) * (2 if spec.gated else 1)
+    return [GemmProblem(rows, columns, k, world) for k in sorted(depths, reverse=True)]
 
 
 def _scheduler(knobs: Knobs, preferred: GemmConfig | None, taken: int) -> str | None:
@@ -217,13 +219,13 @@ def op_kernel(
         "scaling": spec.scaling,
         "fast_accum": spec.fast_accum,
         "reduce": knobs.reduce or "local",
-        "tile_scheduler": _scheduler(knobs, preferred, taken),
+        "tile_scheduler": None if spec.experts else _scheduler(knobs, preferred, taken),
     }
 
     def best(activation: str) -> BuiltKernel | None:
         for_each = [
             registry.candidates(
-                spec.op.kernel,
+                spec.kernel,
                 dtype,
                 device.capability,
                 problem,
@@ -244,9 +246,9 @@ def op_kernel(
             )
         return choose(suited, alternatives[0], sm_count, device.capability, taken)
 
-    kernel = best(spec.activation)
+    kernel = best("none" if spec.gated else spec.activation)
     if kernel is not None:
-        return OpKernel(kernel, activate_after=False)
+        return OpKernel(kernel, activate_after=spec.gated)
     if spec.activation != "none" and (kernel := best("none")) is not None:
         _warn_once(
             f"{spec.label}: no built kernel fuses {spec.activation} for this {dtype} problem: "

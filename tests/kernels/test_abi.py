@@ -57,6 +57,7 @@ def test_the_header_is_read_completely() -> None:
         "FluxGather",
         "FluxAllReduce",
         "FluxCollectArgs",
+        "FluxGroups",
         "FluxGemmArgs",
         "FluxReduceArgs",
         "FluxMeetArgs",
@@ -89,5 +90,6 @@ def test_prepare_loads_the_code(arch: str) -> None:
     """CUDA loads a kernel when it is first asked about, but not when an attribute is set: a kernel
     that waits would keep a later load waiting, too."""
     text = (CSRC / "cuda" / "gemm" / arch / "gemm.cuh").read_text()
-    (body,) = re.findall(r"static int prepare\(int device\) \{\n(.*?)\n  \}", text, flags=re.S)[:1]
-    assert "cudaFuncGetAttributes(&attributes, kKernel)" in body
+    pattern = r"int prepare(?:_on)?\(int device[^)]*\) \{\n(.*?)\n *\}"
+    (body,) = re.findall(pattern, text, flags=re.S)[:1]
+    assert re.search(r"cudaFuncGetAttributes\(&attributes, k(K)?ernel\)", body)

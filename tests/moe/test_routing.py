@@ -54,7 +54,7 @@ def test_runs_of_owners_follow_each_other() -> None:
         experts, total = draw(rng)
         m, world = experts.shape[0], rng.randint(1, 9)
         routing = Routing(experts, total, world=world)
-        offsets = routing._native.offsets
+        offsets = routing.native.offsets
         assert len(offsets) == total * world + 1
         for owner in range(world):
             begin, end = _C.core.row_begin(m, world, owner), _C.core.row_end(m, world, owner)

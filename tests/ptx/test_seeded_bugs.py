@@ -20,6 +20,7 @@ from emulated_nvshmem import puts_of
 from flux import Knobs
 from flux.kernels import runtime
 from flux.transport.virtual import VirtualWorld
+from grouped_bugs import CASES, GROUPED_BUGS, call_experts
 from harness import STRESS, stress_only
 from ptx_device import PtxDevice
 from reference import Inputs, Problem
@@ -110,13 +111,17 @@ def ranks_for(bug: Bug, device: PtxDevice, kernels: Path) -> VirtualWorld:
 def make_calls(device: PtxDevice, kernels: Path, bug: Bug) -> None:
     for seed in range(TRIES):
         device.cuda.seed = 1000 * seed
-        if bug.captured:
+        if bug.op in CASES:
+            call_experts(device, ranks_for(bug, device, kernels), bug.op, bug.rows)
+        elif bug.captured:
             replay(device, bug.op, bug.rows)
         else:
             call(device, ranks_for(bug, device, kernels), bug.op, bug.rows, bug.knobs)
 
 
 def make_calls_without_bug(device: PtxDevice, kernels: Path) -> None:
+    for op in CASES if device.capability < (9, 0) else ():
+        call_experts(device, VirtualWorld(2, device), op, (131, 256))
     for op in ("ag_gemm", "gemm_rs"):
         for seed in range(2 * STRESS if STRESS > 1 else 1):
             device.cuda.seed = 1000 * seed
@@ -179,14 +184,16 @@ QUICK = {
     "no proxy fence behind the acquire",
     "bulk stores awaited with .read",
     "a relay without a fence before its put",
+    "products counted without a fence",
 }
+ALL = {**BUGS, **GROUPED_BUGS}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICK else [stress_only]) for n in BUGS]
+    "name", [pytest.param(n, marks=[] if n in QUICK else [stress_only]) for n in ALL]
 )
 def test_a_bug_is_found(request: pytest.FixtureRequest, name: str) -> None:
-    bug = BUGS[name]
+    bug = ALL[name]
     minimal = bug.reduce == "local" or bug.switch
     fixture = "ptx_kernels" if minimal else "in_flight_kernels"
     if bug.tile_scheduler == "dynamic":

@@ -23,6 +23,7 @@ import torch
 
 from flux import _C
 from flux.backends.cuda import nvtx
+from flux.backends.cuda.grouped import GroupedCalls
 from flux.backends.cuda.operands import Fit, of_zeros, row_step
 from flux.backends.cuda.refusals import check_possible, reason_untraceable
 from flux.backends.cuda.setup import (
@@ -161,6 +162,9 @@ class CudaBackend:
         self.native = self._native(timeout_s)
         abandon_in_children(self)
         self._workspaces = Workspaces(self.device)
+        kernel = (tile, self.sm_count, self._activate_after)
+        tools = (self.device, self.native, self._workspaces, self._fit)
+        self._grouped = GroupedCalls(spec, *tools, *kernel, self._empty)
         who = f"{spec.label}: rank {self.rank}"
         noticed = (self.native, self.peers, watch, self._report)
         self._waits = StreamWaits(who, transport, *noticed, timeout_s)
@@ -249,7 +253,10 @@ class CudaBackend:
         hooks: OverlapHooks | None = None,
     ) -> list[torch.Tensor]:
         """Put a call on the current stream: see ``Backend.run``."""
-        if self.spec.op.gathers:
+        if self.spec.experts:
+            rows = self._rows_of(call.m)
+            outs = self._grouped.run(schedule, self._begin(schedule), call, rows, gather)
+        elif self.spec.op.gathers:
             outs = self._ag_gemm(schedule, call, gather)
         else:
             outs = [self._gemm_rs(schedule, call)]

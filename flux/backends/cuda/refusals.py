@@ -29,7 +29,9 @@ def check_possible(backend: _Backend, schedule: TileSchedule) -> None:
     Raises:
         ValueError: it is traced or captured, and cannot be.
     """
-    reason = None
+    reason = reason_not_grouped(backend) if backend.spec.experts else None
+    if reason is not None:
+        raise ValueError(f"{backend.spec.label}: {reason}")
     if backend.recorder is not None and backend.capturing():
         reason = CAPTURED
     elif backend.recorder is not None and schedule.knobs.path == "in_kernel":
@@ -49,10 +51,21 @@ def check_possible(backend: _Backend, schedule: TileSchedule) -> None:
         backend.peers.check(schedule.shape[0])
 
 
+def reason_not_grouped(backend: _Backend) -> str | None:
+    """Return why a call of an op of experts is impossible, None if it is possible."""
+    if backend.capturing():
+        return "calls cannot be captured into a CUDA graph: the host reads the tokens' experts"
+    if not backend.peers.idle:
+        return "experts need peers with a GPU of their own, not loopback"
+    return None
+
+
 def reason_untraceable(backend: _Backend, fused: bool) -> str | None:
     """Return why calls cannot be traced: a capture, or kernels of no trace build."""
     if backend.capturing():
         return f"{backend.spec.label}: {CAPTURED}"
+    if backend.spec.experts:
+        return f"{backend.spec.label}: traces do not know the tiles of experts on GPUs"
     if fused and not all(kernel.traces for kernel in backend.kernels):
         return (
             f"{backend.spec.label}: its kernels are not from a trace build: run `flux compile "

@@ -90,6 +90,8 @@ def choose_kernels(
             f"{spec.label}: reduce = in_flight adds in the memory of peers, and on rank "
             f"{transport.rank} {problem}; use reduce = local"
         )
+    if spec.experts and transport.nodes > 1:
+        problem = f"{spec.label}: experts on GPUs need ranks of one node, got {transport.nodes}"
     kernels = []
     taken = taken_units(knobs, transport.sm_share, transport.nodes)
     args = (transport.device, knobs, sm_count, preferred, TRACE.get(), taken)

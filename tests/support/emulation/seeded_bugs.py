@@ -440,15 +440,18 @@ BUGS = {
 
 def page() -> str:
     """Return the table of all bugs."""
+    from grouped_bugs import GROUPED_BUGS  # which takes the parts above
+
+    bugs = {**BUGS, **GROUPED_BUGS}
     lines = [
         "# Bugs of Flux's kernels",
         "",
-        f"{len(BUGS)} edits of PTX, each reported at the wrong statement (`test_seeded_bugs.py`).",
+        f"{len(bugs)} edits of PTX, each reported at the wrong statement (`test_seeded_bugs.py`).",
         "",
         "| Kernels | Bug | Message, as a regular expression |",
         "| --- | --- | --- |",
     ]
-    for name, bug in BUGS.items():
+    for name, bug in bugs.items():
         message = bug.error.replace("|", "\\|")
         lines.append(f"| {bug.op}, sm_{bug.arch} | {name} | `{message}` |")
     return "\n".join(lines) + "\n"

@@ -1,0 +1,188 @@
+"""Calls of the ops of experts on GPUs: maps of routed rows, operands, and what follows the kernel.
+
+The host makes the maps (csrc/schedule/grouped.h), from experts that it has read: a call waits for
+the router's result. Kernels take them from device memory.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+from flux import _C
+from flux.backends.cuda.operands import Fit, row_step
+from flux.backends.cuda.workspaces import Workspaces
+from flux.backends.epilogue import ACTIVATE
+from flux.core.call import Call, GroupedProduct
+from flux.core.schedule import TileSchedule
+from flux.core.spec import OpSpec
+from flux.core.tensors import address_of
+from flux.transport.device import Device
+
+POINTER_WORDS = 2  # int32 words of an address
+
+
+class Empty(Protocol):
+    """Allocates a tensor that a call uses: ``CudaBackend._empty``."""
+
+    def __call__(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a tensor [rows, columns]; the op's result dtype by default."""
+        ...
+
+
+class GroupedCalls:
+    """Puts calls of one op of experts on streams.
+
+    Args:
+        spec: the op.
+        device: the GPU.
+        native: the op's calls.
+        workspaces: of its kernels.
+        fit: what its kernels can load.
+        tile: rows and columns of a tile of its kernel.
+        blocks: of the kernel, about as many as run at once.
+        activates: whether the activation is left to a kernel of its own.
+        empty: allocates tensors.
+    """
+
+    def __init__(
+        self,
+        spec: OpSpec,
+        device: Device,
+        native: _C.CudaOp,
+        workspaces: Workspaces,
+        fit: Fit,
+        tile: tuple[int, int],
+        blocks: int,
+        activates: bool,
+        empty: Empty,
+    ) -> None:
+        self._spec = spec
+        self._device = device
+        self._native = native
+        self._workspaces = workspaces
+        self._fit = fit
+        self._tile = tile
+        self._blocks = blocks
+        self._activates = activates
+        self._empty = empty
+
+    def run(
+        self, schedule: TileSchedule, stream: int, call: Call, own_rows: int, gather: bool
+    ) -> list[torch.Tensor]:
+        """Put a call on a stream: see ``Backend.run``. ``own_rows``: tokens of this rank."""
+        if self._spec.op.gathers:
+            return self._gather(schedule, stream, call, gather)
+        return [self._sum(schedule, stream, call, own_rows)]
+
+    def _gather(
+        self, schedule: TileSchedule, stream: int, call: Call, gather: bool
+    ) -> list[torch.Tensor]:
+        spec, product = self._spec, call.grouped
+        assert product is not None
+        columns = call.columns[0] * (2 if spec.gated else 1)
+        x = self._fit.call(call, gathers=True).x
+        out = self._empty(product.rows, columns)
+        full = self._empty(call.m, spec.k, spec.dtype) if gather else None
+        (tile_m, tile_n) = self._tile
+        tiles = -(-columns // tile_n)
+        work = product.routing.native.gather_work(schedule.native, tile_m, tiles)
+        weights = self._weights(product, call, x.shape[1])
+        operand = self._operand(product, work, weights, columns, out)
+        self._workspaces.make_room(self._native, schedule, stream, [operand], spec.k)
+        rows = (self._address(x), spec.k, spec.k, 0)
+        to = 0 if full is None else address_of(full)
+        self._native.ag_gemm(schedule.native, stream, rows, [operand], to, [])
+        if spec.gated:
+            wide, out = out, self._empty(product.rows, call.columns[0])
+            self._device.enqueue(partial(self._gate, wide, out))
+        elif self._activates:
+            self._device.enqueue(partial(self._activate, out))
+        return [out] if full is None else [out, full]
+
+    def _sum(self, schedule: TileSchedule, stream: int, call: Call, own_rows: int) -> torch.Tensor:
+        spec, product = self._spec, call.grouped
+        assert product is not None
+        rows = call.m if spec.op.all_reduces else own_rows
+        (columns,) = spec.n
+        out = self._empty(rows, columns)
+        products = self._empty(product.rows, columns)
+        x = self._fit.tensor(call.x)
+        if x.shape[1] == 0:  # a rank without a part of K: zeros, as wide as one load
+            x = self._zeros(product.rows, self._fit.elements)
+        depth = x.shape[1]
+        work = product.routing.native.sum_work(schedule.native, *self._tile, self._blocks)
+        weights = self._weights(product, call, depth)
+        operand = self._operand(product, work, weights, columns, products)
+        self._workspaces.make_room(self._native, schedule, stream, [operand], depth)
+        a = (self._address(x), row_step(x.shape, x.stride()), depth, 0)
+        self._native.gemm_rs(schedule.native, stream, a, operand, address_of(out))
+        return out
+
+    def _zeros(self, rows: int, columns: int) -> torch.Tensor:
+        itemsize = self._spec.dtype.itemsize
+        some = self._device.zeros(max(rows, 1) * columns * itemsize, torch.uint8)
+        return some.view(self._spec.dtype).view(-1, columns)[:rows]
+
+    def _weights(self, product: GroupedProduct, call: Call, depth: int) -> list[torch.Tensor]:
+        """Return the experts' weights as the kernel loads them, all with one distance of rows."""
+        kn = self._spec.transpose_weight
+        if depth != call.x.shape[1]:
+            rows = (depth, self._spec.n[0]) if kn else (self._spec.n[0], depth)
+            return [self._zeros(*rows)] * len(product.weights)
+        each = [self._fit.tensor(w.t() if kn else w) for w in product.weights]
+        if len({row_step(w.shape, w.stride()) for w in each}) > 1:
+            each = [w.contiguous() for w in each]
+        return each
+
+    def _operand(
+        self,
+        product: GroupedProduct,
+        work: _C.GroupedWork,
+        weights: list[torch.Tensor],
+        columns: int,
+        out: torch.Tensor,
+    ) -> _C.Operand:
+        """Give the kernel its maps; return the weights, and where products go."""
+        routing, sizes = product.routing, work.sizes
+        pointers = POINTER_WORDS * len(weights)
+        maps = self._device.pinned(pointers + sum(sizes) + routing.positions.numel(), torch.int32)
+        addresses = [self._address(weight) for weight in weights]
+        maps[:pointers].view(torch.int64).copy_(torch.tensor(addresses, dtype=torch.int64))
+        work.fill(address_of(maps) + pointers * maps.itemsize)
+        maps[pointers + sum(sizes) :] = routing.positions.view(-1)
+        on_device = maps.to(self._device.torch_device, non_blocking=True)
+        at = self._address(on_device)
+        places = [at + (pointers + s) * maps.itemsize for s in accumulate(sizes, initial=0)]
+        items, experts, rows, tokens, sources, counts, positions = places
+        if self._spec.op.gathers:
+            sources = tokens
+        bias, probs = product.biases, product.probs
+        bias = None if bias is None else self._fit.tensor(bias.contiguous())
+        probs = None if probs is None else probs.to(torch.float32).contiguous()
+        self._native.set_groups(
+            maps=[items, experts, rows, tokens, sources, counts, positions, at],
+            bias=0 if bias is None else self._address(bias),
+            probs=0 if probs is None else self._address(probs),
+            items=sizes[0],
+            experts=len(weights),
+            topk=routing.topk,
+        )
+        self._kept = (bias, probs, on_device)  # until the call is on the stream
+        step = row_step(weights[0].shape, weights[0].stride()) if weights else columns
+        first = addresses[0] if weights else at
+        return (first, step, columns, address_of(out), columns, 0, 0)
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        self._device.keep(tensor)
+        return address_of(tensor)
+
+    def _activate(self, out: torch.Tensor) -> None:
+        out.copy_(ACTIVATE[self._spec.activation](out))
+
+    def _gate(self, wide: torch.Tensor, out: torch.Tensor) -> None:
+        gate, up = wide.chunk(2, dim=1)
+        torch.mul(ACTIVATE[self._spec.activation](gate), up, out=out)

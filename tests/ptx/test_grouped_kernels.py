@@ -1,0 +1,113 @@
+"""Kernels of experts on the PTX machine: ops of flux.moe against float64, and calls they refuse."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from emulated import EmulatedDevice
+from flux import Knobs, PeerTimeoutError
+from flux.kernels.config import GROUPED
+from flux.transport.loopback import LoopbackWorld
+from flux.transport.virtual import VirtualWorld
+from harness import STRESS
+from moe_cases import ROUTINGS, MoeCase, MoeInputs
+from moe_seeds import case_of, run_case
+
+CASE = MoeCase("gather", 90, 64, 32, 5, 3, dtype=torch.bfloat16, knobs=Knobs(comm_tile_rows=8))
+
+
+@pytest.mark.parametrize("seed", range(12 * STRESS))
+def test_random_routings(a100: Any, seed: int) -> None:
+    kernels = [b for b in a100.registry.kernels.values() if b.config.op in GROUPED]
+    config, case, world, kind = case_of(seed, [b.config for b in kernels])
+    (built,) = (b for b in kernels if b.config == config)
+    run_case(a100, built, case, world, [kind, "random"], seed)
+
+
+def calls(device: EmulatedDevice, case: MoeCase, inputs: MoeInputs, **options: Any) -> list[Any]:
+    """Results of one call of all ranks, compared with float64."""
+    world = inputs.world
+    with VirtualWorld(world, device) as ranks, ExitStack() as closing:
+        ops = [closing.enter_context(case.build(group=ranks.rank(r))) for r in range(world)]
+        given = [inputs.arguments(r) for r in range(world)]
+        outs = ranks.run(lambda r: ops[r](*given[r][:3], **given[r][3], **options))
+        device.finish()
+        for r, op in enumerate(ops):
+            op.wait()
+            inputs.compare(outs[r][0] if options else outs[r], r)
+    return outs
+
+
+def test_rows_that_no_expert_of_a_rank_has_are_gathered_too(a100: Any) -> None:
+    """The kernel of a rank without routed rows awaits the rows that peers push to it."""
+    case = replace(CASE, ep=2)
+    inputs = MoeInputs(case, 90, 2, "random", 3)
+    inputs.experts.clamp_(max=2)  # the other rank has experts 3 and 4
+    a100.set_copy_delay(10_000)
+    try:
+        outs = calls(a100, case, inputs, return_gathered=True)
+    finally:
+        a100.set_copy_delay(0)
+    assert outs[1][0].shape[0] == 0
+    assert all(torch.equal(full, inputs.x) for _, full in outs)
+
+
+@pytest.mark.parametrize("op", ["gather", "scatter", "reduce"])
+def test_no_order_of_warps_changes_a_bit(a100: Any, op: str) -> None:
+    case, outs = replace(CASE, op=op), []
+    try:
+        for seed in range(3 * STRESS):
+            a100.cuda.seed = 1000 * seed
+            outs.append(calls(a100, case, MoeInputs(case, 77, 2, "dropped", 5)))
+    finally:
+        a100.cuda.seed = 0
+    for other in outs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("op", ["gather", "scatter"])
+def test_a_peer_that_makes_no_call_is_reported(a100: Any, op: str) -> None:
+    case = replace(CASE, op=op)
+    x, weights, experts, options = MoeInputs(case, 40, 2, ROUTINGS[0], 1).arguments(0)
+    with VirtualWorld(2, a100) as ranks, ExitStack() as closing:
+        built = [case.build(group=ranks.rank(r), timeout_s=0.2) for r in range(2)]
+        for each in built:
+            closing.callback(each.close)
+        ranks.run(lambda r: built[0](x, weights, experts, **options) if r == 0 else None)
+        with pytest.raises(PeerTimeoutError, match=r"waited more than 0\.2 s"):
+            built[0].wait()
+
+
+def test_calls_that_are_impossible_are_refused(a100: Any) -> None:
+    inputs = MoeInputs(CASE, 40, 2, "random", 1)
+    with VirtualWorld(2, a100) as ranks, ExitStack() as closing:
+        ops = [closing.enter_context(CASE.build(group=ranks.rank(r))) for r in range(2)]
+        x, weights, experts, options = inputs.arguments(0)
+
+        def refused(r: int) -> None:
+            with pytest.raises(ValueError, match="the host reads the tokens' experts"):
+                ops[r](x, weights, experts, **options)
+
+        with a100.capture() as graph:
+            ranks.run(refused)
+        graph.close()
+        for knobs in (Knobs(path="medium"), Knobs(path="in_kernel"), Knobs(reduce="in_flight")):
+            with pytest.raises(ValueError, match="path = fused or unfused and reduce = local"):
+                replace(CASE, op="scatter", knobs=knobs).build(group=ranks.rank(0))
+        with pytest.raises(ValueError, match="no built kernel supports"):
+            replace(CASE, n=66).build(group=ranks.rank(0))
+        with pytest.raises(ValueError, match="backend cuda needs one of"):
+            replace(CASE, dtype=torch.float32).build(group=ranks.rank(0))
+    with VirtualWorld(4, a100, 2) as nodes, pytest.raises(ValueError, match="ranks of one node"):
+        CASE.build(group=nodes.rank(0))
+    with (
+        LoopbackWorld(2, a100) as one,
+        CASE.build(group=one.rank()) as op,
+        pytest.raises(ValueError, match="loopback"),
+    ):
+        op(x, weights, experts, **options)

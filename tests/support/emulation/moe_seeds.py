@@ -1,0 +1,172 @@
+"""Kernels of experts under many seeds: each decides op, sizes, routing, knobs, and the order of all
+warps and transfers. Results are compared with float64; every fourth seed runs twice, in another
+order, and must give the same bits.
+
+    python tests/support/emulation/moe_seeds.py --seeds 600 --out benchmarks/results/ptx/moe.json
+    python tests/support/emulation/moe_seeds.py --first 4711 --seeds 1    # one of them again
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests" / "support")]
+
+from every_kernel import build_kernels, device_with, only  # noqa: E402
+from flux.core.problem import BY_SHORT  # noqa: E402
+from flux.kernels.config import GROUPED, GemmConfig  # noqa: E402
+from flux.kernels.registry import BuiltKernel  # noqa: E402
+from flux.kernels.sets import config_set  # noqa: E402
+from flux.transport.virtual import VirtualWorld  # noqa: E402
+from moe_cases import MOE_OPS, ROUTINGS, MoeCase, MoeInputs  # noqa: E402
+from op_cases import same_bits  # noqa: E402
+from ptx_figures import write_figures  # noqa: E402
+from reference import ACTIVATIONS  # noqa: E402
+from virtual_cases import knobs_of, topology_of  # noqa: E402
+
+
+def configs() -> list[GemmConfig]:
+    """The kernels of experts in the default set, and those of [K, N] weights."""
+    configs = [c for c in config_set("default", ["80"]) if c.op in GROUPED]
+    return [*configs, *(replace(c, weight="kn") for c in configs if c.tile == (128, 128, 32))]
+
+
+def case_of(seed: int, kernels: list[GemmConfig]) -> tuple[GemmConfig, MoeCase, int, str]:
+    """What a seed asks for: a kernel, an op, its world and its kind of routing."""
+    rng = random.Random(f"moe {seed}")
+    op = list(MOE_OPS)[seed % len(MOE_OPS)]
+    config = rng.choice([c for c in kernels if (c.op == GROUPED[0]) == (op == "gather")])
+    world = rng.choice([2, 2, 3, 4, 8])
+    experts = rng.choice([1, 2, 3, 5, 8, 13])
+    ep = rng.choice([d for d in range(1, world + 1) if world % d == 0 and d <= experts])
+    parts, step = world // ep, config.alignment
+    size = (step * rng.randint(1, 20) * (parts if step > 1 else 1), step * rng.randint(1, 12))
+    if step == 1:  # shares of ranks that differ, or are empty
+        size = rng.randint(1, 80), rng.randint(1, 90)
+    shared, other = size
+    activation = rng.choice(("none", *ACTIVATIONS)) if op == "gather" else "none"
+    direction = {"direction": "push"} if op != "gather" else {}
+    case = MoeCase(
+        op,
+        rng.choice([1, world, rng.randint(2, 40), rng.randint(40, 300)]),
+        shared if op == "gather" else other,
+        other if op == "gather" else shared,
+        experts,
+        topk=rng.randint(1, min(experts, 10)),
+        ep=ep,
+        dtype=BY_SHORT[config.dtype].torch,
+        knobs=replace(knobs_of(rng, world), reduce="local", **direction),
+        transpose=config.weight == "kn",
+        activation=activation,
+        gated=activation != "none" and rng.random() < 0.5,
+        bias=rng.random() < 0.6,
+        listed=rng.random() < 0.4,
+    )
+    return config, case, world, rng.choice(ROUTINGS)
+
+
+def run_case(
+    device: Any, built: BuiltKernel, case: MoeCase, world: int, kinds: list[str], seed: int
+) -> tuple[list[list[torch.Tensor]], float]:
+    """Make a call for each kind of routing; return results by call and rank, and the worst error.
+
+    The error is a part of the bound.
+    """
+    rng = random.Random(seed)
+    device.cuda.clear()
+    device.cuda.seed = 1 + 1000 * seed
+    device.take_turns(device.cuda.seed)
+    results, worst = [], 0.0
+    with only(device, built, world), VirtualWorld(world, device) as ranks, ExitStack() as closing:
+        options = {"topology": topology_of(rng, world), "timeout_s": 120.0}
+        ops = [
+            closing.enter_context(case.build(group=ranks.rank(r), **options)) for r in range(world)
+        ]
+        for number, kind in enumerate(kinds):
+            m = case.max_m if number == 0 else rng.randint(1, case.max_m)
+            inputs = MoeInputs(case, m, world, kind, number + 7)
+            calls = [inputs.arguments(r) for r in range(world)]
+            for r in range(world):
+                device.keep(calls[r][0])
+            outs = ranks.run(lambda r, calls=calls: ops[r](*calls[r][:3], **calls[r][3]))
+            device.finish()
+            for r, op in enumerate(ops):
+                op.wait()
+                worst = max(worst, inputs.compare(outs[r], r))
+            results.append(outs)
+    return results, worst
+
+
+def run_seed(device: Any, kernels: dict[str, BuiltKernel], seed: int) -> tuple[str, float]:
+    """Run a seed's case; return the op and the worst error as a part of the bound.
+
+    Raises:
+        AssertionError: a result is wrong, or differs from run to run.
+        RuntimeError: the machine has found a fault.
+    """
+    config, case, world, kind = case_of(seed, [b.config for b in kernels.values()])
+    kinds = [kind, "random"]
+    results, worst = run_case(device, kernels[config.name], case, world, kinds, seed)
+    if seed % 4 == 0:
+        # Routings and inputs are the same; the order of warps and streams is not.
+        more, _ = run_case(device, kernels[config.name], case, world, kinds, seed)
+        for first, second in zip(results, more, strict=True):
+            assert all(same_bits(a, b) for a, b in zip(first, second, strict=True)), case
+    return f"{config.op} {case.op}", worst
+
+
+def main() -> int:
+    """Run seeds, and write how many of each op there were, and what failed."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=60)
+    parser.add_argument("--out", type=Path, help="JSON")
+    options = parser.parse_args()
+    registry = build_kernels(configs())
+    wanted = {c.name for c in configs()}
+    kernels = {name: built for name, built in sorted(registry.kernels.items()) if name in wanted}
+    begin, counts, worst = time.monotonic(), Counter[str](), {}
+    failures = []
+    todo = list(range(options.first, options.first + options.seeds))
+    while todo:
+        with ExitStack() as stack:
+            device = stack.enter_context(device_with(registry))
+            while todo:
+                seed = todo.pop(0)
+                try:
+                    op, error = run_seed(device, kernels, seed)
+                except Exception as fault:
+                    failures.append({"seed": seed, "error": str(fault)[:1000]})
+                    case = case_of(seed, [b.config for b in kernels.values()])
+                    print(f"seed {seed}: {case}: {fault}", flush=True)
+                    stack.pop_all()  # whose end would complain of the same fault
+                    break
+                counts[op] += 1
+                worst[op] = max(worst.get(op, 0.0), error)
+    rows = [
+        {"kernel and op": op, "seeds": counts[op], "error / bound": round(worst[op], 4)}
+        for op in sorted(counts)
+    ]
+    rows.append({"failures": failures, "seconds": round(time.monotonic() - begin)})
+    for row in rows:
+        print(row)
+    if options.out is not None:
+        command = f"python tests/support/emulation/moe_seeds.py --seeds {options.seeds}"
+        write_figures(options.out, command, rows)
+    return len(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main()))
