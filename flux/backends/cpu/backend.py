@@ -230,7 +230,8 @@ class CpuBackend:
         x_full = x.new_empty(call.m, spec.k, dtype=spec.dtype) if gather else None
         multiply = Multiplier(spec, call)
         plan = self._plan(schedule)
-        selection = plan.selection(call.needed, spec.ep)
+        needed = call.needed
+        selection = None if needed is None else plan.selection(needed, spec.ep)
         engine.begin(
             schedule.native,
             call.digest,
@@ -296,7 +297,8 @@ class CpuBackend:
         plan = self._plan(schedule)
         out = self.empty(call.m if spec.op.all_reduces else plan.own_rows, spec.n[0])
         sums = out[:0] if plan.direct else self.empty(call.m, spec.n[0])
-        bias, selection = call.biases[0], plan.selection(call.needed, spec.ep)
+        bias, needed = call.biases[0], call.needed
+        selection = None if needed is None else plan.selection(needed, spec.ep)
         engine.begin(
             schedule.native,
             call.digest,

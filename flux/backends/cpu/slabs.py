@@ -99,10 +99,8 @@ class SlabPlan:
     last_foreign: int
     hops: _C.Hops | None = None
 
-    def selection(self, needed: NeededTokens | None, ep: int) -> _C.Selection | None:
-        """Return the rows that transfers of a call carry; None: all of them."""
-        if needed is None:
-            return None
+    def selection(self, needed: NeededTokens, ep: int) -> _C.Selection:
+        """Return the rows that transfers of a call carry."""
         if self.hops is None:
             self.hops = _C.Hops(self.schedule.native, ep)
         return needed.selection(self.hops)

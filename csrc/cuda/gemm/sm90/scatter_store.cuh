@@ -174,8 +174,8 @@ struct ScatterStore : Base {
       }
     }
 
-    // A cluster may be wider than what is left of N. A tile beyond it stores nothing, and its flag would be
-    // that of the next row of tiles.
+    // A cluster may be wider than what is left of N. A tile beyond N stores nothing, and its flag
+    // would be that of the next row of tiles.
     CUTLASS_DEVICE void end() {
       if (thread_ >= 32 || tile_n_ >= flag_columns(store_->params_->targets.tiling)) return;
       if (store_->stored_++ != thread_) return;
