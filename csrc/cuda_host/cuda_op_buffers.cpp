@@ -67,6 +67,7 @@ void CudaOp::fill_with_nan(Stream stream) {
 bool CudaOp::own_in_place(const Schedule& schedule, const Rows& x,
                           const std::vector<Operand>& operands, bool collects) const {
   if (pulls(schedule) || setup_.remote || setup_.scales_travel || collects) return false;
+  if (groups_.items != nullptr) return false;  // kernels of experts gather all rows by one index
   if ((x.x | static_cast<Address>(setup_.row_bytes)) % kLoadBytes != 0) return false;
   if (schedule.spec.split) return true;
   const int m = schedule.spec.problem.m;

@@ -8,7 +8,7 @@ kernel. Then the streams: of the calls ("stream"), "copy stream", "network strea
 
 In addition to those of convert.py, these strings connect events:
 
-    "1.entry:0"     rank 0 has entered the call, as rank 1 sees it
+    "1.entry:0"     rank 0 has entered the call, as rank 1 sees it; not with two buffers
     "1.flag:1:6"    flag 6 of the rows of rank 1, where rank 1 sees it
 """
 
@@ -245,6 +245,8 @@ class _Streams:
         backend = rank_records.backend
         self.rank, self.op = rank_records.rank, backend.spec.op.name
         self.schedules, self.first_epoch = rank_records.schedules, rank_records.first_epoch
+        # With two buffers an entry is that of the call before: nothing of this call raises it.
+        self.credits = backend.layout.second_offset > 0
         self.nodes = _Nodes(rank_records.rank, backend.world, backend.nodes)
 
     def describe(self, r: Record) -> tuple[str, Details]:
@@ -255,6 +257,8 @@ class _Streams:
         if work is Work.collective:
             return collective(self.op), {"bytes": r.nbytes}
         if work is Work.enter:
+            if self.credits:
+                return "lets peers write the next call's rows", {}
             raised = [
                 f"{peer}.entry:{twin}"
                 for peer in self.nodes.neighbours
@@ -262,6 +266,8 @@ class _Streams:
             ]
             return "enters the call", {"raises": " ".join(raised)}
         if work is Work.entry:
+            if self.credits:
+                return f"waits until rank {r.peer} has a free buffer", {"peer": r.peer}
             awaited = f"{self.rank}.entry:{r.peer}"
             return f"waits for rank {r.peer} to enter", {"peer": r.peer, "awaits": awaited}
         if work is Work.result:

@@ -38,7 +38,7 @@ def test_the_library_offers_what_the_manifest_says(registry: Registry, config: G
     kernel = _C.Kernel(str(built.library), built.symbol)
     assert kernel.name == built.symbol == config.name
     assert kernel.tile == config.tile[:2]
-    assert kernel.reduces == (config.op == "gemm_rs")
+    assert kernel.reduces == config.op.endswith("gemm_rs")
 
 
 def test_kernels_do_not_spill_registers(registry: Registry) -> None:

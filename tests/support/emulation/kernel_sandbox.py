@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from flux.cli.app import app
 from flux.kernels import sources
 from flux.kernels.build import GPU, Target, Tools
+from flux.kernels.config import OPS
 from flux.machine import toolchain
 from scripts import start_interruptible
 
@@ -188,7 +189,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     (made.csrc / "cuda").mkdir()
     shutil.copy(ROOT / "csrc/cuda/abi.h", made.csrc / "cuda")
     for arch in ("sm80", "sm90"):
-        for op in ("gemm", "ag_gemm", "gemm_rs"):
+        for op in OPS:
             header = made.csrc / "cuda/gemm" / arch / f"{op}.cuh"
             header.parent.mkdir(parents=True, exist_ok=True)
             header.write_text('#include "../common.cuh"\n#include "cutlass/cutlass.h"\n')
