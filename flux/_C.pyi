@@ -225,6 +225,7 @@ def build_schedule(
     hosts: Sequence[int] = ...,
     spread: bool = ...,
     split: bool = ...,
+    copied: bool = ...,
     in_kernel: bool = ...,
     rows: Sequence[int] = ...,
 ) -> Schedule: ...
@@ -670,6 +671,9 @@ class CudaOp:
         sum_flags: int = 0,
         sum_words: int = 0,
         second_offset: int = 0,
+        copied_offset: int = 0,
+        scaled_rows: bool = False,
+        x_bytes: int = 2,
     ) -> None: ...
     def touch_peers(self) -> None: ...
     @staticmethod

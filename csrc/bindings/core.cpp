@@ -103,7 +103,7 @@ std::shared_ptr<Schedule> make_schedule(int op, int m, int n, int k, int rank,
                                         const MeshTuple& mesh, int tile_m, int tile_n, int raster,
                                         int comm_rows, int direction, int order, int swizzle,
                                         int store, std::vector<int> hosts, bool spread, bool split,
-                                        bool in_kernel, std::vector<int> rows) {
+                                        bool copied, bool in_kernel, std::vector<int> rows) {
   ScheduleSpec spec;
   spec.problem = Problem{static_cast<OpKind>(op), m, n, k, world_of(mesh_of(mesh))};
   // Do not divide by a world below 1, which build_schedule refuses later.
@@ -115,6 +115,7 @@ std::shared_ptr<Schedule> make_schedule(int op, int m, int n, int k, int rank,
   spec.hosts = std::move(hosts);
   spec.spread = spread;
   spec.split = split;
+  spec.copied = copied;
   spec.in_kernel = in_kernel;
   spec.rows = std::move(rows);
   return std::make_shared<Schedule>(build_schedule(spec));
@@ -352,7 +353,8 @@ void bind_schedule(py::module_& m) {
         py::arg("k"), py::arg("rank"), py::arg("mesh"), py::arg("tile_m"), py::arg("tile_n"),
         py::arg("raster"), py::arg("comm_rows"), py::arg("direction"), py::arg("order"),
         py::arg("swizzle"), py::arg("store"), py::arg("hosts") = std::vector<int>(),
-        py::arg("spread") = false, py::arg("split") = false, py::arg("in_kernel") = false,
+        py::arg("spread") = false, py::arg("split") = false, py::arg("copied") = false,
+        py::arg("in_kernel") = false,
         py::arg("rows") = std::vector<int>());
   m.def(
       "room_for",

@@ -215,7 +215,8 @@ typedef struct FluxReduceArgs {
   int32_t world, rank;    /* whose rows they are */
   const void* slots[FLUX_MAX_WORLD]; /* [rows, n] of each source, or the sum of some; ld slot_ld */
   int64_t slot_ld;
-  const uint32_t* flags;      /* of this rank's pad */
+  const uint32_t* flags; /* of this rank's pad */
+  int32_t by_source;     /* 1: each source raises the word of its number, behind all its rows */
   void* outs[FLUX_MAX_WORLD]; /* one destination, or (AllReduce) one per rank: of first_row; one of
                                  the slots may be a destination as well */
   int32_t out_count;          /* 0: wait for the flags, no more */

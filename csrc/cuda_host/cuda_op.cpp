@@ -64,6 +64,9 @@ CudaOp::CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kerne
   forked_ = driver_->create_event();
   joined_ = driver_->create_event();
   calls_ = Calls::of(driver_, setup_.lane);
+  for (int i = 0; i < setup_.world && setup_.copied_offset != 0; ++i) {
+    parts_.push_back(driver_->create_event());
+  }
   captured_end_ = driver_->create_event();
 }
 
@@ -80,6 +83,7 @@ void CudaOp::close() {
   if (copy_stream_ == 0) return;
   driver_->destroy_event(forked_);
   driver_->destroy_event(joined_);
+  for (const Event event : parts_) driver_->destroy_event(event);
   driver_->destroy_event(captured_end_);
   driver_->destroy_stream(copy_stream_);
   if (network_stream_ != 0) driver_->destroy_stream(network_stream_);
@@ -138,6 +142,7 @@ void CudaOp::require_room(const Schedule& schedule) const {
   const std::int64_t sums = relay() ? strip_count(s) : tiles;
   const std::int64_t boxes = setup_.nodes * (sums + (setup_.all_reduce ? tiles : 0));
   require("flags", setup_.nodes * flag_count(s), setup_.signals);
+  require("flags of own tiles", schedule.spec.copied ? flag_count(s) : 0, setup_.offers);
   require("strips", relay() ? sums : 0, setup_.strips);
   require("boxes for other nodes", setup_.remote ? boxes : 0, setup_.boxes);
   require("rows of a slot", chunk_rows(p.m, p.world),
@@ -217,7 +222,7 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
 }
 
 bool CudaOp::streams_wait(const Schedule& schedule) const {
-  const bool copied = schedule.spec.tiles.op == OpKind::kAGGemm;
+  const bool copied = schedule.spec.tiles.op == OpKind::kAGGemm || schedule.spec.copied;
   return copied || setup_.remote != nullptr || (setup_.poison && read_by_peers(schedule));
 }
 

@@ -9,6 +9,8 @@
 //   path medium           ... own rows | kernel: own rows | await rows | kernel: a peer's rows | ... | join
 //
 //   GemmRS   stream       zeros, NaN | entry -> all peers | kernel: tile -> its owner, flag | reduction
+//   copied                ... | kernel: tile -> own memory | ... | reduction           (cuda_op_copies.cpp)
+//            copy stream  an owner's rows -> it, flag | ...
 //   GemmAR                ... | "my rows are everywhere" -> all peers | await all | result -> output
 //
 // The host submits in this order: own rows, first kernel, copies, further kernels. The copies are
@@ -50,7 +52,7 @@ namespace flux::host {
 //   W entries (word o: of the rank that holds rows of o for this node, cuda_op_nodes.cpp);
 //   W words "my result is everywhere" (GemmAR);
 //   the status (FLUX_STATUS_WORDS of 64 bits): peers write to it only to report that they gave up;
-//   signals or flags, then offers (pulls);
+//   signals or flags, then offers (pulls) or (partials that are copied) flags of the own tiles;
 //   the words of captured calls: their count, W entries, W of the result, signals or flags, offers;
 //   those of path in_kernel: W words "my rows are here", then FLUX_GATHER_WORDS counts, then (GemmAR) flags
 //   and a word for each sum (core/all_reduce.h);
@@ -61,7 +63,8 @@ namespace flux::host {
 //   each behind its guard (core/scatter.h); then (GemmAR) the result;
 //   where the device itself puts sums (Relay): the sum for a rank of each other node;
 //   two buffers of rows that kernels push (path in_kernel, cuda_op_in_kernel.cpp);
-//   the second buffer of gathered rows and their scales, if there are two.
+//   the second buffer of gathered rows and their scales, if there are two;
+//   slots of partials that copies take to their owners, one for each.
 // If the NVLink switch adds up, there is a slot per owner. It holds this rank's partials of the
 // owner's rows, and the owner reads it. (The owner of a slot is the same at any M, so that only the
 // owner of a tile has to be awaited before the tile is written.) Between nodes there are W slots:
@@ -108,6 +111,9 @@ struct CudaOpSetup {
   int sum_flags = 0;               // of GemmAR on path in_kernel
   int sum_words = 0;               // these, and the words of sums
   std::int64_t second_offset = 0;  // of the second buffer of gathered rows; 0: there is one
+  std::int64_t copied_offset = 0;  // of partials that copies take to their owners; 0: none
+  bool scaled_rows = false;        // x has a scale for each row
+  int x_bytes = 2;                 // of an element of x
 };
 
 template <class T>
@@ -276,6 +282,16 @@ class CudaOp {
   bool own_in_place(const Schedule& schedule, const Rows& x, const std::vector<Operand>& operands,
                     bool collects) const;
 
+  // cuda_op_copies.cpp
+  void scatter_by_copies(const Schedule& schedule, Stream stream, const Rows& x,
+                         const Operand& operand);
+  FluxGemmArgs partials_args(const Schedule& schedule, Stream stream, const Rows& x,
+                             const Operand& operand, int owner) const;
+  void put_partials(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand);
+  void await_partials(const Schedule& schedule, int n, int owner, int place);
+  void send_partials(const Schedule& schedule, int owner);
+  Address partials_for(int owner) const;
+
   // cuda_op_in_kernel.cpp
   void gather_in_kernel(const Schedule& schedule, Stream stream, const Rows& x,
                         const std::vector<Operand>& operands, Address gathered);
@@ -322,6 +338,7 @@ class CudaOp {
   std::shared_ptr<const Stream> rescue_;  // no wait is put on it
   Event forked_ = 0;
   Event joined_ = 0;
+  std::vector<Event> parts_;      // behind the GEMM of each owner's rows
   std::shared_ptr<Calls> calls_;  // of the rank
   Event captured_end_ = 0;        // of the op's last call, within a capture
   Stream captured_stream_ = 0;

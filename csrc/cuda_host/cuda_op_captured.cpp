@@ -50,9 +50,10 @@ int CudaOp::words_in_use(const Schedule& schedule) const {
   }
   const Kernel& kernel = *kernels_.at(0);
   // The pad has that many words, so they can be counted in an int.
-  return static_cast<int>(
-      flag_count(ScatterTiling{schedule.spec.problem.m, schedule.spec.problem.n, setup_.world,
-                               kernel.tile_m(), kernel.tile_n()}));
+  const auto flags =
+      static_cast<int>(flag_count(ScatterTiling{schedule.spec.problem.m, schedule.spec.problem.n,
+                                                setup_.world, kernel.tile_m(), kernel.tile_n()}));
+  return schedule.spec.copied ? setup_.signals + flags : flags;
 }
 
 void CudaOp::begin_captured(const Schedule& schedule, Stream stream) {
@@ -62,10 +63,10 @@ void CudaOp::begin_captured(const Schedule& schedule, Stream stream) {
   entry.advance = 1;
   entry.reset = pointer<std::uint32_t>(words_->signals[setup_.rank]);
   entry.reset_count = words_in_use(schedule);
-  // In a ReduceScatter, tiles await the entries of their owners.
-  const bool gathers = schedule.spec.tiles.op == OpKind::kAGGemm;
+  // In a ReduceScatter, tiles await the entries of their owners; copies cannot.
+  const bool copies = schedule.spec.tiles.op == OpKind::kAGGemm || schedule.spec.copied;
   const bool behind = read_by_peers(schedule);
-  if (!gathers && !(behind && setup_.poison)) entry.awaited = nullptr;
+  if (!copies && !(behind && setup_.poison)) entry.awaited = nullptr;
   if (!behind) fill_with_nan(stream);
   zero_sums(stream);
   kernel.meet(entry, stream);

@@ -17,6 +17,7 @@ void CudaOp::scatter(const Schedule& schedule, Stream stream, const Rows& x,
                      const Operand& operand) {
   require_room(schedule);
   begin(schedule, stream);
+  if (schedule.spec.copied) return scatter_by_copies(schedule, stream, x, operand);
   FluxGemmArgs args = gemm_args(schedule, stream, operand, x.k);
   args.a = pointer<const void>(x.x);
   args.lda = x.ld;
@@ -60,6 +61,7 @@ FluxReduceArgs CudaOp::reduce_args(const Schedule& schedule, int n) const {
     args.slots[source] = pointer<const void>(setup_.data[rank] + slot(source));
   }
   args.slot_ld = args.out_ld = n;
+  args.by_source = schedule.spec.copied ? 1 : 0;
   args.flags = pointer<const std::uint32_t>(words_->signals[rank] + region_of(rank) * kWord);
   args.first_source = neighbours().begin;
   args.source_count = lanes();
@@ -124,7 +126,8 @@ void CudaOp::gemm_rs(const Schedule& schedule, Stream stream, const Rows& x, con
   scatter(schedule, stream, x, operand);
   // Not early if ranks share the device, or leave some of it to other streams: the reduction would
   // wait in places that a peer's GEMM or those streams' kernels need.
-  const bool alone = !setup_.shared && setup_.margin == 0 && !setup_.remote;
+  const bool alone =
+      !setup_.shared && setup_.margin == 0 && !setup_.remote && !schedule.spec.copied;
   put_reduction(schedule, stream, operand, out, alone && capture_ == 0);
 }
 

@@ -22,8 +22,10 @@ struct ScheduleSpec {
   std::vector<int> hosts = {};  // host of each rank, where they form no mesh; else empty
   // Partials cross a link of their receiver (GPUs): ranks of a host store to different receivers.
   bool spread = false;
-  // Path medium of an AllGather on GPUs: a GEMM of its own for the rows of each rank.
+  // Path medium on GPUs: a GEMM of its own for the rows of each rank.
   bool split = false;
+  // ReduceScatter on GPUs: partials go to own memory, from which copy engines take those of a rank.
+  bool copied = false;
   // Path in_kernel on GPUs: the kernel moves the rows, and there are no transfers of streams.
   bool in_kernel = false;
   std::vector<int> rows = {};  // all-to-all: of each rank

@@ -116,6 +116,7 @@ class Store(IntEnum):
 
 PATHS = ("fused", "medium", "unfused", "one_shot", "in_kernel")
 REDUCES = ("local", "in_flight")
+SENDS = ("stores", "copies")
 TILE_SCHEDULERS = ("static", "dynamic")
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -125,6 +126,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "swizzle": tuple(s.name for s in Swizzle),
     "store": tuple(s.name for s in Store),
     "reduce": REDUCES,
+    "sends": SENDS,
     "tile_scheduler": TILE_SCHEDULERS,
 }
 
@@ -135,12 +137,12 @@ class Knobs:
 
     Attributes:
         path: ``fused`` (tiles), ``medium`` (one chunk per rank around a ring and one GEMM per
-            chunk, as in TransformerEngine; on GPUs GemmRS and GemmAR keep one GEMM, whose tiles
-            leave by themselves, as on path fused), ``unfused`` (library collective and one GEMM),
-            ``one_shot`` (CPU, between hosts: parts go straight to their ranks, in rounds of
-            ``comm_tile_rows``, and the GEMM is cut along the rounds) or ``in_kernel`` (AGGemm and
-            GemmAR on GPUs of one node, M up to 512: the GEMM's own blocks send rows or sums, in one
-            launch).
+            chunk, as in TransformerEngine; between nodes of GPUs GemmRS and GemmAR keep one GEMM,
+            whose tiles leave by themselves, as on path fused), ``unfused`` (library collective and
+            one GEMM), ``one_shot`` (CPU, between hosts: parts go straight to their ranks, in rounds
+            of ``comm_tile_rows``, and the GEMM is cut along the rounds) or ``in_kernel`` (AGGemm
+            and GemmAR on GPUs of one node, M up to 512: the GEMM's own blocks send rows or sums, in
+            one launch).
         tile: (rows, columns) of a GEMM tile of the local output. one_shot: M rows or more leave the
             GEMM whole; smaller tiles have no meaning of their own.
         raster: rows of tiles per sweep; a sweep goes column by column.
@@ -164,6 +166,9 @@ class Knobs:
             other through a peer, and the reduction of GemmRS begins while the GEMM ends.
         buffers: AGGemm on GPUs of one node, direction push: of gathered rows, 1 or 2. With 2 a call
             waits for no peer's entry, and takes twice the memory; None: 2 up to 64 MiB of rows.
+        sends: GemmRS and GemmAR on GPUs of one node: ``stores`` (tiles are stored at their owners)
+            | ``copies`` (in own memory, from which copy engines take each owner's rows, for links
+            that stores make slow). Path medium: copies.
         tile_scheduler: CUDA: ``static`` (each block of a GEMM has tiles of its own) | ``dynamic``
             (blocks that run claim them one by one, so other kernels that hold multiprocessors cost
             no whole wave; kernels of stream-K have no such variant).
@@ -182,6 +187,7 @@ class Knobs:
     sm_margin: int | None = None
     tile_scheduler: str | None = None
     buffers: int | None = None
+    sends: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

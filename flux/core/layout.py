@@ -31,7 +31,7 @@ class Layout:
     sums_offset: int  # of sums that the device puts to other nodes
     data_bytes: int
     row_bytes: int
-    offers: int = 0  # words in which sources record which rank pulls from them
+    offers: int = 0  # words of ranks that pull; or own flags, where copies take partials
     guard_bytes: int = 0  # in front of each slot (core/scatter.h)
     boxes: int = 0  # words for arrivals from other nodes
     strips: int = 0  # of the boxes, for the sum of one node, where the device puts it
@@ -39,6 +39,7 @@ class Layout:
     sum_flags: int = 0  # where kernels end an AllReduce
     sum_words: int = 0  # these, and a word for each sum
     second_offset: int = 0  # of the second buffer of gathered rows, with signals of its own
+    copied_offset: int = 0  # of partials that copies take to their owners
 
     @staticmethod
     def of(
@@ -52,6 +53,7 @@ class Layout:
         guard_rows: int = 0,
         pushed_rows: int = 0,
         buffers: int = 1,
+        copied: bool = False,
     ) -> Layout:
         """Return the smallest layout that serves every M up to ``spec.max_m``.
 
@@ -66,6 +68,7 @@ class Layout:
             guard_rows: rows that the kernel needs in front of each slot.
             pushed_rows: rows of calls in which kernels push or sum them, at most.
             buffers: of gathered rows.
+            copied: whether copies take partials to their owners, in some calls.
         """
         chunk = ceil_div(spec.max_m, world)
         row = spec.row_elements * spec.itemsize
@@ -115,6 +118,8 @@ class Layout:
             few = min(pushed_rows, spec.max_m)
             flags = _C.core.ScatterTiling(few, spec.n[0], world, *tile).flag_count()
             words = flags + few * tiling.flag_columns()
+        offset = end if copied else 0
+        end += world * slot if copied else 0
         return Layout(
             signals,
             count,
@@ -123,6 +128,8 @@ class Layout:
             sums,
             end,
             row,
+            tiling.flag_count() if copied else 0,
+            copied_offset=offset,
             guard_bytes=guard,
             boxes=boxes,
             strips=strips,

@@ -93,6 +93,7 @@ class TileSchedule:
             for other hosts to different ranks at a time, and not all to one.
         splits: a GPU runs a GEMM for each chunk, in place of one for all.
         rows: all-to-all: of each rank; M has as many rows for each block as the largest one.
+        copied: a GPU's partials go to own memory, from which copy engines take them.
     """
 
     op: str
@@ -104,6 +105,7 @@ class TileSchedule:
     spread: bool = False
     splits: bool = False
     rows: tuple[int, ...] = ()
+    copied: bool = False
 
     @cached_property
     def native(self) -> _C.Schedule:
@@ -129,6 +131,7 @@ class TileSchedule:
             hosts=self.topology.uneven,
             spread=self.spread,
             split=self.splits,
+            copied=self.copied,
             in_kernel=self.knobs.path == "in_kernel",
             rows=self.rows,
         )

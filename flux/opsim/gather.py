@@ -135,7 +135,7 @@ class _Gather:
                 start = machine.now_us
             yield call.routes[source, transfer.dst].latency_us
             rows = transfer.row_end - transfer.row_begin
-            yield call.copied(source, transfer.dst, rows * call.problem.row_bytes)
+            yield call.copy(source, transfer.dst, rows * call.problem.row_bytes)
             self._log_copy(rank, lane, transfer, start)
             yield RAISE_US
             machine.raise_(self._signals[transfer.dst][transfer.signal])

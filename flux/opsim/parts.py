@@ -17,6 +17,7 @@ from flux.opsim.machine import Counter, Flag, Process, Route, SimulatedMachine
 from flux.select import hardware
 from flux.select.cost import memory_ms
 from flux.select.hardware import COPY_SHARE, MEMORY_COPY_SHARE, NETWORK_SHARE, STORE_SHARE
+from flux.select.heuristic import copies_partials
 
 LAUNCH_US, RAISE_US = hardware.LAUNCH_US["cuda"], hardware.SIGNAL_US["cuda"]
 
@@ -116,6 +117,11 @@ class SimulatedCall:
         return self.schedules[0].knobs.path == "medium"
 
     @property
+    def copied(self) -> bool:
+        """Whether copy engines move partials, from own memory."""
+        return copies_partials(self.problem.op, self.problem.nodes, self.schedules[0].knobs)
+
+    @property
     def in_kernel(self) -> bool:
         """Whether the path is in_kernel: no stream has a part in the call."""
         return self.schedules[0].knobs.path == "in_kernel"
@@ -129,7 +135,7 @@ class SimulatedCall:
         """Return the time in which a GPU reads or writes this many bytes of its memory."""
         return 1e3 * memory_ms(self.cluster.device, nbytes, MEMORY_COPY_SHARE)
 
-    def copied(self, src: int, dst: int, nbytes: float) -> Flag:
+    def copy(self, src: int, dst: int, nbytes: float) -> Flag:
         """Start a copy, by a copy engine or a network card."""
         route = self.routes[src, dst]
         return self.machine.send(
@@ -212,7 +218,7 @@ class Stores:
             route = self._call.routes[rank, dst]
             if self._copied:
                 yield route.latency_us
-                yield self._call.copied(rank, dst, nbytes)
+                yield self._call.copy(rank, dst, nbytes)
             else:
                 yield machine.send(route.resources, nbytes / STORE_SHARE)
             machine.raise_(done)

@@ -128,7 +128,7 @@ class Results:
                 yield self._came[rank, t.chunk, t.tile]
             start = machine.now_us
             yield call.routes[rank, t.dst].latency_us
-            yield call.copied(rank, t.dst, (t.row_end - t.row_begin) * call.problem.row_bytes)
+            yield call.copy(rank, t.dst, (t.row_end - t.row_begin) * call.problem.row_bytes)
             kind = Kind.send if lane == "network" else Kind.copy
             name = f"rows {t.row_begin}-{t.row_end - 1} to rank {t.dst}"
             call.log.add(rank, lane, kind, name, start, machine.now_us, peer=t.dst)

@@ -15,6 +15,9 @@ path = in_kernel: no entries; blocks that find no more tiles sum, and copy the r
 
 path = medium: a tile is the GEMM of an owner's rows. A copy engine sends it while the next one
 multiplies, and the reduction follows the last one.
+
+sends = copies: tiles stay in own memory, and a copy engine sends an owner's rows when all of them
+are there, in the order of the GEMM.
 """
 
 from __future__ import annotations
@@ -70,6 +73,16 @@ class _Scatter:
         self._stores = (
             [Stores(call, rank, copied=True) for rank in range(world)] if call.medium else by_sums
         )
+        # (rank, owner): tiles of the owner's rows that are not computed; sends = copies.
+        self._computed: dict[tuple[int, int], list[LinkPiece]] = defaultdict(list)
+        self._uncomputed: dict[tuple[int, int], Counter] = {}
+        self._by_chunk = call.copied and not call.medium
+        for rank in range(world if self._by_chunk else 0):
+            for visit in call.schedules[rank].visits:
+                for piece in self._split(visit):
+                    self._computed[rank, piece.owner].append(piece)
+            for owner in range(world):
+                self._uncomputed[rank, owner] = Counter(len(self._computed[rank, owner]))
         self._idle = [Flag() for _ in range(world)]
         self._gemm = [Counter(call.blocks) for _ in range(world)]
         self._results = Results(call, by_sums, [len(pieces) for pieces in self._pieces])
@@ -101,6 +114,8 @@ class _Scatter:
         tiles = call.tiles_of(rank)
         for block in range(call.blocks):
             machine.spawn(self._block(rank, block, tiles))
+        if self._by_chunk and call.world > 1:
+            machine.spawn(self._copies(rank))
         if call.world == 1:
             yield self._gemm[rank].flag
         else:
@@ -146,6 +161,11 @@ class _Scatter:
         call, machine = self._call, self._call.machine
         homes = call.schedules[rank].homes
         to = homes[piece.owner][0] if homes else piece.owner
+        if self._by_chunk and to != rank:
+            machine.arrive(self._uncomputed[rank, to])
+            done = Flag()
+            machine.raise_(done)
+            return done
         if to == rank or call.hosts[to] != call.hosts[rank]:
             machine.arrive(self._missing[rank, piece])
             done = Flag()
@@ -155,6 +175,33 @@ class _Scatter:
         done = self._stores[rank].put(to, piece.elements * self._itemsize)
         machine.spawn(self._arrival(rank, to, piece, done, start))
         return done
+
+    def _copies(self, rank: int) -> Process:
+        """Copy the rows of each owner, in the order in which the GEMM completes them."""
+        call, machine = self._call, self._call.machine
+        visits = call.schedules[rank].visits
+        owners = list(dict.fromkeys(piece.owner for v in visits for piece in self._split(v)))
+        yield LAUNCH_US
+        for owner in owners:
+            pieces = self._computed[rank, owner]
+            if owner == rank or not pieces:
+                continue
+            start = machine.now_us
+            yield self._uncomputed[rank, owner].flag
+            yield RAISE_US
+            if machine.now_us > start:
+                call.log.add(rank, "copy", Kind.wait, "waits for tiles", start, machine.now_us)
+            start = machine.now_us
+            yield call.routes[rank, owner].latency_us
+            begin, end = call.problem.rows(owner)
+            yield call.copy(rank, owner, (end - begin) * call.problem.row_bytes)
+            name = f"rows {begin}-{end - 1} to rank {owner}"
+            call.log.add(rank, "copy", Kind.copy, name, start, machine.now_us, peer=owner)
+            columns = (0, call.problem.row_elements)
+            call.log.moves.append(Move(rank, owner, begin, end, *columns, start, machine.now_us))
+            yield RAISE_US
+            for piece in pieces:
+                machine.arrive(self._missing[owner, piece])
 
     def _arrival(self, src: int, dst: int, piece: LinkPiece, done: Flag, start: float) -> Process:
         call, machine = self._call, self._call.machine
@@ -171,7 +218,7 @@ class _Scatter:
         if call.in_kernel:
             yield self._idle[rank]
             yield SUM_US / 2
-        elif call.kernel.arch == "90a" and not call.medium:
+        elif call.kernel.arch == "90a" and not call.copied:
             yield self._idle[rank]
         else:
             yield self._gemm[rank].flag
@@ -230,7 +277,7 @@ class _Scatter:
             call.log.add(rank, "network", Kind.reduce, "sums for a host", start, machine.now_us)
         start = machine.now_us
         yield call.routes[rank, peer].latency_us
-        yield call.copied(rank, peer, nbytes)
+        yield call.copy(rank, peer, nbytes)
         rows = (parcel.row_begin, parcel.row_end)
         call.log.add(
             rank,

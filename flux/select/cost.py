@@ -35,7 +35,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem, ceil_div
 from flux.machine.cluster import Cluster, DeviceSpec, bytes_per_ms
-from flux.select.gathers import copied_ms, entered_ms, pushed_ms, summed_ms, waves
+from flux.select.gathers import (
+    copied_ms,
+    copied_partials_ms,
+    entered_ms,
+    pushed_ms,
+    summed_ms,
+    waves,
+)
 from flux.select.hardware import (
     ATTENTION_SHARE,
     BACKWARD_ATTENTION,
@@ -405,6 +412,10 @@ def predict(
     else:
         if kernel is not None and problem.op.gathers and problem.nodes == 1:
             comm = copied_ms(comm, transfers, cluster.link)
+        if kernel is not None and knobs.sends == "copies":
+            behind = copied_partials_ms(problem, cluster, whole) + latency * 1e-3
+            bands = raster_ms(problem, cluster, kernel, knobs.raster)
+            return Prediction(whole, behind + bands + _results_ms(problem, cluster))
         exposed = _fused_exposed_ms(problem, knobs, whole, comm, transfers)
         if kernel is not None:
             wave = whole / waves(problem, cluster, kernel)
@@ -417,6 +428,11 @@ def predict(
             exposed += _band_exposed_ms(problem, knobs, whole, comm)
             overhead += raster_ms(problem, cluster, kernel, knobs.raster)
     return Prediction(whole, exposed + latency * 1e-3 + overhead)
+
+
+def _results_ms(problem: Problem, cluster: Cluster) -> float:
+    """Return the time in which the sums of an AllReduce go to all ranks, behind all partials."""
+    return transfer_ms(problem, cluster) / 2 if problem.op.all_reduces else 0.0
 
 
 def _fused_exposed_ms(

@@ -65,6 +65,21 @@ def _sent_ms(problem: Problem, cluster: Cluster) -> float:
     return moved
 
 
+def copied_partials_ms(problem: Problem, cluster: Cluster, whole: float) -> float:
+    """Return the time of a ReduceScatter by copy engines that its GEMM does not hide.
+
+    The first copy begins when the rows of an owner are computed. The reduction is a launch behind
+    the last.
+    """
+    link, world = cluster.link, problem.world
+    moved = (world - 1) * problem.chunk * problem.row_bytes / bytes_per_ms(link.gbs)
+    copies = copied_ms(moved, world - 1, link) + 1e-3 * (world - 1) * SIGNAL_US["cuda"]
+    if link.kind == "pcie" and link.numa_gbs and cluster.numa_domains == 2:
+        crossing = world // 2 * ceil_div(world, 2) * problem.chunk * problem.row_bytes
+        copies = max(copies, crossing / bytes_per_ms(link.numa_gbs * COPY_SHARE))
+    return max(0.0, whole / world + copies - whole) + 1e-3 * LAUNCH_US["cuda"]
+
+
 def pushed_ms(problem: Problem, cluster: Cluster) -> float:
     """Return the time of an AllGather whose rows the blocks of a GEMM push."""
     signal_us = cluster.link.latency_us + SIGNAL_US["cuda"]

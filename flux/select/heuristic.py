@@ -129,6 +129,26 @@ def gathered_buffers(nbytes: float) -> int:
     return 2 if nbytes <= TWO_BUFFERS_BYTES else 1
 
 
+def copies_partials(op: OpRow, nodes: int, knobs: Knobs) -> bool:
+    """Return whether copy engines of GPUs move partials, from own memory.
+
+    Raises:
+        ValueError: they are wanted to, and cannot.
+    """
+    if knobs.sends == "copies" and (op.gathers or nodes > 1 or knobs.path == "in_kernel"):
+        raise ValueError(
+            f"sends = copies is for GemmRS and GemmAR on GPUs of one node, path fused, got "
+            f"{op.label} on {nodes} node(s), path {knobs.path}"
+        )
+    copies = op.reduces and nodes == 1 and (knobs.path == "medium" or knobs.sends == "copies")
+    if copies and knobs.reduce == "in_flight":
+        raise ValueError(
+            f"{op.label}: partials that copy engines move are summed by their owners, got reduce "
+            f"in_flight with path {knobs.path}, sends {knobs.sends}"
+        )
+    return copies
+
+
 def awaits_entries(problem: Problem, knobs: Knobs) -> bool:
     """Return whether rows of a gathering call on GPUs wait for entries of the same call."""
     if reason_one_buffer(problem.op, problem.nodes, knobs) is not None:
@@ -240,8 +260,9 @@ def _make(
     sizes = Sizes(kind, m, (local_n, local_k), world, itemsize, topology.nodes)
     knobs = resolve(sizes, knobs, cluster)
     on_gpus = cluster is not None
-    splits = on_gpus and kind.gathers and knobs.path == "medium"
-    schedule = TileSchedule(op, shape, world, rank, topology, knobs, on_gpus, splits)
+    copied = on_gpus and copies_partials(kind, topology.nodes, knobs)
+    splits = on_gpus and (kind.gathers or copied) and knobs.path == "medium"
+    schedule = TileSchedule(op, shape, world, rank, topology, knobs, on_gpus, splits, copied=copied)
     _ = schedule.native  # raises for illegal combinations here, not at the first use
     return schedule
 
@@ -436,7 +457,7 @@ def _gpu_defaults(
     tile = knobs.tile or (chunk if knobs.store == "direct" else cluster.rows, cluster.columns)
     return Knobs(
         tile=(min(tile[0], m), min(tile[1], sizes.local[0])),
-        raster=raster(op, m, chunk, cluster.rows, nodes),
+        raster=raster(op, m, chunk, cluster.rows, nodes, copied=knobs.sends == "copies"),
         comm_tile_rows=min(comm_rows, chunk),
         store="staged",
         copy_streams=1,
@@ -460,17 +481,20 @@ def gpu_comm_tile_rows(chunk: int, row_bytes: int, cluster_rows: int, least: int
     return chunk
 
 
-def raster(op: Op, m: int, chunk: int, cluster_rows: int, nodes: int = 1) -> int:
+def raster(
+    op: Op, m: int, chunk: int, cluster_rows: int, nodes: int = 1, *, copied: bool = False
+) -> int:
     """Return the rows of cluster tiles in one sweep.
 
     Bands within a chunk are equal, and at most 8 rows high: up to 8 rows the band covers the whole
     chunk, min(8, chunk // cluster_rows). 12 rows become two bands of 6: with bands of 8, every
-    second band would reach into the next chunk. The module says where bands cover several chunks.
+    second band would reach into the next chunk. The module says where bands cover several chunks;
+    not where copies take whole chunks (``copied``), which the first band would hold up.
     """
     if op.gathers and m <= FEW_GATHERED_ROWS:
         return ceil_div(m, cluster_rows)
     band = BAND_ROWS if nodes == 1 else BAND_ROWS // 2
-    if op.reduces and chunk < band:
+    if op.reduces and chunk < band and not copied:
         return ceil_div(ceil_div(m, cluster_rows), max(1, m // band))
     rows = max(1, chunk // cluster_rows)
     return ceil_div(rows, ceil_div(rows, MAX_RASTER))

@@ -41,7 +41,17 @@ ALWAYS = ("unfused", "medium", "default")
 """Candidates that are always measured, so that the winner is never slower than not fusing."""
 
 _SIZES = ("tile_rows", "tile_columns", "comm_tile_rows")
-_CHOICES = ("direction", "order", "swizzle", "store", "reduce", "copy_streams", "raster", "buffers")
+_CHOICES = (
+    "direction",
+    "order",
+    "swizzle",
+    "store",
+    "reduce",
+    "copy_streams",
+    "raster",
+    "buffers",
+    "sends",
+)
 _SIZE = re.compile(r"(m|chunk|n)(?:([*/])([1-9]\d{0,5}))?", re.ASCII)
 
 
@@ -269,7 +279,7 @@ def _schedule_identity(
     final = schedule.knobs
     if kernel is not None:
         rows = ceil_div(problem.m, kernel.cluster_tile[0])
-        order = (min(raster or 1, rows), final.swizzle, final.reduce)
+        order = (min(raster or 1, rows), final.swizzle, final.reduce, final.sends)
         return (tuple(of_ranks), final.direction, final.buffers, order, kernel)
     how = (final.direction, final.store, final.copy_streams, final.reduce)
     return (tuple(of_ranks), how if problem.op.reduces else (how[0], how[2]))

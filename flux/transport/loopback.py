@@ -401,6 +401,8 @@ class LoopbackPeers(Peers):
                 self.driver.signal(agent, address, value)
                 rest = (slab.flags - 1) * WORD
                 self.driver.copy(agent, address + WORD, address_of(words), rest)
+            if schedule.copied:  # one flag of each source, behind all
+                self.driver.signal(agent, self.signals[REAL] + peer * WORD, value)
 
     def _slabs(self, tiling: _C.core.ScatterTiling, m: int, rows: int) -> list[_Slab]:
         """Return this rank's rows in slabs of whole tile rows, about ``rows`` each."""

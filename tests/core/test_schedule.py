@@ -75,7 +75,7 @@ def test_all_knobs_are_set_and_equal_on_all_ranks(op: str, path: str) -> None:
         assert len({s.knobs for s in schedules}) == 1
         knobs = schedules[0].knobs
         unset = {f.name for f in dataclasses.fields(knobs) if getattr(knobs, f.name) is None}
-        of_gpus = {"sm_margin", "tile_scheduler", "buffers"}
+        of_gpus = {"sm_margin", "tile_scheduler", "buffers", "sends"}
         assert unset <= of_gpus | ({"store"} if op == "ag_gemm" else set())
         assert knobs.path == path
         assert 1 <= knobs.comm_tile_rows <= -(-m // 4)

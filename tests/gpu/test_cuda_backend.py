@@ -25,6 +25,7 @@ from flux.transport import device as device_module
 from flux.transport.virtual import VirtualWorld
 from harness import BUSY, STRESS
 from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weight_order
+from model.recording import ApartWorld
 from op_cases import Call, Case, random_cases
 from reference import Inputs, Problem, lay_out
 from virtual_cases import (
@@ -85,6 +86,19 @@ def test_every_dtype_layout_and_weight_order(
     device: EmulatedDevice, op: str, world: int, path: str
 ) -> None:
     check(device, world, every_dtype_layout_and_weight_order(op, path))
+
+
+@pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
+@pytest.mark.parametrize("apart", [False, True], ids=["one device", "a device each"])
+def test_partials_that_copies_take_to_their_owners(
+    device: EmulatedDevice, op: str, apart: bool
+) -> None:
+    """A GEMM, or one for each owner's rows; tiles and chunks that do not fit each other."""
+    p = problem(op, 30, n=24, k=8)
+    everything = [Inputs(p, m, 3, seed=m) for m in (30, 7, 1, 30, 29)]
+    ranks = ApartWorld if apart else VirtualWorld
+    for knobs in (Knobs(sends="copies"), Knobs(path="medium")):
+        checked_calls(ranks(3, device), p, everything, tuning=knobs)
 
 
 @pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])

@@ -86,7 +86,7 @@ def test_cases_of_the_cpu_backend_match_float64(device: Device, op: str, world: 
     cases = random_cases(20, op, world, cases_on(device))
     cases += every_dtype_layout_and_weight_order(op, "fused")
     # A GEMM per chunk, and kernels that push rows or sums.
-    for path in {"ag_gemm": ("medium", "in_kernel"), "gemm_ar": ("in_kernel",)}.get(op, ()):
+    for path in ("medium", *(() if op == "gemm_rs" else ("in_kernel",))):
         cases += every_dtype_layout_and_weight_order(op, path)[:1]
     cases += every_combination_of_knobs(op, world)[:: 5 if cases_on(device) > 1 else 15]
     # Where few kernels are built, several of the cases become the same one.

@@ -173,7 +173,8 @@ __global__ void __launch_bounds__(kReduceBlock, 1)
       bool came = true;
       if (args.flags != nullptr && thread < args.source_count) {
         const int source = args.first_source + thread;
-        const int flag = flag_index(s, source, args.rank, tile_row, column);
+        const int flag =
+            args.by_source != 0 ? source : flag_index(s, source, args.rank, tile_row, column);
         came = await(args.flags, flag, args.sync, FLUX_WAIT_PARTIAL, tile_row);
       }
       const bool complete = all_of_team(team, came);

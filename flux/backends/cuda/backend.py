@@ -2,13 +2,11 @@
 
 A call checks, allocates its results, and leaves the rest to one native call
 (csrc/cuda_host/cuda_op.h, which has the pictures): entries, copies, signals, kernels and the
-reduction go onto streams, and the host waits for nothing.
-
-Captured calls become part of the CUDA graph (csrc/cuda_host/cuda_op_captured.cpp).
+reduction go onto streams, and the host waits for nothing. Captured calls become part of the CUDA
+graph (csrc/cuda_host/cuda_op_captured.cpp).
 
 Waits inside kernels give up after the timeout and leave a record, which the next call, or
-``check``, finds and raises. Streams that wait for memory cannot give up: ``close`` after a failure
-raises all words of the own pad, which lets them go.
+``check``, raises. Streams cannot: ``close`` raises all words of the own pad, which lets them go.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ from flux.core.spec import OpSpec
 from flux.core.tensors import address_of
 from flux.kernels import loading
 from flux.kernels.registry import BuiltKernel
-from flux.select.heuristic import IN_KERNEL_ROWS, most_comm_tiles
+from flux.select.heuristic import IN_KERNEL_ROWS, copies_partials, most_comm_tiles
 from flux.select.share import beside
 from flux.transport.base import WORD, DeviceTransport, Peers
 from flux.transport.device import Device
@@ -147,8 +145,9 @@ class CudaBackend:
         )
         in_kernel = any(k.path == "in_kernel" for k in choice.variants)
         pushed = IN_KERNEL_ROWS if in_kernel else 0
+        copied = any(copies_partials(spec.op, self.nodes, k) for k in ways)
         way = (self.nodes, transport.relays, guard, pushed, buffers_of(spec, transport, knobs))
-        self.layout = Layout.of(spec, self.world, knobs, tile, most_tiles, *way)
+        self.layout = Layout.of(spec, self.world, knobs, tile, most_tiles, *way, copied)
         self.pad_words = self.layout.pad_words(self.world)
         memory = transport.memory(self.pad_words, self.layout.data_bytes)
         self.pads = [address_of(pad) for pad in memory.pads]
@@ -203,6 +202,8 @@ class CudaBackend:
             graph_overlap=GRAPH_OVERLAP.get(),
             lane=self.transport.lane,
             margin=self.margin,
+            scaled_rows=spec.scaling == "row",
+            x_bytes=spec.dtype.itemsize,
             **self.layout.native,
         )
 

@@ -57,6 +57,11 @@ def margin_of(spec: OpSpec, transport: DeviceTransport, knobs: Knobs) -> int:
             f"{spec.label}: sm_margin must be 1 or more where rows are pushed on, got 0 "
             f"with order = {knobs.order}: kernels wait for them beside the GEMM"
         )
+    if knobs.sm_margin == 0 and knobs.sends == "copies":
+        raise ValueError(
+            f"{spec.label}: sm_margin must be 1 or more with sends = copies, got 0: kernels wait "
+            "for partials beside the GEMM"
+        )
     if knobs.sm_margin is not None:
         return knobs.sm_margin
     every, mine = transport.device.sm_count, transport.sm_share

@@ -309,8 +309,10 @@ int make_reduction(const FluxReduceArgs& args, Work* work) {
     const Strip strip = strip_at(args, units - 1 - unit);
     if (strip.rows.begin >= strip.rows.end) return;
     for (int i = 0; args.flags != nullptr && i < args.source_count; ++i) {
-      const int flag =
-          flag_index(s, args.first_source + i, args.rank, strip.tile_row, strip.column);
+      const int source = args.first_source + i;
+      const int flag = args.by_source != 0
+                           ? source
+                           : flag_index(s, source, args.rank, strip.tile_row, strip.column);
       waits->push_back(
           {args.flags, flag, args.sync.epoch, "flag", FLUX_WAIT_PARTIAL, strip.tile_row});
     }

@@ -101,6 +101,7 @@ class ReduceArgs(ctypes.Structure):
         ("slots", _p * _WORLD),
         ("slot_ld", _l),
         ("flags", _p),
+        ("by_source", _i),
         ("outs", _p * _WORLD),
         ("out_count", _i),
         ("slot_count", _i),

@@ -251,6 +251,41 @@ BUGS = [
         )
         for op in ("gemm_rs", "gemm_ar")
     ),
+    *(
+        Bug(f"copied-{name}", rule, _rs(**options), edit)
+        for name, rule, options, edit in (
+            (
+                "partials",
+                "partials are copied behind the flags of their tiles",
+                {"sends": "copies"},
+                no_stream_wait("offer", "copy stream"),
+            ),
+            (
+                "chunk",
+                "partials are copied behind the GEMM of their rows",
+                {"path": "medium"},
+                no_join("copy stream"),
+            ),
+            (
+                "entry",
+                "partials go to a slot behind its owner's entry",
+                {"path": "medium"},
+                no_stream_wait("entry", "copy stream"),
+            ),
+            (
+                "flag-after-copy",
+                "the flag of a source comes behind its copy",
+                {"sends": "copies"},
+                raised_before_copy("flag"),
+            ),
+            (
+                "join",
+                "a call ends behind its copies of partials",
+                {"path": "medium", "rows": (4, 4, 4)},
+                no_join("caller's stream"),
+            ),
+        )
+    ),
     Bug(
         "entry-forgotten",
         "an entry is raised at every peer",

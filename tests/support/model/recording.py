@@ -205,8 +205,8 @@ class _Session:
         knobs = Knobs(path=s.path, direction=s.direction, order=order, **sizes)
         margin = 0 if s.apart else None  # else the reduction would not begin early
         of_sums = Knobs(reduce="in_flight" if s.switch else "local", sm_margin=margin)
-        if s.path == "in_kernel":
-            of_sums = Knobs(path=s.path)
+        if s.path != "fused" or s.sends:
+            of_sums = Knobs(path=s.path, sends=s.sends)
         tuning = knobs if gathers else of_sums
         op = OPS[name](
             self.world.rank(rank),
@@ -219,7 +219,7 @@ class _Session:
             timeout_s=1.0,
         )
         backend = op._backend
-        if gathers or s.nodes > 1:
+        if gathers or s.nodes > 1 or s.path == "medium" or s.sends:
             self.out.streams[backend.native.copy_stream] = (rank, "copy stream")
         if s.nodes > 1:
             self.out.streams[backend.native.network_stream] = (rank, "network's stream")
@@ -260,6 +260,12 @@ class _Session:
         if layout.sums_offset > layout.rest_offset:
             size = layout.sums_offset - layout.rest_offset
             region(data + layout.rest_offset, size, "result, row", layout.row_bytes)
+        if layout.copied_offset:
+            for owner in range(s.world):
+                at = data + layout.copied_offset + layout.slot_offset(owner)
+                size = layout.slot_bytes - layout.guard_bytes
+                region(at, size, f"partial for owner {owner}, row", layout.row_bytes)
+            return
         for at in range(layout.sums_offset, layout.data_bytes, layout.slot_bytes):
             region(data + at, layout.slot_bytes, "sum to put, row", layout.row_bytes)
 

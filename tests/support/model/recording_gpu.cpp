@@ -135,6 +135,10 @@ int record_gemm_rs(const FluxGemmArgs* args, void* stream) {
   const SumTargets sums = sum_targets(*args, kTileM, kTileN, kElement);
   const std::uint32_t* counts = sums.to.counts;
   const std::uint32_t number = counts != nullptr ? counts[FLUX_SUM_CALLS] + 1 : args->sync.epoch;
+  // The GEMM of one owner's rows has that as its number, since the ops here have one weight.
+  const bool split = args->order.world <= 1;
+  const int above = split ? args->sync.launch * args->order.comm_tile_rows : 0;
+  const int source = split ? call_rank : to.rank;
   for (int slot = 0; slot < map.rows * map.columns; ++slot) {
     const Tile tile{stream, number, slot};
     const TileCoord at = tile_at(map, slot);
@@ -142,8 +146,8 @@ int record_gemm_rs(const FluxGemmArgs* args, void* stream) {
     const int end = min_of(begin + kTileM, args->m);
     const Range owners = owners_of_tile(to.tiling, at.m);
     for (int row = begin; row < end; ++row) {
-      tile.touch(kRead, element(args->a, row * args->lda), args->k, kX, to.rank,
-                 static_cast<std::int64_t>(row) * args->k);
+      tile.touch(kRead, element(args->a, row * args->lda), args->k, kX, source,
+                 static_cast<std::int64_t>(above + row) * args->k);
     }
     const Tile entering{stream, to.sync.count != nullptr ? *to.sync.count : to.sync.epoch, slot};
     for (int owner = owners.begin; to.entries != nullptr && owner < owners.end; ++owner) {
@@ -154,10 +158,11 @@ int record_gemm_rs(const FluxGemmArgs* args, void* stream) {
       const int owner = owner_of(args->m, to.tiling.world, row);
       const std::int64_t local = row - row_begin(args->m, to.tiling.world, owner);
       tile.touch(kWrite, element(to.slots[owner], local * to.ld + column),
-                 min_of(kTileN, args->n - column), kPartial, to.rank,
-                 static_cast<std::int64_t>(row) * args->n + column);
+                 min_of(kTileN, args->n - column), kPartial, source,
+                 static_cast<std::int64_t>(above + row) * args->n + column);
     }
     for (int owner = owners.begin; owner < owners.end; ++owner) {
+      if (to.flags[owner] == nullptr) continue;
       tile.word(kRaise, to.flags[owner], flag_index(to.tiling, to.rank, owner, at.m, at.n));
     }
   }

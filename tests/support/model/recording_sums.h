@@ -96,7 +96,8 @@ int record_sums(const FluxReduceArgs* args, void* stream) {
     const int end = min_of((tile_row + 1) * kTileM, args->first_row + args->rows);
     if (begin >= end) continue;
     for (int source = args->first_source; source < last; ++source) {
-      tile.word(kAwait, args->flags, flag_index(s, source, args->rank, tile_row, unit % columns));
+      const int flag = flag_index(s, source, args->rank, tile_row, unit % columns);
+      tile.word(kAwait, args->flags, args->by_source != 0 ? source : flag);
     }
     sum_rows(*args, tile, {begin, end}, unit % columns, false);
   }

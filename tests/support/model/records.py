@@ -106,6 +106,7 @@ class Scenario:
         few_rows: M up to which calls take path in_kernel.
         buffers: of gathered rows; with 2, rows are so wide that kernels read own ones in place.
         in_slot: the caller writes x into the input slot.
+        sends: of GemmRS and GemmAR.
     """
 
     ops: tuple[str, ...]
@@ -130,6 +131,7 @@ class Scenario:
     few_rows: int = 0
     buffers: int = 1
     in_slot: bool = False
+    sends: str | None = None
 
     def epoch(self, turn: int) -> int:
         return self.epochs[turn] if self.epochs else turn + 1
@@ -143,6 +145,7 @@ class Scenario:
         extras += [self.order] if self.order != "direct" else []
         extras += ["two buffers"] if self.buffers == 2 else []
         extras += ["x in the input slot"] if self.in_slot else []
+        extras += [f"by {self.sends}"] if self.sends else []
         extras += ["poison"] if self.poison else []
         extras += ["gathered x"] if self.gather else []
         extras += [f"comm tiles of {self.comm_tile_rows}"] if self.comm_tile_rows else []

@@ -34,6 +34,12 @@ def standard() -> Iterator[Scenario]:
         yield Scenario(("ag_gemm",), 2, (4, 1, 3), direction, path="medium")
         yield Scenario(("ag_gemm",), 3, (6, 4), direction, order="ring1d", path="medium")
     yield from two_buffers()
+    for op in ("gemm_rs", "gemm_ar"):
+        for way in ({"path": "medium"}, {"sends": "copies"}):
+            for poison in (False, True):
+                yield Scenario((op,), 2, (4, 1, 3), poison=poison, **way)
+                yield Scenario((op,), 3, (3, 5), poison=poison, captured=(1,), **way)
+                yield Scenario((op,), 3, (6, 4), poison=poison, apart=True, **way)
     for rows in ((4, 4, 4), (4, 1, 3), (1, 1, 1, 1)):
         yield Scenario(("ag_gemm",), 2, rows, path="in_kernel", captured=(1,))
     yield Scenario(("ag_gemm",), 3, (3, 5, 1), path="in_kernel", gather=True)
