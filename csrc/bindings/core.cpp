@@ -354,8 +354,7 @@ void bind_schedule(py::module_& m) {
         py::arg("raster"), py::arg("comm_rows"), py::arg("direction"), py::arg("order"),
         py::arg("swizzle"), py::arg("store"), py::arg("hosts") = std::vector<int>(),
         py::arg("spread") = false, py::arg("split") = false, py::arg("copied") = false,
-        py::arg("in_kernel") = false,
-        py::arg("rows") = std::vector<int>());
+        py::arg("in_kernel") = false, py::arg("rows") = std::vector<int>());
   m.def(
       "room_for",
       [](int order, int direction, const MeshTuple& mesh, const std::vector<int>& hosts) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -93,11 +94,26 @@ def virtual(
     return trace
 
 
+def refused(device: EmulatedDevice, p: Problem, world: int, knobs: Any) -> None:
+    """Partials that copy engines send have no record of their tiles."""
+    inputs = Inputs(p, M, world, seed=1)
+    with VirtualWorld(world, device) as ranks, ExitStack() as closing:
+        ops = [closing.enter_context(p.build(ranks.rank(r), tuning=knobs)) for r in range(world)]
+        with pytest.raises(ValueError, match="copy engines send cannot be traced"):
+            record_op(ops, lambda: inputs.call(ops[0], 0), warmup=0)
+        outs = ranks.run(lambda r: inputs.call(ops[r], r))  # all is as it was
+        device.finish()
+        for r in range(world):
+            inputs.check(outs[r], r)
+
+
 @pytest.mark.parametrize("way", KNOBS)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_tile_is_seen_once(device: EmulatedDevice, op: str, world: int, way: str) -> None:
     p = problem(op)
+    if way == "medium" and op != "ag_gemm":
+        return refused(device, p, world, KNOBS[way])
     trace = virtual(device, p, world, KNOBS[way])
     assert not trace.dropped
     check_sound(trace.events, 50.0)

@@ -38,6 +38,8 @@ def check_possible(backend: _Backend, schedule: TileSchedule) -> None:
         reason = (
             "calls of path in_kernel cannot be traced: no stream moves their rows; use path = fused"
         )
+    elif backend.recorder is not None and _sends_copies(backend, schedule):
+        reason = "calls whose partials copy engines send cannot be traced; use path = fused"
     elif backend.nodes > 1 and backend.capturing():
         reason = "calls cannot be captured into a CUDA graph where ranks are on several nodes"
     elif not backend.peers.idle and backend.capturing():
@@ -72,3 +74,9 @@ def reason_untraceable(backend: _Backend, fused: bool) -> str | None:
             "--trace`, then create the op with FLUX_TRACE=1"
         )
     return None
+
+
+def _sends_copies(backend: _Backend, schedule: TileSchedule) -> bool:
+    knobs = schedule.knobs
+    copied = knobs.sends == "copies" or (knobs.path == "medium" and backend.nodes == 1)
+    return backend.spec.op.reduces and copied
