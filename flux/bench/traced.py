@@ -68,6 +68,9 @@ def reason_unsupported(config: BenchConfig, wanted: Wanted) -> str | None:
         return None
     if config.transport in ONE_GPU and "unfused" in wanted.methods:
         return f"--transport {config.transport} has no library collective: omit the method unfused"
+    problem = config.problem
+    if problem.op.reduces and problem.nodes == 1 and "medium" in wanted.methods:
+        return f"copy engines send partials of {problem.op.name} in the method medium: omit it"
     built = Registry.load().traced.values()
     op = config.problem.op.kernel
     if wanted.methods != ("unfused",) and not any(kernel.config.op == op for kernel in built):
