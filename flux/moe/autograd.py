@@ -117,12 +117,16 @@ def _mirror(op: GroupedOp, m: int, dtype: torch.dtype) -> Any:
     sums, gathers = GroupedGemmRS, AGGroupedGemm
     if op.dispatches:
         sums, gathers = GroupedGemmCombine, DispatchGroupedGemm
-    kind = sums if op.kind.gathers else gathers
-    spec = op.spec
+    return _turned(op, sums if op.kind.gathers else gathers, m, op.spec.k, sum(op.spec.n), dtype)
+
+
+def _turned(
+    op: GroupedOp, kind: type[GroupedOp], m: int, n: int, k: int, dtype: torch.dtype
+) -> Any:
+    """Return an op of the experts of ``op``, whose weights it takes transposed. Collective."""
+    spec, mirrors = op.spec, Mirrors(op, m, dtype)
     options = {"experts": spec.experts, "topk": spec.topk, "ep": spec.ep}
-    mirrors = Mirrors(op, m, dtype)
     transposed = not spec.transpose_weight
-    n, k = spec.k, sum(spec.n)
     return mirrors.op(cast(Any, kind), m, n, k, dtype, transpose_weight=transposed, **options)
 
 

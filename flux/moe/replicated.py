@@ -16,10 +16,9 @@ import torch
 
 from flux.core.backend import OverlapHooks
 from flux.core.call import rows_of_call
-from flux.moe.autograd import _bias_grad, _each, _op, _weight_grads, _where
+from flux.moe.autograd import _bias_grad, _each, _op, _turned, _weight_grads, _where
 from flux.moe.ops import GroupedChecker, GroupedGemmAR, Operands, Weights
 from flux.moe.product import Experts, GatherProduct
-from flux.ops.autograd import Mirrors
 from flux.ops.transforms import Formula, call, define
 
 Tensors = Sequence[torch.Tensor]
@@ -125,7 +124,7 @@ def _grads(
 
     def multiply() -> None:
         if need_w:
-            rows = x.index_select(0, routing.tokens)
+            rows = x.index_select(0, routing.on(x.device)[0])
             dws.extend(_weight_grads(op, dy, rows, routing, weights))
 
     dxs: list[torch.Tensor] = []
@@ -133,16 +132,7 @@ def _grads(
         m, spec = x.shape[0], op.spec
         own, parts = dy.shape[1], op.world // spec.ep
         columns = spec.k if own == op._checker.k else own * parts
-        options = {"experts": spec.experts, "topk": spec.topk, "ep": spec.ep}
-        mirror = Mirrors(op, m, x.dtype).op(
-            cast(Any, GroupedGemmAR),
-            m,
-            x.shape[1],
-            columns,
-            x.dtype,
-            transpose_weight=not spec.transpose_weight,
-            **options,
-        )
+        mirror = _turned(op, GroupedGemmAR, m, x.shape[1], columns, x.dtype)
         hooks = OverlapHooks(multiply)
         dxs = mirror.execute(dy, Operands(weights, None, experts), hooks=hooks)
     else:
