@@ -130,9 +130,6 @@ def compared(
 
     Of ``taken`` multiprocessors, which other kernels hold, the GEMMs of paths fused and in_kernel
     are told.
-
-    Raises:
-        ValueError: as ``flux.opsim.simulator.simulate``.
     """
     from flux.core.knobs import Knobs
     from flux.opsim import simulator as op_simulator

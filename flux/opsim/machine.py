@@ -58,13 +58,7 @@ class Counter:
 
 
 class Route(NamedTuple):
-    """The way from one rank to another.
-
-    Attributes:
-        resources: numbers of the resources that it crosses.
-        latency_us: latency of one message.
-        across: whether it leaves the host.
-    """
+    """The way from one rank to another."""
 
     resources: tuple[int, ...]
     latency_us: float
@@ -77,32 +71,19 @@ Resources = tuple[int, ...]
 
 @dataclass(eq=False, slots=True)
 class _Flow:
-    """Bytes on the way.
-
-    Attributes:
-        number: by order of creation.
-        resources: that they cross.
-        left: bytes still to be moved at ``since_us``.
-        done: raised when none are left.
-        rate: bytes per microsecond since then.
-        version: number of times that the rate has changed.
-    """
+    """Bytes on the way."""
 
     number: int
     resources: Resources
-    left: float
+    left: float  # bytes at ``since_us``
     done: Flag
-    rate: float = 0.0
+    rate: float = 0.0  # bytes per microsecond since then
     since_us: float = 0.0
     version: int = 0
 
 
 class SimulatedFabric:
     """The resources between the ranks of a world, and the routes over them.
-
-    Args:
-        cluster: devices and links.
-        hosts: the host of each rank.
 
     Attributes:
         capacity: of each resource, bytes per microsecond.
@@ -159,7 +140,6 @@ class SimulatedMachine:
 
     Attributes:
         capacity: of each resource, bytes per microsecond.
-        now_us: the virtual time.
         steps: number of instants at which anything happened.
     """
 
@@ -209,11 +189,7 @@ class SimulatedMachine:
         return done
 
     def run(self) -> None:
-        """Run until every process has ended.
-
-        Raises:
-            RuntimeError: processes wait for flags that no process raises.
-        """
+        """Run until every process has ended."""
         while True:
             if self._changes:
                 self._share()

@@ -86,17 +86,10 @@ class SimulatedCall:
     """One simulated call.
 
     Attributes:
-        problem: op, sizes, world.
-        cluster: devices and links.
-        kernel: of the GEMM.
-        schedules: by rank.
-        hosts: of each rank.
         routes: by (source, destination).
         blocks: blocks of the GEMM; a cluster of thread blocks counts as one.
         late: of them, those that find room when others end: other kernels hold multiprocessors.
         tile_us: time of one GEMM tile; path medium: of one GEMM, with its launch.
-        machine: runs the processes.
-        log: of what happened.
     """
 
     problem: Problem
@@ -191,11 +184,6 @@ class Stores:
 
     Stores to several destinations share the link. If one destination is slow, because other ranks
     store to it too, the others need not wait for it. A copy engine makes one copy after the other.
-
-    Args:
-        call: the call.
-        rank: the source.
-        copied: by a copy engine; else by multiprocessors.
     """
 
     def __init__(self, call: SimulatedCall, rank: int, *, copied: bool = False) -> None:

@@ -36,8 +36,6 @@ class OrderComparison:
     """All simulated calls of one problem on one cluster.
 
     Attributes:
-        cluster: devices and links.
-        unfused: the library path.
         medium: one chunk per rank round a ring; None for experts.
         in_kernel: the GEMM's blocks push the rows; None where that path does not exist.
         flux: pairs of a call and the names of the orders that make its schedule; fastest first.
@@ -172,14 +170,7 @@ Interval = tuple[float, float]
 
 
 def shades(spans: Sequence[Interval], lanes: int, end_us: float, width: int = WIDTH) -> str:
-    """Return a line of ``width`` characters for [0, ``end_us``].
-
-    Args:
-        spans: intervals in use, in microseconds.
-        lanes: number of lanes that they are of.
-        end_us: end of the line.
-        width: number of characters.
-    """
+    """Return a line of ``width`` characters for [0, ``end_us``]."""
     used = [0.0] * width
     step = end_us / width
     for start, end in spans:

@@ -21,13 +21,7 @@ from flux.select.hardware import SUM_US
 
 
 class Results:
-    """The results of one call.
-
-    Args:
-        call: the call.
-        stores: of each rank.
-        sums: by owner, how many pieces it sums.
-    """
+    """The results of one call."""
 
     def __init__(self, call: SimulatedCall, stores: Sequence[Stores], sums: Sequence[int]) -> None:
         self._call, self._stores = call, stores

@@ -66,9 +66,6 @@ class Simulated:
     """The outcome of one simulated call. All times begin when all ranks enter the call.
 
     Attributes:
-        method: ``flux`` | ``medium`` | ``in_kernel`` | ``unfused``.
-        problem: op, sizes and world.
-        knobs: all fields set.
         kernel: the kernel of the GEMM; None for unfused.
         gemm_ms: time of the whole GEMM of one rank, alone.
         comm_ms: time of the library's collective, alone.
@@ -110,9 +107,6 @@ def topology_of(problem: Problem, cluster: Cluster) -> Topology:
     """Return the mesh of the ranks: hosts are filled one after the other.
 
     Only on PCIe do NUMA domains matter, so only there are they part of the mesh.
-
-    Raises:
-        ValueError: the world does not fit the cluster, or its hosts have unequal numbers of ranks.
     """
     world, nodes = problem.world, problem.nodes
     if world % nodes:
@@ -161,11 +155,7 @@ def _check_knobs(problem: Problem, knobs: Knobs) -> None:
 
 
 def unfused(problem: Problem, cluster: Cluster, gemm_ms: float | None = None) -> Simulated:
-    """Return the unfused path: the library's collective, and the GEMM after or before it.
-
-    Raises:
-        ValueError: as ``simulate``.
-    """
+    """Return the unfused path: the library's collective, and the GEMM after or before it."""
     _check(problem, cluster, gemm_ms)
     whole = modelled_gemm_ms(problem, cluster) if gemm_ms is None else gemm_ms
     comm, shuffle = library_ms(problem, cluster), shuffle_ms(problem, cluster)
@@ -193,14 +183,10 @@ def simulate(
 ) -> Simulated:
     """Run one call in virtual time. Pure: equal arguments, equal result.
 
-    Args:
-        problem: op and global sizes; ``nodes`` hosts are filled one after the other.
-        cluster: devices and links.
-        knobs: fixed fields; the order of ``untuned`` and the heuristic of GPUs are the rest.
-        kernel: of the GEMM; by default ``default_kernel``, of path medium ``chunk_kernel``.
-        gemm_ms: time of the whole GEMM of one rank, alone; by default the roofline of
-            flux/select/cost.py.
-        taken: multiprocessors that other kernels hold all the time.
+    ``knobs`` fixes fields; the order of ``untuned`` and the heuristic of GPUs are the rest.
+    ``kernel`` is by default ``default_kernel``, of path medium ``chunk_kernel``. ``gemm_ms`` is the
+    time of the whole GEMM of one rank alone, by default the roofline's. ``taken``: multiprocessors
+    that other kernels hold all the time.
 
     Raises:
         ValueError: the cluster has no GPUs or too few, no kernel supports the shape, the knobs are
@@ -329,17 +315,9 @@ def legal_knobs(
 ) -> list[tuple[Knobs, tuple[str, ...]]]:
     """Return the knobs of every order and direction whose schedule differs from the others.
 
-    Args:
-        problem: op and sizes.
-        cluster: devices and links.
-        fixed: fields that are fixed, order and direction among them.
-
     Returns:
         Pairs of knobs and the names of the orders that make this schedule, the first included. In
         GemmRS and GemmAR the kernel itself stores partials, and there is one direction: push.
-
-    Raises:
-        ValueError: as ``simulate``.
     """
     fixed = fixed or Knobs()
     _check(problem, cluster, None)

@@ -46,11 +46,7 @@ _DUAL = {
 
 
 def build_step(step: TrainingStep, fabric: Fabric) -> Graph:
-    """Return the operators of a step: all layers, micro-batches and stages, and the optimizer.
-
-    Raises:
-        ValueError: there are more than memory can hold.
-    """
+    """Return the operators of a step: all layers, micro-batches and stages, and the optimizer."""
     passes = step.micro_batches * (step.layers + step.parallel.pp)
     if passes > _MOST_PASSES:
         raise ValueError(
@@ -109,19 +105,7 @@ class _Step:
         behind: Sequence[int] | None = None,
         leads: bool = True,
     ) -> int:
-        """Add an operator after the last one, or after others.
-
-        Args:
-            part: see ``Operator``.
-            kind: likewise.
-            shape: likewise.
-            role: likewise.
-            group: likewise.
-            keeps: elements that stay allocated until backward frees them.
-            frees: elements that are free after it.
-            behind: operators that it depends on, in place of the last one.
-            leads: whether the next operator comes after this one.
-        """
+        """Add an operator after the last one, or after others."""
         before = behind if behind is not None else [] if self.last is None else [self.last]
         suffix = {"fwd": "", "dgrad": ".d", "wgrad": ".w", "step": "", "recompute": ".r"}[role]
         where = f"L{self.layer}." if self.layer >= 0 else f"S{self.stage}."
@@ -342,9 +326,7 @@ class _Step:
     def _weights(self, layer: int, *, used: bool = False) -> list[tuple[str, str, float]]:
         """Return (suffix, group that reduces gradients, elements) of a layer's weights.
 
-        Args:
-            layer: its number.
-            used: count weights that it only reads: those of the embedding, in a tied head.
+        ``used`` counts weights that it only reads: those of the embedding, in a tied head.
         """
         step, whole = self.step, self.step.weights_of(layer)
         moe = step.moe_of(layer)
@@ -410,11 +392,7 @@ class _Step:
             self._change(self.last, frees=held)
 
     def _scatter_gradients(self, first: int) -> None:
-        """Add, after a layer's backward, ReduceScatter of its gradients.
-
-        Args:
-            first: operator of the backward, which with ZeRO-2 allocates them.
-        """
+        """Add, after a layer's backward, ReduceScatter of its gradients."""
         if self.step.zero < 2:
             return
         whole, reduced = self.step.zero == 3, []

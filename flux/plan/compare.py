@@ -18,13 +18,7 @@ allocator cannot use because it lies in pieces."""
 
 
 class Compared(NamedTuple):
-    """What became of a policy.
-
-    Attributes:
-        label: its name and options.
-        timeline: the simulated step; None if the policy cannot plan it.
-        reason: why the plan cannot be used; "" if it can.
-    """
+    """What became of a policy."""
 
     label: str
     timeline: Timeline | None
@@ -46,9 +40,6 @@ def compared(
         cluster: that it runs on.
         memory_gb: of a device; None: as the cluster file says.
         headroom: share of the device's memory that stays free.
-
-    Raises:
-        ValueError: the step does not fit the cluster, or a policy or an option does not exist.
     """
     made = [policy_of(name, options) for name, options in policies]
     limit = usable_gb(cluster, memory_gb, headroom)
@@ -73,11 +64,7 @@ def compared(
 
 
 def usable_gb(cluster: Cluster, memory_gb: float | None, headroom: float) -> float:
-    """Return GB of a device that a plan may have; 0: not known.
-
-    Raises:
-        ValueError: headroom is no share.
-    """
+    """Return GB of a device that a plan may have; 0: not known."""
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be a share of at least 0 and below 1, got {headroom:g}")
     return cluster.device.memory_gb * (1 - headroom) if memory_gb is None else memory_gb

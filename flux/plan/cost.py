@@ -67,9 +67,6 @@ class AnalyticCost:
     """Times from data sheets.
 
     Attributes:
-        fabric: cluster and placement of the ranks.
-        dtype: of the operators.
-        itemsize: bytes of an element.
         start_us: time to start a collective; None: the library's.
         gemm_dtype: of the layers' GEMMs; "": that of operators. Operands are cast for each GEMM.
     """

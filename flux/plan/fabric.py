@@ -38,10 +38,6 @@ class GroupSpan:
 class Fabric:
     """A cluster, and how the ranks of a step are placed on it.
 
-    Attributes:
-        cluster: devices and links.
-        parallel: degrees of parallelism.
-
     Raises:
         ValueError: the cluster has too few devices, or no link of a kind that a group needs.
     """

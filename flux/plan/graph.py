@@ -39,8 +39,6 @@ class Operator(NamedTuple):
 
     Attributes:
         name: unique in its graph.
-        kind: one of COMPUTE or COLLECTIVES.
-        resource: one of RESOURCES.
         role: ``fwd``, ``recompute`` (forward again, in backward), ``dgrad`` (gradient of an input),
             ``wgrad`` (of a weight), or ``step``.
         stage: the pipeline stage whose ranks run it.
@@ -99,9 +97,7 @@ class Graph:
     """Operators and their dependencies.
 
     Attributes:
-        ops: the operators; an operator's number is its index.
         deps: for each operator, the numbers of those that must have ended before it starts.
-        itemsize: bytes of an element of activations.
         resident: bytes of weights, gradients and optimizer states, by stage.
 
     Raises:
@@ -194,9 +190,6 @@ def _after(deps: Sequence[Sequence[int]]) -> list[list[int]]:
 def topological(ops: Sequence[Operator], deps: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return a topological order of operators.
 
-    Raises:
-        GraphError: there is a cycle; the message names its operators.
-
     Kahn's algorithm: networkx's is ten times slower, and graphs of a large cluster's step have half
     a million operators. networkx finds the cycle that the error names.
     """
@@ -217,11 +210,7 @@ def topological(ops: Sequence[Operator], deps: Sequence[Sequence[int]]) -> tuple
 
 
 class Builder:
-    """Collects operators and dependencies by name.
-
-    Args:
-        itemsize: bytes of an element of activations.
-    """
+    """Collects operators and dependencies by name."""
 
     def __init__(self, itemsize: int) -> None:
         self.itemsize = itemsize
@@ -236,11 +225,7 @@ class Builder:
         return len(self.ops) - 1
 
     def build(self, resident: Sequence[float] = ()) -> Graph:
-        """Return the graph.
-
-        Raises:
-            GraphError: it is none.
-        """
+        """Return the graph."""
         return Graph(tuple(self.ops), tuple(self.deps), self.itemsize, tuple(resident))
 
 
@@ -251,11 +236,9 @@ def replaced(
 ) -> Graph:
     """Return a graph in which each operator is replaced by pieces.
 
-    Args:
-        graph: the graph.
-        cut: returns the pieces of an operator, by piece; the operator alone if it is not cut.
-        joins: whether a piece of the second operator needs all pieces of the first one; else it
-            needs the piece of its own number. Operators with unequal numbers of pieces always join.
+    ``cut`` returns an operator's pieces. A piece needs the piece of its own number of what it
+    depends on; all pieces where ``joins`` says so of the two operators, or numbers of pieces
+    differ.
     """
     builder = Builder(graph.itemsize)
     pieces: list[list[int]] = [[]] * len(graph.ops)

@@ -18,12 +18,8 @@ class LayerOp(NamedTuple):
     """An operator of a layer's forward, and what it is in backward.
 
     Attributes:
-        part: see ``Operator``.
-        kind: likewise.
-        shape: likewise.
         keeps: elements that stay allocated from forward until backward.
         back: shape in backward; (): there is none. GEMMs have two in its place.
-        group: likewise.
         forward: whether forward has it.
     """
 

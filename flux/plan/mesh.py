@@ -47,11 +47,7 @@ class SubGroup(NamedTuple):
         return prod(self.mesh[self.dim + 1 :])
 
     def split(self, sizes: Sequence[int]) -> list[SubGroup]:
-        """Return the parts along each of ``sizes``, the slowest first.
-
-        Raises:
-            ValueError: the product of sizes is not the size of the part.
-        """
+        """Return the parts along each of ``sizes``, the slowest first."""
         if not self.mesh:
             return [SubGroup(self.base, tuple(sizes), dim) for dim in range(len(sizes))]
         if prod(sizes) != self.size:
@@ -61,11 +57,7 @@ class SubGroup(NamedTuple):
 
 
 def parse_group(name: str) -> SubGroup:
-    """Return what the name of a group in a plan says.
-
-    Raises:
-        ValueError: another format.
-    """
+    """Return what the name of a group in a plan says."""
     base, colon, rest = name.partition(":")
     if not colon:
         return SubGroup(base)
@@ -82,15 +74,8 @@ def parse_group(name: str) -> SubGroup:
 def group_partition(mesh: Sequence[int], rank: int) -> list[list[int]]:
     """Return a rank's sub-groups, one for each dimension of the mesh.
 
-    Args:
-        mesh: sizes N1 ... Nd; their product is the number of ranks.
-        rank: number of the rank in its group.
-
     Returns:
         For each dimension the ranks that differ from ``rank`` in it alone, ascending.
-
-    Raises:
-        ValueError: sizes below 1, or a rank outside of the mesh.
     """
     sizes = _checked(mesh)
     rank = checked_integer(f"rank in mesh {sizes}", rank, 0, prod(sizes))
@@ -109,16 +94,6 @@ def gathered_order(mesh: Sequence[int], order: Sequence[int]) -> list[int]:
     after the other. With the last dimension first the result has the order of the ranks; with
     another order shards are permuted, which readers must undo or allow for. ReduceScatter along the
     reverse order takes shards in this order.
-
-    Args:
-        mesh: sizes N1 ... Nd.
-        order: of the dimensions, the one that is gathered along first in front.
-
-    Returns:
-        For each place the rank whose shard is there.
-
-    Raises:
-        ValueError: sizes below 1, or an order that does not have each dimension once.
     """
     sizes = _checked(mesh)
     if sorted(order) != list(range(len(sizes))):

@@ -81,12 +81,6 @@ class TrainingStep:
     """One training step of a model.
 
     Attributes:
-        name: of the model, for display.
-        layer: sizes of each of its layers.
-        layers: how many there are.
-        dtype: of activations and weights.
-        parallel: how ranks share the work.
-        sequence: tokens of a sequence.
         micro_batch: sequences of a micro-batch, on each data parallel rank.
         micro_batches: micro-batches of a step, on each data parallel rank.
         zero: 0: gradients are all-reduced; 1: they are reduce-scattered, the optimizer steps on a
@@ -188,11 +182,7 @@ class TrainingStep:
         return self.parallel.dp * self.micro_batches * self.micro_batch * self.sequence
 
     def _check_choices(self) -> None:
-        """Check what a step has beyond sizes.
-
-        Raises:
-            ValueError: a value that is not known; the message has the ones that are.
-        """
+        """Check what a step has beyond sizes."""
         if self.recompute not in (*RECOMPUTED, "full") and not self.recompute.isdecimal():
             names = ", ".join((*RECOMPUTED, "full"))
             raise ValueError(
@@ -330,9 +320,6 @@ def step_of(
         head: embedding, head and loss, too; by default if ``layers`` is not given: beside a few
             layers they would be out of proportion.
         choices: further fields of ``TrainingStep``.
-
-    Raises:
-        ValueError: no such model, or sizes that do not divide; the message names both.
     """
     described = model_of(model)
     if micro_batches is None:

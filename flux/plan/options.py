@@ -127,11 +127,7 @@ class StepOptions(RankStepOptions):
 
 
 def step_with(options: Any, dtype: str | None = None) -> TrainingStep:
-    """Return the step that options describe: ``StepOptions``, or others with a step's fields.
-
-    Raises:
-        ValueError: no such model, or sizes that do not divide.
-    """
+    """Return the step that options describe: ``StepOptions``, or others with a step's fields."""
     from flux.plan.model import Parallel, step_of
 
     degrees = {name: getattr(options, name) for name in ("tp", "cp", "dp", "pp", "ep")}
@@ -163,11 +159,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """Return (name, options) of a policy on the command line.
-
-    Raises:
-        ValueError: an option has no value, or is given twice.
-    """
+    """Return (name, options) of a policy on the command line."""
     name, _, rest = text.partition(":")
     options: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):

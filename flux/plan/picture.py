@@ -70,15 +70,7 @@ _PICTURE = _Size(17, 24, 10)  # documents show it at two thirds of its width
 
 
 def page(title: str, timelines: Sequence[tuple[str, Timeline]]) -> str:
-    """Return an HTML page; all timelines have one time scale.
-
-    Args:
-        title: of the page.
-        timelines: label and timeline of each policy.
-
-    Raises:
-        ValueError: there are more than MOST_OPS operators.
-    """
+    """Return an HTML page; all timelines have one time scale."""
     parts, height, longest = _rows(timelines, _PAGE)
     legend = "".join(
         f'<span><i style="background:{colour}"></i>{name}</span>'

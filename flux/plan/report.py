@@ -40,12 +40,6 @@ def document(
 
     ``memory_bytes`` has the peak of a device by kind. ``idle_ms`` is the bubble: the mean time in
     which a device neither computes nor communicates.
-
-    Args:
-        label: the policy.
-        step: what was planned.
-        cluster: devices and links.
-        figures: of the step; None: there are none.
     """
     parallel = step.parallel
     row: dict[str, Any] = {
@@ -77,11 +71,8 @@ def document(
 def show(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
     """Print a table of policies; the first one that can be used is what others are compared with.
 
-    Args:
-        rows: of ``document``. Those of a run also have ``predicted_ms``. A plan that cannot be used
-            has ``error``.
-        title: of the table.
-        console: to print on.
+    Rows are of ``document``; those of a run also have ``predicted_ms``, those of plans that cannot
+    be used ``error``.
     """
     ran = any("predicted_ms" in row for row in rows)
     caption = "ms; ratio: to the first; exposed: communication beside which nothing is computed"
@@ -128,12 +119,7 @@ def _rates(row: dict[str, Any]) -> list[str]:
 
 
 def explain(timeline: Timeline, most: int = 8) -> list[str]:
-    """Return lines that say where a step's exposed communication is.
-
-    Args:
-        timeline: of the step.
-        most: lines at most.
-    """
+    """Return lines that say where a step's exposed communication is."""
     graph = timeline.schedule.graph
     if not graph.ops:
         return []

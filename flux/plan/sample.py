@@ -97,14 +97,7 @@ class StepLayout:
 def line(
     short: tuple[float, Figures], long: tuple[float, Figures], at: float, factor: float = 1.0
 ) -> Figures:
-    """Return the figures at ``at`` on the line through two lengths, times multiplied.
-
-    Args:
-        short: a length and its figures.
-        long: a longer one.
-        at: the length asked for.
-        factor: of all times.
-    """
+    """Return the figures at ``at`` on the line through two lengths, times multiplied."""
     (near, a), (far, b) = short, long
     share = (at - near) / (far - near) if far > near else 0.0
 
@@ -135,11 +128,7 @@ def lengths(step: TrainingStep) -> tuple[int, ...]:
 def whole(
     cluster: Cluster, step: TrainingStep, name: str, options: Mapping[str, Any]
 ) -> SampleOutcome:
-    """Return a step's figures from its own simulation.
-
-    Raises:
-        ValueError: the policy cannot be used for the step.
-    """
+    """Return a step's figures from its own simulation."""
     policy = policy_of(name, options)
     with paused_collector():
         figures = Figures.of(StepLayout(cluster, step).timeline(policy))
@@ -149,11 +138,7 @@ def whole(
 def from_few_micro_batches(
     cluster: Cluster, step: TrainingStep, name: str, options: Mapping[str, Any]
 ) -> SampleOutcome:
-    """Return a step's figures from those of steps with as many layers and fewer micro-batches.
-
-    Raises:
-        ValueError: the policy cannot be used for the step.
-    """
+    """Return a step's figures from those of steps with as many layers and fewer micro-batches."""
     counts, points = lengths(step), []
     policy = policy_of(name, options)
     _share(policy, counts[-1] / step.micro_batches)
@@ -214,11 +199,7 @@ class _Short:
         self.made: dict[tuple[int, int], StepLayout] = {}
 
     def estimate(self, name: str, options: Mapping[str, Any]) -> Estimate:
-        """Return the estimate under a policy.
-
-        Raises:
-            ValueError: the policy cannot be used.
-        """
+        """Return the estimate under a policy."""
         few = few_layers(self.step)
         try:
             return self._with_layers(few, name, options)

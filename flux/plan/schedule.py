@@ -22,7 +22,6 @@ class StepSchedule:
     """The order of a step's operators.
 
     Attributes:
-        graph: the operators.
         lanes: for each stage and stream, numbers of operators in the order in which they run.
         policy: that made it, for display.
         actions: of each pipeline rank, as torch.distributed.pipelining writes them, if ranks have
@@ -45,11 +44,7 @@ class StepSchedule:
         _ = self._can_end
 
     def check_lanes(self) -> None:
-        """Check that each operator is on a lane of its stage, once.
-
-        Raises:
-            GraphError: it is not.
-        """
+        """Check that each operator is on a lane of its stage, once."""
         _ = self._is_whole
 
     @cached_property
@@ -132,11 +127,8 @@ def on_lanes(
 ) -> StepSchedule:
     """Return a schedule in which each stage's operators, in order, go to streams.
 
-    Args:
-        graph: the operators.
-        sequences: for each stage, the numbers of its operators in the order of each of its streams.
-        policy: name of the policy.
-        stream: returns the stream of an operator; by default one for each resource.
+    ``sequences`` has each stage's operators in the order of its streams; ``stream`` returns the
+    stream of an operator, by default its resource.
     """
     lanes: dict[Lane, list[int]] = {}
     for stage, numbers in enumerate(sequences):

@@ -78,12 +78,9 @@ class Query:
 
     Attributes:
         model: name of a model in tuning/shapes, or a file of that form.
-        cluster: devices and links.
-        gpus: ranks of the step.
         batch: sequences of a step, over all ranks.
         sequence: tokens of a sequence.
         memory_gb: of a device.
-        policies: (name, options) to try.
         beam: layouts that reach the second round.
     """
 
@@ -121,8 +118,6 @@ class SearchedPlan(Figures):
 
     Attributes:
         step: with its degrees of parallelism.
-        policy: its name.
-        options: of the policy.
         label: both, as they are shown.
         scaled: whether the figures are from steps with fewer micro-batches.
     """
@@ -187,9 +182,6 @@ def search(
         query: model, devices, batch and policies.
         progress: called with a round's name, how many of its candidates are done, and their number.
         workers: processes that simulate; 1: this one.
-
-    Raises:
-        ValueError: no layout is possible, or none fits into memory; or all policies refuse.
     """
     possible = list(layouts(query))
     if not possible:

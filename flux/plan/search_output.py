@@ -97,12 +97,7 @@ def search_document(query: Query, outcome: SearchOutcome, why: list[str]) -> dic
 
 
 def reasons(outcome: SearchOutcome, cluster: Cluster) -> list[str]:
-    """Return lines that say where the time goes: of the winner, and of plans that came close.
-
-    Args:
-        outcome: of a search.
-        cluster: of the search.
-    """
+    """Return lines that say where the time goes: of the winner, and of plans that came close."""
     winner = outcome.ranked[0]
     serial = plan_of(cluster, not winner.scaled, (winner.step, "serial", {}))
     rows = [("the winner", winner)]
@@ -167,10 +162,6 @@ def winner_of(path: str) -> tuple[dict[str, Any], Policies]:
     """Return the first plan in a file of `flux plan search`: options of `flux plan run`, policies.
 
     The policies are serial, to compare with, and the plan's.
-
-    Raises:
-        ValueError: the file holds something else.
-        OSError: it cannot be read.
     """
     top = Table.load_json(Path(path), "an outcome of flux plan search")
     plans = top.tables("plans")

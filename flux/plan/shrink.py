@@ -38,14 +38,10 @@ def shrunk(
 ) -> dict[str, Any]:
     """Return what changes of a plan's options, so that it runs on so many ranks.
 
-    Args:
-        plan: options of `flux plan run` that the plan sets.
-        ranks: that there are.
-        exact: whether all of them have to take part, as under torchrun.
-        check: raises ValueError if the plan cannot be run with these changes.
+    ``exact``: all ranks take part, as under torchrun. ``check`` raises ValueError if the plan
+    cannot be run with some changes.
 
-    Raises:
-        ValueError: the policy takes no smaller step; the message has the reason of the last one.
+    Raise ValueError with the last reason if the policy takes no smaller step.
     """
     layer = model_of(plan["model"]).layer
     why = f"its degrees have no divisors with a product of {ranks}"
@@ -61,12 +57,7 @@ def shrunk(
 
 
 def changes_of(plan: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return [before, after] of everything that shrinking changes, by name.
-
-    Args:
-        plan: its options.
-        changes: of ``shrunk``.
-    """
+    """Return [before, after] of everything that shrinking changes, by name."""
     model = model_of(plan["model"])
     before = {**plan, "layers": model.layers, "scale": 1}
     pairs = {key: [before[key], value] for key, value in changes.items()}

@@ -28,9 +28,6 @@ class Timeline:
     """When each operator of a schedule ran, in ms from the beginning of the step.
 
     Attributes:
-        schedule: that was run.
-        start: of each operator, by number.
-        end: of each operator.
         solo: time of each operator by itself.
     """
 
@@ -136,11 +133,7 @@ class Timeline:
         return [self.schedule.graph.ops[number].name for number in numbers]
 
     def events(self, label: str = "") -> list[Event]:
-        """Return the events of a trace: a rank for each stage, a lane for each stream.
-
-        Args:
-            label: put before the names of lanes, so that two timelines fit into one trace.
-        """
+        """Return the events of a trace: a rank for each stage, a lane for each stream."""
         from flux.core.events import Event, Kind
 
         kinds = dict.fromkeys(("gemm", "attention", *FUSED), Kind.gemm)
@@ -191,11 +184,7 @@ def _overlap(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]])
 
 
 def simulate(schedule: StepSchedule, cost: CostModel) -> Timeline:
-    """Return when each operator runs.
-
-    Raises:
-        GraphError: the schedule cannot be run (see ``StepSchedule.validate``).
-    """
+    """Return when each operator runs."""
     with paused_collector():
         schedule.check_lanes()
         return _Simulation(schedule, cost).run()

@@ -204,17 +204,7 @@ def profile_command(
 
 
 def _config(step: SmallStepOptions, policies: Policies | None, settings: dict[str, Any]) -> PlanRun:
-    """Return the configuration of a run.
-
-    Args:
-        step: what is run.
-        policies: that are compared; None: those of the options.
-        settings: fields of ``PlanRun``, with ``profile`` the name of a file.
-
-    Raises:
-        ValueError: bad options, or a policy that cannot plan this step.
-        OSError: the profile cannot be read.
-    """
+    """Return the configuration of a run."""
     from flux.bench.config import check_memory
     from flux.bench.model import scaled
     from flux.runtime.profile import read_profile

@@ -70,11 +70,6 @@ class OperatorWork:
     """Calls that do what operators do, on tensors of their shapes.
 
     Tensors are shared between operators of equal shapes: contents do not matter, only time.
-
-    Args:
-        dtype: of all tensors.
-        seed: of their contents.
-        timeout_s: of the waits of fused ops.
     """
 
     def __init__(self, dtype: str, seed: int = 0, timeout_s: float = 60.0) -> None:
@@ -179,11 +174,7 @@ class OperatorWork:
 
 
 def _check_equal(schedule: StepSchedule) -> None:
-    """Check that all ranks have the same schedule: else collectives would meet others. Collective.
-
-    Raises:
-        ValueError: on every rank; the message names the ranks that differ from rank 0.
-    """
+    """Check that all ranks have one schedule: else collectives would meet others. Collective."""
     ops, lanes = schedule.graph.ops, sorted(schedule.lanes.items())
     order = [(lane, [ops[number] for number in numbers]) for lane, numbers in lanes]
     digests = [""] * dist.get_world_size()
@@ -198,8 +189,6 @@ class Executor:
 
     Args:
         schedule: of the step; equal on all ranks.
-        parallel: degrees of parallelism; their product is the number of ranks.
-        work: what operators do.
         timeout_s: of each wait.
 
     Raises:
@@ -386,16 +375,7 @@ class Executor:
 def measured(
     schedule: StepSchedule, times: Mapping[int, tuple[float, float]], solo: Sequence[float]
 ) -> Timeline:
-    """Return the timeline of a step that was run.
-
-    Args:
-        schedule: of the step.
-        times: begin and end of every operator, of all stages, in ms.
-        solo: time of each operator by itself, as predicted.
-
-    Raises:
-        ValueError: an operator is missing.
-    """
+    """Return the timeline of a step that was run."""
     ops = schedule.graph.ops
     missing = [op.name for number, op in enumerate(ops) if number not in times]
     if missing:

@@ -43,12 +43,7 @@ _set_warning_handler.restype = None
 
 
 class _Value(NamedTuple):
-    """A mode that is a value.
-
-    Attributes:
-        read: returns it.
-        write: sets it; called only when it differs.
-    """
+    """A mode that is a value."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
@@ -367,11 +362,7 @@ def _casts() -> tuple[Any, ...]:
 
 
 class ModesOfThread:
-    """The modes of the thread that makes this, for another thread.
-
-    Raises:
-        RuntimeError: a transform is being computed, which no other thread can go on with.
-    """
+    """The modes of the thread that makes this, for another thread."""
 
     def __init__(self) -> None:
         if transform_depth() != (0, 0):
@@ -400,9 +391,6 @@ def transform_depth() -> tuple[int, int]:
 
 def check_transforms(depth: tuple[int, int]) -> None:
     """Check that the calling slice can wait here for others.
-
-    Args:
-        depth: of transforms when the slices began.
 
     Raises:
         RuntimeError: it has begun a transform, which the others would run inside of, too; or it is

@@ -45,9 +45,7 @@ class Profile:
     """Measured times.
 
     Attributes:
-        solo: ms of operators by themselves.
         oef: overlap effectiveness factor by (kind of the compute operator, resource).
-        place: where they were measured, for display and comparison.
         pairs: overlap effectiveness factor of two operators, which DHelix pairs.
     """
 
@@ -75,12 +73,7 @@ class Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Return the profile in a file that ``Profile.write`` has written.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds something else; the message names file and key.
-    """
+    """Return the profile in a file that ``Profile.write`` has written."""
     top = Table.load_json(path, "a profile of flux", _FORMAT)
     solo: dict[Key, float] = {}
     for row in top.tables("solo"):
@@ -212,8 +205,6 @@ class Profiler:
     """Measures operators on all ranks. Construction is collective: it makes process groups.
 
     Args:
-        parallel: degrees of parallelism.
-        work: what operators do.
         repeats: of each measurement, of which the median counts.
         place: what the profile says about where it was measured.
     """
@@ -238,11 +229,8 @@ class Profiler:
         Each round measures every operator once, so that a disturbance of the machine does not meet
         all repeats of one operator.
 
-        Args:
-            graphs: of all policies to compare.
-            progress: called with operators that are done, and their number.
-            beside: operators of these graphs that are measured two at a time.
-            known: an earlier profile; the result includes it.
+        ``beside`` are operators of these graphs that are measured two at a time; ``progress`` gets
+        how many operators are done, and their number. The result includes ``known``.
         """
         known = known or Profile({}, {}, self.place)
         all_ops = {key_of(op): op for graph in graphs for op in graph.ops}

@@ -35,9 +35,7 @@ class PlanRun(Run):
     """The complete configuration of one run of `flux plan run` or `flux plan profile`.
 
     Attributes:
-        step: to run.
         policies: that are compared; none: only the profile is measured.
-        profile: of the operators, if it was measured before.
         pairs: measure forward operators alongside backward ones, too: DHelix searches with them.
     """
 
@@ -67,14 +65,7 @@ class PlanRun(Run):
 
 @dataclass(frozen=True)
 class Ran:
-    """What a policy did.
-
-    Attributes:
-        label: name and options.
-        predicted: the simulator's timeline, from the profile.
-        run: the timeline of the run with the median time.
-        times_ms: of every repeat, on the slowest rank.
-    """
+    """What a policy did."""
 
     label: str
     predicted: Timeline
@@ -83,16 +74,7 @@ class Ran:
 
 
 def schedules_of(config: PlanRun, profile: Profile | None = None) -> dict[str, StepSchedule]:
-    """Return the schedule of each policy, by label.
-
-    Args:
-        config: step and policies.
-        profile: policies decide by it. Operators that it lacks are predicted from the
-            cluster's data sheet.
-
-    Raises:
-        ValueError: a policy cannot be used for this step.
-    """
+    """Return the schedule of each policy, by label."""
     fabric = Fabric(config.cluster, config.step.parallel)
     graph = build_step(config.step, fabric)
     cost: CostModel = AnalyticCost(fabric, config.step.dtype, config.step.itemsize)
@@ -110,11 +92,7 @@ def schedules_of(config: PlanRun, profile: Profile | None = None) -> dict[str, S
 
 
 def predictions(profile: Profile, schedules: Mapping[str, StepSchedule]) -> dict[str, Timeline]:
-    """Return what a profile predicts for each schedule, by label.
-
-    Raises:
-        ValueError: the profile does not have an operator of them.
-    """
+    """Return what a profile predicts for each schedule, by label."""
     cost = ProfiledCost(profile)
     return {label: simulate(schedule, cost) for label, schedule in schedules.items()}
 

@@ -83,13 +83,7 @@ def note(phase: str, number: int, linear: int, what: str) -> None:
 
 
 class _Slice(greenlet.greenlet):  # type: ignore[misc, unused-ignore]
-    """The greenlet of a slice.
-
-    Args:
-        slices: of which it is one.
-        number: of the slice.
-        body: its function.
-    """
+    """The greenlet of a slice."""
 
     def __init__(self, slices: Slices, number: int, body: Callable[..., Any]) -> None:
         super().__init__(body)
@@ -98,14 +92,7 @@ class _Slice(greenlet.greenlet):  # type: ignore[misc, unused-ignore]
 
 
 class Slices:
-    """Runs slices by turns in the calling thread.
-
-    Args:
-        count: how many there are.
-        size: samples of each.
-        order: one of ORDERS.
-        columns: pieces of the weights of row-parallel linears (column split).
-    """
+    """Runs slices by turns in the calling thread."""
 
     def __init__(self, count: int, size: int, order: str, columns: int) -> None:
         self.count, self.size, self.order, self.columns = count, size, order, columns
@@ -125,12 +112,7 @@ class Slices:
         return outer + self.current * self.size
 
     def number_call(self, layer: object, new: Callable[[], int]) -> int:
-        """Return the number of a layer's call, which is one for the equal calls of all slices.
-
-        Args:
-            layer: what the running slice calls.
-            new: returns the number of a call; used for the slice that comes first.
-        """
+        """Return the number of a layer's call, which is one for the equal calls of all slices."""
         numbers, made = self._calls.setdefault(id(layer), ([], [0] * self.count))
         at = made[self.current]
         made[self.current] += 1
@@ -197,27 +179,18 @@ class Slices:
                     del waiting[number]
 
     def _end(self, waiting: dict[int, _Slice], error: BaseException) -> None:
-        """End slices where they are, each with its own modes.
-
-        Args:
-            waiting: those that have not ended; the one that failed may be among them.
-            error: what ends them; what they raise on their way out becomes its context.
-        """
+        """End slices where they are, each with its own modes."""
         self._ending = True
         for number, job in waiting.items():
             self.current = number
             try:
                 if not job.dead:
                     job.throw(greenlet.GreenletExit)
-            except BaseException as other:
+            except BaseException as other:  # becomes the context of what ends the slices
                 other.__context__, error.__context__ = error.__context__, other
 
     def _leave(self) -> None:
-        """Let the others go on; return when it is this slice's turn again.
-
-        Raises:
-            GreenletExit: another one has failed.
-        """
+        """Let the others go on; return when it is this slice's turn again."""
         if self._ending:
             raise greenlet.GreenletExit
         with kept_modes():
@@ -226,13 +199,8 @@ class Slices:
     def switch(self, place: str, *, gathers: bool = False) -> None:
         """Let the other slices go on, if they shall here; return when it is this one's turn again.
 
-        Args:
-            place: "entered": after ``in``; "row": before a row-parallel linear; "launched":
-                after one.
-            gathers: whether a gather has been started, which something should hide.
-
-        Raises:
-            RuntimeError: inside of a transform of torch.func that the slice began.
+        ``place`` is "entered" (after ``in``), "row" (before a row-parallel linear) or "launched"
+        (after one). ``gathers``: a gather has been started, which something should hide.
         """
         behind_attention = self.rows[self.current] % 2 == 1
         stays = {

@@ -57,10 +57,6 @@ def policy_names() -> list[str]:
 def policy_of(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     """Return a policy by name.
 
-    Args:
-        name: of its entry point.
-        options: keyword arguments of its class.
-
     Raises:
         ValueError: no such policy, or options or values that it does not have; the message lists
             its options with their defaults.
@@ -108,10 +104,7 @@ def _word(value: object) -> str:
 def label_of(name: str, options: Mapping[str, Any], policy: Policy | None = None) -> str:
     """Return a policy and its options, as they are shown: ``domino slices=2``.
 
-    Args:
-        name: of the policy.
-        options: of the policy.
-        policy: one that has planned, for what it chose by itself: ``fused=auto: row``.
+    ``policy``, if it has planned, says what it chose by itself: ``fused=auto: row``.
     """
     chosen = getattr(policy, "chosen", {})
     words = [
@@ -122,12 +115,7 @@ def label_of(name: str, options: Mapping[str, Any], policy: Policy | None = None
 
 
 def planned(policy: Policy, graph: Graph, fabric: Fabric, cost: CostModel) -> StepSchedule:
-    """Return a policy's schedule of a graph.
-
-    Raises:
-        ValueError: the policy cannot be used for this graph.
-        GraphError: its schedule cannot be run.
-    """
+    """Return a policy's schedule of a graph."""
     with paused_collector():
         schedule = policy.order(policy.rewrite(graph, fabric, cost), cost)
         schedule.validate()

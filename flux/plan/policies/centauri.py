@@ -70,7 +70,6 @@ class Centauri:
             is faster.
         substitute: AllReduce of gradients becomes ReduceScatter and AllGather, and AllGathers of
             weights run under the next step's forward; else they end the step.
-        max_chunks: most chunks of a collective.
         prefetch: with ZeRO-3, layers whose weights are gathered ahead; 0: each when it is needed.
         chunks: with pipeline parallelism, stages of each rank: gradients of one are reduced while
             another one computes. ``auto``: what is faster of 1 to 4, and fits into memory.
@@ -106,12 +105,7 @@ class Centauri:
         self.share = 1.0
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
-        """Return the graph with collectives in parts.
-
-        Raises:
-            ValueError: several stages on a rank, and no pipeline; or layers that they do not
-                divide.
-        """
+        """Return the graph with collectives in parts."""
         if isinstance(self.chunks, int):
             return self._parts(graph, self.chunks, fabric, cost)
         limit = 1e9 * self._memory_gb(cost)

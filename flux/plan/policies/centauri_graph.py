@@ -119,14 +119,7 @@ def _first_users(graph: Graph) -> dict[tuple[int, bool], list[int]]:
 
 
 def limited(graph: Graph, passes: Sequence[Sequence[Action]], stages: int, prefetch: int) -> Graph:
-    """Return the graph in which ZeRO-3 gathers are at most so many layers ahead.
-
-    Args:
-        graph: of the step.
-        passes: of each pipeline rank, in order.
-        stages: of the model.
-        prefetch: layers whose weights may be gathered, alongside those that are computed with.
-    """
+    """Return the graph in which ZeRO-3 gathers are at most so many layers ahead."""
     last: dict[tuple[str, int, int], int] = {}  # of a visit to a layer, its last operator
     for number in graph.order:
         op = graph.ops[number]
@@ -314,13 +307,7 @@ class _Rewriter:
     ) -> list[list[int]]:
         """Add the pieces of a collective, or of a GEMM's share of it; return what they bring.
 
-        Args:
-            number: of the collective.
-            op: the collective.
-            partition: of it.
-            suffix: of names.
-            share: of its volume.
-            behind: of its dependencies the GEMMs that this share needs; None: all.
+        ``behind`` are the GEMMs that this share needs; None: all that the collective depends on.
         """
         added: list[int] = []
         outs: list[list[int]] = []

@@ -23,15 +23,8 @@ def blocks(
 
     With one stage on each rank: 1F1B, but the first and the last micro-batches run together, as one
     block. With several: interleaved 1F1B, in which so many micro-batches go through a stage before
-    the rank's next stage has its turn (figure 7 of the paper).
-
-    Args:
-        rank: number of the rank.
-        ranks: of the pipeline.
-        micro_batches: of the step.
-        forward: forward passes that run together (L1 of Eq. 2).
-        backward: backward passes that run together (L2).
-        chunks: stages of each rank.
+    the rank's next stage has its turn (figure 7 of the paper). ``forward`` and ``backward`` are
+    passes that run together: L1 and L2 of Eq. 2. ``chunks`` are stages of each rank.
     """
     if chunks > 1:
         return list(_interleaved(rank, ranks, micro_batches, forward, backward, chunks))
@@ -87,16 +80,8 @@ def list_schedule(
 ) -> StepSchedule:
     """Return the schedule of a graph.
 
-    Args:
-        graph: of the step.
-        cost: of its operators.
-        passes: the blocks of each pipeline rank.
-        weights_first: in backward, gradients of weights have priority over those of activations
-            (T2 of Eq. 1); else the other way round (T1).
-        policy: name, for display.
-
-    Raises:
-        GraphError: the blocks contradict the dependencies.
+    ``passes`` has the blocks of each pipeline rank. ``weights_first``: in backward, gradients of
+    weights have priority over those of activations (T2 of Eq. 1); else the other way round (T1).
     """
     return _Lists(graph, cost, passes, weights_first).run(policy)
 

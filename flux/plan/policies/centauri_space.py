@@ -44,10 +44,7 @@ def substitutions(kind: str, price: Callable[[str], float]) -> list[tuple[str, .
     Those that do not scale, and those that take longer than the collective, are left out (section
     3.1.1). What the library does badly is among these: gloo's ReduceScatter is an AllReduce inside.
 
-    Args:
-        kind: of the collective.
-        price: returns the time of a primitive of the same tensor among the same ranks; it is asked
-            for those that scale.
+    ``price`` returns the time of a primitive of the same tensor among the same ranks.
     """
     sequences: list[tuple[str, ...]] = [(kind,)]
     for option in SUBSTITUTIONS.get(kind, ()):
@@ -61,10 +58,6 @@ def meshes(size: int, per_host: int) -> list[tuple[int, ...]]:
 
     A finer mesh inside a host, or between hosts, breaks the rings that a library has laid there, so
     there is one at most (section 3.1.2).
-
-    Args:
-        size: ranks of the group.
-        per_host: of them on one host.
     """
     if per_host < 1 or size % per_host or per_host in (1, size):
         return []
@@ -116,14 +109,9 @@ def chains(kinds: Sequence[str], costs: Sequence[float], arrives: int | None = 0
     An operator's piece must need no more than pieces before it have made. A product that is cut
     along its contraction leaves sums, so the chain ends there.
 
-    Args:
-        kinds: of the operators after the collective, as in AXES, each the next one's input.
-        costs: of them.
-        arrives: which dimension of the first one's input a chunk of the collective brings: 0 rows.
-            None: it brings weights, so that the first one must be cut along C.
-
-    Raises:
-        ValueError: no such kind, or as many costs as there are not operators.
+    ``kinds`` are keys of AXES, each operator the next one's input. ``arrives`` is the dimension of
+    the first one's input that a chunk of the collective brings: 0 rows. None: it brings weights, so
+    the first one must be cut along C.
     """
     if len(kinds) != len(costs):
         raise ValueError(f"{len(kinds)} operators have {len(costs)} costs")
@@ -153,11 +141,6 @@ def choose_chain(candidates: Sequence[Chain], comm: float, independent: float) -
 
     A chain hides it if its cost, and that of independent operators, are not less than the
     collective's. Of equally long ones, one without partial sums is preferred (section 3.1.3).
-
-    Args:
-        candidates: what ``chains`` returned.
-        comm: cost of the collective.
-        independent: cost of operators that run alongside it in any case.
     """
     if not candidates:
         return None
@@ -216,14 +199,7 @@ def even_by_group(kind: str, chunks: int, intra: int) -> tuple[CommPiece, ...]:
 def uneven_by_group(
     fractions: int, inter_first: bool, inter: int, intra: int
 ) -> tuple[CommPiece, ...]:
-    """Return an AllGather by groups whose parts bring unequal fractions, as Algorithm 1 has them.
-
-    Args:
-        fractions: how many: 2, or 3 with the inside first.
-        inter_first: between hosts first; the rest inside.
-        inter: hosts.
-        intra: ranks of a host.
-    """
+    """Return an AllGather by groups in 2 or 3 unequal parts, as Algorithm 1 has them."""
     world = inter * intra
     if inter_first:
         return (

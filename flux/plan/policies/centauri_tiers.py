@@ -37,9 +37,6 @@ def operation_tier(
         Fractions, in the order of execution. Partitioned by groups: the part between hosts first
         (two fractions, where ``inner`` hides it), or the part inside the host first: two fractions,
         or three, where own shards alone go between hosts. Costs may have any common unit.
-
-    Raises:
-        ValueError: costs that are negative or not finite, or counts below 1.
     """
     costs = {"inner": inner, "comm": comm, "comp": comp, "c_inter": c_inter}
     for name, cost in costs.items():
@@ -129,9 +126,6 @@ def model_tier(
         micro_batches: of a step (mb).
         depth: pipeline stages: least L1 and L2, where there are so many micro-batches.
         joint: demand L1 + L2 <= micro_batches as Eq. 2 does; figure 7c of the paper does not.
-
-    Raises:
-        ValueError: negative costs, counts below 1, or not even the least L1 and L2 are allowed.
     """
     for name, cost in (
         *(("gather", gather), ("scatter", scatter), ("forward", forward)),

@@ -52,14 +52,6 @@ def layer_graph(
     ``qkv.w`` for that of the weight), and have the operator as attribute ``op``. Sizes are those of
     Llama 25B with 8 tensor-parallel ranks, or of Phi-MoE with 2, on the paper's A40 cluster. Of
     another step: ``flux.plan.policies.interleave.graph_of_layer``.
-
-    Args:
-        direction: "forward" or "backward".
-        experts: experts in place of the MLP: router, AllToAll of tokens there and back.
-        context_parallel: keys and values are gathered before attention.
-
-    Raises:
-        ValueError: another direction.
     """
     cp = 2 if context_parallel else 1
     if experts:
@@ -100,12 +92,7 @@ class DHelix:
         self.longest = checked_integer(f"{self.name}: longest", longest, 0)
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
-        """Return the graph; with pipeline parallelism the model is folded.
-
-        Raises:
-            ValueError: there are no more micro-batches than pipeline ranks, so nothing would be
-                interleaved; or layers that the stages of a folded model do not divide.
-        """
+        """Return the graph; with pipeline parallelism the model is folded."""
         ranks = fabric.parallel.pp
         if graph.micro_batches <= ranks:
             raise ValueError(
@@ -137,11 +124,7 @@ class DHelix:
 
 
 class WaveletPlus(DHelix):
-    """Wavelet's round robin on a folded model: operators of the two strands by turns (section 6.1).
-
-    Args:
-        events: see ``DHelix``.
-    """
+    """Wavelet's round robin on a folded model: operators of both strands by turns (section 6.1)."""
 
     name = "wavelet"
 

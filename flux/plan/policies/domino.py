@@ -68,11 +68,7 @@ class DominoPolicy:
         self.slices, self.columns, self.turns, self.fused = slices, columns, order, fused
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
-        """Return the graph with its operators cut.
-
-        Raises:
-            ValueError: there is no tensor parallelism, or sizes that cannot be cut so often.
-        """
+        """Return the graph with its operators cut."""
         if fabric.parallel.tp == 1:
             raise ValueError("domino hides tensor-parallel communication, and tp is 1")
         for op in graph.ops:

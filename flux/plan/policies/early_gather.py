@@ -25,11 +25,7 @@ class EarlyGatherPolicy:
     name = "early_gather"
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
-        """Return the graph, in which gathers for weight gradients wait for no gradient.
-
-        Raises:
-            ValueError: no input is gathered again, so there is nothing to begin early.
-        """
+        """Return the graph, in which gathers for weight gradients wait for no gradient."""
         if not any(_gathers_again(op) for op in graph.ops):
             raise ValueError(
                 "early_gather needs sequence parallelism in which inputs are gathered again "

@@ -29,15 +29,7 @@ from flux.plan.model import even_split
 
 
 def fold(stage: int, p: int) -> int:
-    """Return the rank that holds a stage of a model folded over p ranks.
-
-    Args:
-        stage: in [0, 2p).
-        p: number of pipeline ranks.
-
-    Raises:
-        ValueError: another stage, or p below 1.
-    """
+    """Return the rank that holds a stage of a model folded over p ranks."""
     p = checked_integer("p", p, 1)
     stage = checked_integer("stage", stage, 0, 2 * p)
     return min(stage, 2 * p - 1 - stage)
@@ -81,9 +73,6 @@ class WSchedule:
     """The W-shaped pipeline of a folded model.
 
     Attributes:
-        p: pipeline ranks.
-        m: micro-batches.
-        blocks: of each rank, in order.
         ends: when each block of each rank ends, in the unit of the times that were given.
     """
 
@@ -127,9 +116,6 @@ def w_blocks(p: int, m: int) -> list[list[Block]]:
     Stage s runs forward of micro-batch i in slot 2i + s, and backward in slot
     2 (i + p) + 2p - 1 - s. In a slot a rank has one action, or forward of stage s and backward
     of stage 2p - 1 - s for the micro-batch p before.
-
-    Raises:
-        ValueError: p or m is below 1.
     """
     p, m = checked_integer("p", p, 1), checked_integer("m", m, 1)
     slots: list[dict[int, list[Action]]] = [{} for _ in range(p)]
@@ -153,9 +139,6 @@ def w_schedule(p: int, m: int, f: float, b: float, s: float) -> WSchedule:
         f: time of the forward of a stage.
         b: time of the backward of a stage.
         s: time of an interleaved block: forward of one stage alongside backward of another.
-
-    Raises:
-        ValueError: p or m is below 1, or a time is negative or not finite.
     """
     p, m = checked_integer("p", p, 1), checked_integer("m", m, 1)
     blocks = w_blocks(p, m)
@@ -188,12 +171,7 @@ def _needs(action: Action, stages: int) -> list[Action]:
 
 
 class UnevenStages(ValueError):
-    """Stages of a model that would have unequal numbers of layers.
-
-    Attributes:
-        stages: how many there are.
-        layers: of the model.
-    """
+    """Stages of a model that would have unequal numbers of layers."""
 
     def __init__(self, stages: int, layers: int) -> None:
         super().__init__(stages, layers)
@@ -232,14 +210,8 @@ def placed(
     Sends are made anew where consecutive stages are on different ranks; each has the layer of the
     operator whose result it sends.
 
-    Args:
-        graph: the step; its operators' ``stage`` is their pipeline rank.
-        stages: of the model.
-        rank_of: returns the pipeline rank of a stage.
-        uneven: stages may have unequal numbers of layers, at least one.
-
-    Raises:
-        UnevenStages: the stages would have unequal numbers of layers.
+    An operator's ``stage`` is its pipeline rank. Raise UnevenStages unless stages have equal
+    numbers of layers, or ``uneven``.
     """
     layers = layers_of(graph)
     if layers < stages or (layers % stages and not uneven):

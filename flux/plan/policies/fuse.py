@@ -34,16 +34,8 @@ def fuse(
 ) -> tuple[Graph, str]:
     """Return the graph with fused ops, and which linear layers have them.
 
-    Args:
-        graph: the operators.
-        choice: one of CHOICES: the linear layers that are fused; "auto" takes those whose schedule
-            is the fastest in a simulation of the first two layers.
-        order: schedules a graph as the policy does.
-        cost: of the operators.
-
-    Raises:
-        ValueError: nothing can be fused, or column-parallel layers cannot, as their input is not
-            gathered again in backward, which Flux's layers do.
+    ``choice`` is one of CHOICES; "auto" takes the linear layers whose schedule is the fastest in a
+    simulation of the first two layers. ``order`` schedules a graph as the policy does.
     """
     if choice == "none":
         return graph, choice
@@ -63,12 +55,7 @@ def fuse(
 
 
 def fused(graph: Graph, linears: Collection[str]) -> Graph:
-    """Return the graph in which these linear layers and their collectives are fused ops.
-
-    Args:
-        graph: the operators.
-        linears: of "column" and "row".
-    """
+    """Return the graph in which these linear layers and their collectives are fused ops."""
     partner = _pairs(graph, linears)
     absorbed = {collective: gemm for gemm, collective in partner.items()}
     kept = [number for number in range(len(graph.ops)) if number not in absorbed]

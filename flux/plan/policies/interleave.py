@@ -25,16 +25,7 @@ def node_of(op: Operator) -> str:
 
 
 def graph_of_layer(graph: Graph, direction: str, layer: int = 0) -> nx.DiGraph:
-    """Return the operators of a layer's forward or backward; nodes are named by ``node_of``.
-
-    Args:
-        graph: of a step; its micro-batch 0 is taken.
-        direction: "forward" or "backward".
-        layer: number of the layer.
-
-    Raises:
-        ValueError: another direction.
-    """
+    """Return a layer's forward or backward of micro-batch 0; nodes are named by ``node_of``."""
     roles = {"forward": ("fwd",), "backward": ("recompute", "dgrad", "wgrad")}.get(direction)
     if roles is None:
         raise ValueError(f"direction must be forward or backward, got {direction!r}")
@@ -58,10 +49,8 @@ def one_after_the_other(forward: Sequence[int], backward: Sequence[int]) -> Segm
 def by_layer(graph: Graph, plan: Pairing, cost: CostModel) -> Merge:
     """Return a merge that pairs the first layer of a forward with the first one of a backward.
 
-    Args:
-        graph: the operators.
-        plan: of a layer's forward and backward, of nodes named by ``node_of``.
-        cost: of the operators; it orders those of one segment that share a stream.
+    ``plan`` has nodes named by ``node_of``; ``cost`` orders operators of one segment that share a
+    stream.
     """
 
     def merge(forward: Sequence[int], backward: Sequence[int]) -> Segments:
@@ -132,14 +121,8 @@ def scheduled(
 ) -> StepSchedule:
     """Return the schedule in which each rank runs its blocks, then the optimizer.
 
-    Args:
-        graph: the operators; their ``stage`` is their pipeline rank.
-        blocks: of each rank, in order.
-        stages: of the model.
-        policy: its name.
-        merge: of the two passes of a block.
-        events: whether a segment of an interleaved block begins when the one before it has ended.
-        stream: returns the stream of an operator.
+    ``blocks`` are of each rank, ``merge`` interleaves the two passes of a block. ``events``: a
+    segment of such a block begins when the one before it has ended.
     """
     passes, last = _by_action(graph, stages)
     deps = list(graph.deps)

@@ -26,11 +26,7 @@ _REDUCED = {("fwd", "proj"), ("fwd", "fc2"), ("dgrad", "qkv"), ("dgrad", "fc1")}
 
 
 class IntraBatch:
-    """GEMMs and their tensor-parallel collectives in chunks.
-
-    Args:
-        chunks: pieces of each.
-    """
+    """GEMMs and their tensor-parallel collectives in chunks."""
 
     name = "intra_batch"
 
@@ -38,11 +34,7 @@ class IntraBatch:
         self.chunks = checked_integer("intra_batch: chunks", chunks, 2)
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
-        """Return the graph with GEMMs and collectives cut.
-
-        Raises:
-            ValueError: there is no tensor parallelism, or fewer tokens than chunks.
-        """
+        """Return the graph with GEMMs and collectives cut."""
         if fabric.parallel.tp == 1:
             raise ValueError("intra_batch hides tensor-parallel communication, and tp is 1")
         experts = any(op.part == "router" for op in graph.ops)

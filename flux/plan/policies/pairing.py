@@ -136,13 +136,7 @@ def pair(
 
 
 class _Strand:
-    """The operators of a graph, numbered in topological order.
-
-    Attributes:
-        nodes: of the graph.
-        ops: what the cost model is asked about.
-        needs: of each, a bit mask of those that it depends on.
-    """
+    """The operators of a graph, numbered in topological order."""
 
     def __init__(self, graph: nx.DiGraph) -> None:
         self.nodes = list(nx.topological_sort(graph))
@@ -274,12 +268,8 @@ def time_together(
 ) -> float:
     """Return the time of two segments side by side.
 
-    Args:
-        f: numbers of forward operators, in order.
-        b: numbers of backward operators, in order.
-        solo: times of forward and of backward operators by themselves.
-        slowed: 2 - OEF of a forward and a backward operator.
-        starts: gets (start, 0 for forward or 1 for backward, number) of each operator.
+    ``solo`` has times by side, ``slowed`` 2 - OEF of every two. ``starts`` gets (start, 0 for
+    forward or 1 for backward, number) of each operator.
     """
     now, i, j = 0.0, 0, 0
     of_f, of_b = solo

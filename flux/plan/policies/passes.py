@@ -44,10 +44,8 @@ def sequences(
 ) -> list[list[int]]:
     """Return, for each stage, its operators: passes in the 1F1B order, then the optimizer.
 
-    Args:
-        graph: the operators.
-        within: returns the order of a pass's operators; it gets "F", "B" or "S", and their numbers.
-            By default the order of the graph.
+    ``within`` gets "F", "B" or "S" and the numbers of a pass, and returns them in order; by default
+    they stay in the order of the graph.
     """
     passes = by_pass(graph)
     out = []

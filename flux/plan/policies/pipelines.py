@@ -32,24 +32,14 @@ def _beside_sends(op: Operator) -> str:
 
 
 class _TorchPipeline:
-    """A schedule of torch.distributed.pipelining.
-
-    Attributes:
-        name: of the policy.
-        schedule: name of torch's class.
-        uneven: whether stages may have unequal numbers of layers.
-    """
+    """A schedule of torch.distributed.pipelining."""
 
     name = ""
     schedule = ""
     uneven = False
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
-        """Return the graph with the layers on the ranks of this pipeline.
-
-        Raises:
-            ValueError: there is no pipeline parallelism; layers or micro-batches do not divide.
-        """
+        """Return the graph with the layers on the ranks of this pipeline."""
         ranks = fabric.parallel.pp
         if ranks == 1:
             raise ValueError(f"{self.name} is a pipeline, and pp is 1")
@@ -78,11 +68,7 @@ class _TorchPipeline:
 
 
 class Interleaved1F1B(_TorchPipeline):
-    """Interleaved 1F1B (arXiv 2104.04473, section 2.2): each rank has several stages.
-
-    Args:
-        chunks: stages of each rank.
-    """
+    """Interleaved 1F1B (arXiv 2104.04473, section 2.2): each rank has several stages."""
 
     name = "interleaved"
     schedule = "Interleaved1F1B"
@@ -144,11 +130,7 @@ class Combined1F1B:
     name = "combined"
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
-        """Return the graph as it is, but for the names of sends.
-
-        Raises:
-            ValueError: there is no AllToAll to hide, or one micro-batch only.
-        """
+        """Return the graph as it is, but for the names of sends."""
         if not any(op.kind == "all_to_all" for op in graph.ops):
             raise ValueError("combined hides AllToAll of experts, and ep is 1")
         if any(op.kind == "all_to_all" and op.role == "recompute" for op in graph.ops):

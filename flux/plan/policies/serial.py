@@ -28,11 +28,7 @@ class Serial:
         self.wgrad_overlap, self.fused = wgrad_overlap, fused
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
-        """Return the graph, with fused ops if they are asked for.
-
-        Raises:
-            ValueError: nothing can be fused.
-        """
+        """Return the graph, with fused ops if they are asked for."""
         graph, fuses = fuse(graph, self.fused, lambda some: self.order(some, cost), cost)
         self.chosen = {"fused": fuses}
         return graph

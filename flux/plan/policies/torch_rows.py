@@ -17,17 +17,7 @@ from flux.plan.policies.folding import Action, Block
 def blocks_of(
     name: str, ranks: int, stages: int, micro_batches: int
 ) -> tuple[tuple[Block, ...], ...]:
-    """Return the blocks of each rank.
-
-    Args:
-        name: of the class in torch, without ``Schedule``.
-        ranks: of the pipeline.
-        stages: of the model.
-        micro_batches: of a step.
-
-    Raises:
-        ValueError: torch has no such schedule, or not for these numbers.
-    """
+    """Return the blocks of each rank."""
     made: Any = getattr(schedules, f"Schedule{name}", None)
     if made is None:
         raise ValueError(f"this version of torch has no pipeline schedule {name}")

@@ -70,9 +70,6 @@ class ThreadLane:
     """A lane that is a thread, for collectives that block.
 
     When a task fails, all later ones fail with its error: ranks would no longer agree on the order.
-
-    Args:
-        timeout: of each wait; the groups that tasks use have it, too.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -117,11 +114,7 @@ class _StreamDone:
 
 
 class StreamLane:
-    """A lane that is a CUDA stream. NCCL's watchdog ends collectives that take too long.
-
-    Args:
-        device: of the stream.
-    """
+    """A lane that is a CUDA stream. NCCL's watchdog ends collectives that take too long."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -167,9 +160,6 @@ class Group:
     def gather(self, slices: Sequence[Sequence[torch.Tensor]]) -> None:
         """Fill slices, in place, with what their ranks have.
 
-        Args:
-            slices: for each rank of the group, contiguous tensors; own ones are sent.
-
         Each rank sends while it receives: gloo's own AllGather of two ranks takes turns, and its
         ring of more crosses each link between hosts with all but one rank's shard.
         """
@@ -210,11 +200,7 @@ class Group:
         self.gather([[word] for word in words])
 
     def differing(self, values: torch.Tensor) -> torch.Tensor:
-        """Return which values are not the same on all ranks. Ends when all have called it.
-
-        Args:
-            values: integers, as many on each rank.
-        """
+        """Return which values are not the same on all ranks. Ends when all have called it."""
         if self._is_nccl:
             # The largest value and the least one are the own one exactly where all ranks agree.
             both = torch.cat([values, -values]).cuda()
@@ -228,9 +214,7 @@ class Group:
     def sum_parts(self, parts: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Return the sum over ranks of the own part, scaled: ReduceScatter.
 
-        Args:
-            parts: [ranks, ...], contiguous; part i is for rank i.
-            scale: of the sum.
+        ``parts`` is [ranks, ...], contiguous; part i is for rank i.
 
         gloo's ReduceScatter is an AllReduce, which moves twice as much; so parts are exchanged and
         added here, in the order of the ranks.

@@ -48,10 +48,6 @@ _ALIGNMENT = 64
 class HostMemory:
     """Regions for whole weights, and two slots of each rank. Construction is collective.
 
-    Args:
-        exchange: the ranks of this host, by place.
-        sizes: bytes of each region.
-
     Raises:
         OSError: on every rank of the host: there is not enough room in /dev/shm.
     """
@@ -86,9 +82,8 @@ class HostMemory:
     def sum_columns(self, parts: torch.Tensor, meet: Callable[[], None]) -> torch.Tensor:
         """Return the sum over this host's ranks of this rank's column: [hosts, share].
 
-        Args:
-            parts: [hosts, ranks of a host, share]: of this rank, for all.
-            meet: waits for all ranks of the host.
+        ``parts`` is [hosts, ranks of a host, share]: of this rank, for all. ``meet`` waits for all
+        ranks of the host.
         """
         hosts, count, share = parts.shape
         out = parts.new_empty(hosts, share)
@@ -121,16 +116,7 @@ class HostMemory:
 
 
 def add_up(out: torch.Tensor, sources: Sequence[torch.Tensor], scale: float = 1.0) -> None:
-    """Store the sum of contiguous tensors, in their order; of halves in float32, rounded once.
-
-    Args:
-        out: contiguous, on a CPU; may be one of the sources.
-        sources: of the same dtype and size.
-        scale: of the sum.
-
-    Raises:
-        ValueError: a dtype that the CPU backend cannot sum.
-    """
+    """Store the sum of contiguous tensors, in their order; of halves in float32, rounded once."""
     dtype = DTYPES.get(str(out.dtype).removeprefix("torch."))
     if dtype is None or dtype.native is None:
         raise ValueError(f"gradients of {out.dtype} cannot be added up")

@@ -61,13 +61,7 @@ _STATE = "_flux_centauri"
 
 
 class Sharded:
-    """What ``parallelize`` has made of a model; ``sharded(model)`` returns it.
-
-    Attributes:
-        plan: as given.
-        reduces: whether backward reduces gradients; see ``set_requires_gradient_sync``.
-        held: whether weights are whole because of ``summon``.
-    """
+    """What ``parallelize`` has made of a model; ``sharded(model)`` returns it."""
 
     def __init__(
         self,
@@ -358,14 +352,7 @@ class Sharded:
 
 
 class _Hooks:
-    """Gather what a module's calls read, and free it.
-
-    Args:
-        owner: of the model.
-        module: a unit's, or the model.
-        unit: whose module it is; None: the model has no parameters of its own.
-        units: that have the module's parameters.
-    """
+    """Gather what a module's calls read, and free it."""
 
     def __init__(
         self, owner: Sharded, module: nn.Module, unit: Unit | None, units: Sequence[Unit]
@@ -426,11 +413,7 @@ def _accept(owner: Sharded, unit: Unit, parameter: Managed) -> Callable[[torch.T
 
 
 def sharded(model: nn.Module) -> Sharded:
-    """Return what ``parallelize`` has made of a model.
-
-    Raises:
-        ValueError: it was not parallelized.
-    """
+    """Return what ``parallelize`` has made of a model."""
     state = getattr(model, _STATE, None)
     if not isinstance(state, Sharded):
         raise ValueError("the model was not parallelized by flux.runtime.centauri")
@@ -451,9 +434,6 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan | None = N
             there is one of replicas in front: [replicas, hosts, ranks of a host], or [replicas,
             ranks of a host].
         plan: how; by default ``RuntimePlan()``.
-
-    Returns:
-        The model. Its parameters are DTensors; make the optimizer afterwards.
 
     Raises:
         ValueError: arguments that cannot be, before any communication; or ranks of a mesh that do

@@ -28,13 +28,7 @@ from flux.runtime.centauri.units import Traffic, Unit
 
 
 class Forward:
-    """A call of the model, or of a part of it, from outside.
-
-    Args:
-        units: of the part, in order.
-        keeps: units whose weights stay for backward.
-        prefetch: units that are gathered ahead.
-    """
+    """A call of the model, or of a part of it, from outside."""
 
     def __init__(self, units: Sequence[Unit], keeps: Collection[Unit], prefetch: int) -> None:
         self.units, self._keeps, self._prefetch = units, keeps, prefetch
@@ -73,9 +67,7 @@ class Backward:
     """One ``backward()`` of the model: gathers in reverse, and reductions.
 
     Args:
-        units: of the model, in order.
         reach: those that every rank's backward goes through.
-        traffic: of the model.
         reduces: whether gradients are reduced.
     """
 

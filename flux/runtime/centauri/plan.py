@@ -46,9 +46,6 @@ class RuntimePlan:
         overlap: False: wait for each gather where it begins, and reduce after backward, to measure
             what overlap gains.
         timeout_s: of each wait for other ranks.
-
-    Raises:
-        ValueError: values that cannot be.
     """
 
     units: tuple[type[nn.Module], ...] | None = None
@@ -89,11 +86,7 @@ class RuntimePlan:
 
 
 def checked_units(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan) -> list[UnitOf]:
-    """Return (name, module, parameters) of each unit.
-
-    Raises:
-        ValueError: arguments that cannot be.
-    """
+    """Return (name, module, parameters) of each unit."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(plan, RuntimePlan):
@@ -143,9 +136,6 @@ def units_of(model: nn.Module, plan: RuntimePlan) -> list[UnitOf]:
     """Return (name, module, parameters) of each unit, in the order of the model.
 
     Parameters that modules of several units share, as tied embeddings, are the model's own.
-
-    Raises:
-        ValueError: there are no parameters.
     """
     chosen: dict[int, str] = {}
     for name, module in model.named_modules():
@@ -197,13 +187,7 @@ W = TypeVar("W", bound=_NamedBytes)
 
 
 def chunked(parameters: Sequence[W], least: int, unit: str) -> list[tuple[str, list[W]]]:
-    """Return a unit's parameters by chunk, with labels: small ones of a dtype together, in front.
-
-    Args:
-        parameters: of the unit.
-        least: bytes of a whole parameter that travels by itself.
-        unit: its name.
-    """
+    """Return a unit's parameters by chunk, with labels: those below ``least`` bytes together."""
     small: dict[tuple[torch.dtype, bool], list[W]] = {}
     large = []
     for p in parameters:
@@ -226,9 +210,6 @@ def all_layouts(layout: torch.Tensor) -> list[torch.Tensor]:
 
     There are several where the mesh is a part of a larger one, with dimensions of tensor or
     pipeline parallelism.
-
-    Args:
-        layout: of this rank.
 
     Raises:
         ValueError: on every rank: the ranks do not agree on the ranks of each mesh.

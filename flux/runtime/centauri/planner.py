@@ -55,8 +55,6 @@ class PlannedRun:
 
     Attributes:
         plan: the fastest one.
-        timeline: of its step.
-        order: of its collectives.
         tried: all plans with their simulated steps in ms, the fastest first.
     """
 
@@ -74,9 +72,6 @@ class PlannedRun:
         """Check that a step has begun its collectives as planned.
 
         Forward must run units in the order of the modules.
-
-        Args:
-            recorded: of a step, by ``Sharded.recorded``.
 
         Raises:
             ValueError: another order; the message names the first collective that differs.
@@ -110,9 +105,6 @@ def plan_run(
         cluster: devices and links; or the name or file of one. Its hosts are as many as the mesh
             has, with as many devices.
         fixed: the other fields of the plan; prefetch, chunk_bytes and by_group are replaced.
-
-    Raises:
-        ValueError: arguments that cannot be, or links whose speed is not known.
     """
     fixed = RuntimePlan() if fixed is None else fixed
     checked_integer("tokens", tokens, 1)

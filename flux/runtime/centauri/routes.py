@@ -53,10 +53,6 @@ class Groups:
     """Makes process groups of parts of meshes. Every call is collective for the world.
 
     All ranks of the world make the groups of all meshes, in one order, as ``dist.new_group`` wants.
-
-    Args:
-        layouts: of all meshes: [replicas, hosts, ranks of a host].
-        timeout: of every wait.
     """
 
     def __init__(self, layouts: Sequence[torch.Tensor], timeout: timedelta) -> None:
@@ -112,8 +108,6 @@ class Routes:
         mesh: [replicas, hosts, ranks of a host]: global ranks.
         gather_lanes: between hosts, and inside.
         scatter_lanes: between hosts, and inside.
-        groups: makes the groups.
-        on_cuda: whether tensors are on GPUs.
 
     Attributes:
         memory: what the ranks of a host share; None: nothing.
@@ -145,11 +139,7 @@ class Routes:
         self.order: list[tuple[str, str]] | None = None
 
     def agree(self, what: str, values: torch.Tensor) -> torch.Tensor:
-        """Return which values differ between ranks of the mesh. All ranks call it, and wait.
-
-        Raises:
-            PeerTimeoutError: a rank has not called it in time.
-        """
+        """Return which values differ between ranks of the mesh. All ranks call it, and wait."""
         differing: list[torch.Tensor] = []
         task = lambda: differing.append(self.everyone.differing(values))  # noqa: E731
         self.gather_lanes[0].submit(f"agreement on {what}", task).wait()
@@ -181,11 +171,8 @@ class Routes:
     ) -> Done:
         """Begin an AllGather in place: between hosts, then inside.
 
-        Args:
-            label: for errors.
-            every: [ranks, share], where it goes.
-            own: this rank's shards.
-            rooms: elements of each there, one after the other; the last ranks fill fewer.
+        ``every`` is [ranks, share], where it goes; ``own`` are this rank's shards, ``rooms`` the
+        elements of each there, one after the other. The last ranks fill fewer.
         """
         grid = every.view(self.inter.size, self.intra.size, -1)
         hosts, inside = range(self.inter.size), range(self.intra.size)
@@ -209,12 +196,7 @@ class Routes:
         return within.submit(what, lambda: self.intra.gather(columns), [first])
 
     def scatter(self, label: str, parts: torch.Tensor) -> tuple[Done, list[torch.Tensor]]:
-        """Begin a ReduceScatter: inside, then between hosts; the mean will be in the list.
-
-        Args:
-            label: for errors.
-            parts: [ranks, share].
-        """
+        """Begin a ReduceScatter: inside, then between hosts; the mean will be in the list."""
         return self._scatter(self._noted("ReduceScatter", label), parts)
 
     def average(self, what: str, values: torch.Tensor) -> torch.Tensor:

@@ -12,14 +12,7 @@ from flux.runtime.centauri.units import Unit
 
 
 class Saved:
-    """A weight that autograd has saved.
-
-    Args:
-        asks: told of the unit before the weight is read.
-        tensor: the whole weight, or a view of it; its memory is filled when it is read.
-        unit: of the weight.
-        parameter: of the unit.
-    """
+    """A weight that autograd has saved."""
 
     def __init__(
         self, asks: Callable[[Unit], None], tensor: torch.Tensor, unit: Unit, parameter: Managed
@@ -47,11 +40,7 @@ class Saved:
 def saving(
     pack: Callable[[torch.Tensor], Saved | None],
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """Return hooks for weights; other tensors go to the hooks around these, as checkpoint's.
-
-    Args:
-        pack: returns a weight as saved; None: another tensor.
-    """
+    """Return hooks for weights; other tensors go to the hooks around these, as checkpoint's."""
     outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     packs, unpacks = outer or (lambda tensor: tensor, lambda tensor: tensor)
 

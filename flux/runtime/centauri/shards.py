@@ -46,10 +46,8 @@ class Managed:
     """One parameter: its shard, and its whole tensor while that is there.
 
     Args:
-        name: in the model.
         parameter: whole; its rows of this rank are kept.
         mesh: of one dimension: the ranks of the shards; or of two: replicas of them in front.
-        dtype: of the whole tensor in forward and backward.
 
     Attributes:
         sharded: what the module shows, optimizers change, and the next gather reads.
@@ -125,11 +123,7 @@ class Managed:
         return local.data_ptr(), local._version + self.sharded._version
 
     def assign(self, value: Any) -> None:
-        """Take another shard, as ``load_state_dict(assign=True)`` gives it.
-
-        Raises:
-            RuntimeError: it is not sharded alike.
-        """
+        """Take another shard, as ``load_state_dict(assign=True)`` gives it."""
         old: Any = self.sharded
         if (
             not isinstance(value, nn.Parameter)
@@ -218,12 +212,7 @@ class Managed:
 
 
 class Chunk:
-    """Parameters that travel together.
-
-    Args:
-        parameters: one, which is received in place; or several small ones.
-        label: for errors.
-    """
+    """Parameters that travel together."""
 
     def __init__(self, parameters: Sequence[Managed], label: str) -> None:
         self.parameters, self.label = list(parameters), label
@@ -276,10 +265,8 @@ class Chunk:
     ) -> tuple[Done, list[torch.Tensor]]:
         """Begin the ReduceScatter of gradients; return what to wait for, and where the sum will be.
 
-        Args:
-            routes: of all ranks.
-            dtype: of the sum; None: of the gradients.
-            grads: of the parameters, whole; None counts as zeros. The caller gives them away.
+        Of ``grads`` (whole, given away by the caller) None counts as zeros. ``dtype`` is of the
+        sum; None: of the gradients.
         """
         dtype = dtype or self.dtype
         return routes.scatter(self.label, self._parts(routes.world, dtype, grads))

@@ -15,12 +15,7 @@ from flux.runtime.centauri.shards import Chunk, Managed
 
 
 class Traffic:
-    """Moves weights and gradients, and keeps the error of a wait that failed.
-
-    Args:
-        plan: the settings.
-        routes: groups and lanes between ranks.
-    """
+    """Moves weights and gradients, and keeps the error of a wait that failed."""
 
     def __init__(self, plan: RuntimePlan, routes: Routes) -> None:
         self.plan, self.routes, self.closed = plan, routes, False
@@ -32,12 +27,7 @@ class Traffic:
         return self._failure is not None
 
     def check(self) -> None:
-        """Raise what an earlier wait has raised, or if this was closed.
-
-        Raises:
-            PeerTimeoutError: a wait has failed before.
-            RuntimeError: ``close`` was called.
-        """
+        """Raise what an earlier wait has raised, or if this was closed."""
         if self._failure is not None:
             raise PeerTimeoutError(f"a peer has failed before: {self._failure}") from self._failure
         if self.closed:
@@ -54,12 +44,6 @@ class Traffic:
 
 class Unit:
     """Parameters that are gathered for one module's forward and backward.
-
-    Args:
-        number: its place in the order of the model.
-        name: of the module.
-        parameters: in the order of the module.
-        traffic: of the model.
 
     Attributes:
         reduced: chunks in the order in which a plain backward completes them.
@@ -141,11 +125,6 @@ class Parameters(dict[str, Any]):
     """A module's parameters: reading one by name while its unit is in use gives the whole tensor.
 
     ``items`` and ``values`` always give the shards, so that optimizers and checkpoints see them.
-
-    Args:
-        given: of the module.
-        owners: the unit of each that is sharded.
-        reader: of the model.
     """
 
     def __init__(
@@ -173,11 +152,7 @@ class Parameters(dict[str, Any]):
         super().__delitem__(name)
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Remove a parameter that is not sharded, and return it.
-
-        Raises:
-            RuntimeError: it is.
-        """
+        """Remove a parameter that is not sharded, and return it."""
         self._keep(name)
         return super().pop(name, *default)
 
@@ -210,11 +185,7 @@ def added_parameters(model: nn.Module) -> list[str]:
 
 
 def refuse_copy() -> NoReturn:
-    """Raise for ``copy.deepcopy`` and ``pickle``.
-
-    Raises:
-        TypeError: always.
-    """
+    """Raise for ``copy.deepcopy`` and ``pickle``."""
     raise TypeError(
         "a model that flux.runtime.centauri has sharded cannot be copied or pickled, as its groups "
         "and threads cannot; copy it before, save model.state_dict(), or keep an average as "

@@ -35,16 +35,7 @@ T = TypeVar("T")
 
 
 def folded(layers: Sequence[T], p: int, rank: int) -> tuple[list[T], list[T]]:
-    """Return the layers of a rank's two stages: ``rank``, and ``2p - 1 - rank``.
-
-    Args:
-        layers: of the whole model.
-        p: pipeline ranks.
-        rank: in [0, p).
-
-    Raises:
-        ValueError: 2p does not divide the number of layers, or there is no such rank.
-    """
+    """Return the layers of a rank's two stages: ``rank``, and ``2p - 1 - rank``."""
     if len(layers) % (2 * p):
         raise ValueError(f"{2 * p} stages must divide {len(layers)} layers")
     if fold(rank, p) != rank:
@@ -120,14 +111,6 @@ def best_script(forward: nx.DiGraph, backward: nx.DiGraph, cost: CostModel) -> s
     """Return the script with which strands need least time.
 
     Every order of a layer's waits is tried: 6 with AllReduce, 70 with sequence parallelism.
-
-    Args:
-        forward: operators of a layer's forward (``graph_of_layer``).
-        backward: of its backward.
-        cost: of the operators.
-
-    Raises:
-        ValueError: there is no collective to wait for.
     """
     f, b = _chunks(forward, cost), _chunks(backward, cost)
     waits = len(f) + len(b) - 2
@@ -197,11 +180,7 @@ class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
         self.register_custom_function(pipelining.OVERLAP_F_B, self._interleave)
 
     def step(self, *args: Any, target: Any = None, **options: Any) -> Any:
-        """Run a step on the whole batch, as torch's schedules do.
-
-        Raises:
-            ValueError: a tensor of the batch cannot be cut into equal micro-batches.
-        """
+        """Run a step on the whole batch, as torch's schedules do."""
         specs = self._args_chunk_spec or ()
         dims = [spec.split_dim for spec in specs] + [0] * (len(args) - len(specs))
         for value, dim in [*zip(args, dims, strict=True), (target, 0)]:

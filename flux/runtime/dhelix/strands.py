@@ -43,9 +43,6 @@ class Strands:
         script: "F" and "B" for each place in which a strand waits for a collective, in the order
             in which they are passed; it is repeated. What comes first begins.
         timeout_s: how long a strand waits for its turn.
-
-    Raises:
-        ValueError: another script, or a timeout that is not a positive time.
     """
 
     def __init__(self, script: str = "BF", timeout_s: float = 60.0) -> None:
@@ -124,12 +121,7 @@ class Strands:
         self._turn.notify_all()
 
     def _await(self, strand: str) -> None:
-        """Wait for the turn.
-
-        Raises:
-            StrandEnded: the other strand has failed.
-            TimeoutError: the turn has not come.
-        """
+        """Wait for the turn."""
         with self._turn:
             came = self._turn.wait_for(
                 lambda: self._current == strand or self._failure is not None, self.timeout_s

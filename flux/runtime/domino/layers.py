@@ -73,9 +73,6 @@ def replace(model: M, fused: str = "none") -> M:
         model: with linear layers of either library.
         fused: those that are Flux's fused ops: "none", "column", "row", or "all". ``flux plan
             simulate --policy domino:fused=auto`` says which are the fastest.
-
-    Raises:
-        ValueError: there is no such layer, or no such choice.
     """
     if fused not in WHICH:
         raise ValueError(f"fused must be one of {', '.join(WHICH)}, got {fused!r}")

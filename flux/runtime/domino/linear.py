@@ -20,13 +20,7 @@ from flux.runtime.slices import before_wait, current_slice, note, running
 
 
 class Channel:
-    """The collectives of one linear layer in one slice.
-
-    Args:
-        group: the tensor-parallel ranks.
-        sequence_parallel: AllGather and ReduceScatter, in place of AllReduce.
-        kind: "column" or "row".
-    """
+    """The collectives of one linear layer in one slice."""
 
     def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool, kind: str) -> None:
         self.group, self.sequence_parallel, self.kind = group, sequence_parallel, kind
@@ -212,17 +206,9 @@ def column_linear(
 ) -> torch.Tensor:
     """Return x W^T + b of this rank's columns.
 
-    Args:
-        x: [..., K]; with sequence parallelism this rank's part of the first dimension. Autocast
-            casts it and the weight.
-        weight: [N/W, K].
-        group: the ranks; W of them.
-        sequence_parallel: gather x, and reduce-scatter its gradient.
-        config: the configuration of Flux's fused ops; None: collectives of the library.
-        bias: [N/W], of x's dtype, or None.
-
-    Returns:
-        [..., N/W].
+    x is [..., K], with sequence parallelism this rank's part of the first dimension; weight [N/W,
+    K]; the result [..., N/W]. Autocast casts x and the weight. ``config`` is that of Flux's fused
+    ops; None: collectives of the library.
     """
     check_no_transforms("a layer under Domino")
     check_memory("column layer", x=x, weight=weight, bias=bias)
@@ -250,18 +236,8 @@ def row_linear(
 ) -> torch.Tensor:
     """Return the sum over ranks of x W^T.
 
-    Args:
-        x: [..., K/W].
-        weight: [N, K/W].
-        group: the ranks; W of them.
-        sequence_parallel: keep this rank's part of the first dimension of the sum.
-        config: the configuration of Flux's fused ops; None: collectives of the library.
-
-    Returns:
-        [..., N], or with sequence parallelism [first/W, ..., N].
-
-    Raises:
-        ValueError: a fused op in a column split, which would cut it.
+    x is [..., K/W], weight [N, K/W], the result [..., N], or with sequence parallelism [first/W,
+    ..., N]. ``config`` as in ``column_linear``.
     """
     check_no_transforms("a layer under Domino")
     check_memory("row layer", x=x, weight=weight)

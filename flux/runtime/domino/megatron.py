@@ -47,14 +47,7 @@ class RowParallelLinear(megatron_layers.RowParallelLinear):  # type: ignore[misc
     fused_in_slices = False
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Apply the layer. Collective.
-
-        Args:
-            input_: [sequence, batch, hidden].
-
-        Returns:
-            (the result, the bias if the caller must add it).
-        """
+        """Apply the layer. Collective."""
         group = self.tp_group
         if group is None or group.size() == 1 or self.explicit_expert_comm:
             result: tuple[torch.Tensor, torch.Tensor | None] = super().forward(input_)
@@ -90,17 +83,7 @@ def domino_spec(spec: Any) -> Any:
 
 
 def cut_batch(model: Any, slices: int = 2, columns: int = 1, *, order: str = "staggered") -> Any:
-    """Let a GPTModel's decoder run slices of the batch, in place; return the model.
-
-    Args:
-        model: a GPTModel whose linear layers are Domino's.
-        slices: see ``Domino``.
-        columns: see ``Domino``.
-        order: see ``Domino``.
-
-    Raises:
-        ValueError: the model has no decoder.
-    """
+    """Let a GPTModel's decoder run slices of the batch, in place; return the model."""
     decoder = getattr(model, "decoder", None)
     if decoder is None:
         raise ValueError(f"{type(model).__name__} has no decoder whose batch could be cut")

@@ -167,9 +167,6 @@ class Domino(nn.Module):
             as a loss; None: they raise.
         joined: how other parts of the result are joined, by their path such as "loss" or
             "0.router": the dimension of their samples, "mean", "sum", or "same" in all slices.
-
-    Raises:
-        ValueError: an argument is not one of these, or the module takes no such argument.
     """
 
     def __init__(
@@ -254,11 +251,7 @@ class Domino(nn.Module):
         return Joiner(self.batch_dim, size, self.joined, self.scalars, given).join(results)
 
     def _dims(self, arguments: Mapping[int | str, Any]) -> dict[int | str, int]:
-        """Return the dimensions of the arguments that are cut, by position or name as passed.
-
-        Raises:
-            TypeError: none of them is passed.
-        """
+        """Return the dimensions of the arguments that are cut, by position or name as passed."""
         names, _, _ = _arguments(self.module)
         positions = {name: at for at, name in enumerate(names)}
         dims = {}
@@ -291,11 +284,7 @@ def _arguments(module: nn.Module) -> tuple[list[str], list[str], bool]:
 
 
 def _samples(arguments: Mapping[int | str, Any], dims: Mapping[int | str, int]) -> int:
-    """Return how many samples the arguments have.
-
-    Raises:
-        ValueError: their tensors lack the dimension, or differ in it.
-    """
+    """Return how many samples the arguments have."""
     sizes: dict[int | str, set[int]] = {}
     for key, value in arguments.items():
         for leaf in leaves(value):

@@ -23,13 +23,7 @@ HOWS = ("mean", "sum", "same")
 
 
 class _Node(NamedTuple):
-    """A container, taken apart.
-
-    Attributes:
-        kind: equal for containers of the same type and structure.
-        children: what it contains, by name.
-        build: returns a container like it with other children, which are in the same order.
-    """
+    """A container, taken apart."""
 
     kind: Any
     children: dict[Any, Any]
@@ -162,8 +156,6 @@ class Joiner:
     """Joins the results of slices.
 
     Args:
-        dim: dimension of the samples.
-        size: samples of a slice.
         hows: for parts of a result, by their path such as "loss" or "0.aux": the dimension of their
             samples, "mean", "sum", or "same" (that of the first slice).
         scalars: "mean" or "sum": for tensors without dimensions; None: they need an entry in hows.
@@ -182,11 +174,7 @@ class Joiner:
         self._joined: dict[tuple[Any, ...], tuple[Sequence[Any], Any]] = {}
 
     def join(self, results: Sequence[Any], path: _Path = ()) -> Any:
-        """Return one result for those of all slices.
-
-        Raises:
-            TypeError: the path of something that cannot be joined, and why.
-        """
+        """Return one result for those of all slices."""
         place = (path if self._how(path) is not None else (), *map(id, results))
         if place not in self._joined:  # equal objects stay one object in the result
             # With the results, which then live as long as their ids are used.
