@@ -60,7 +60,8 @@ step() { # name, seconds, command...
     return 0
   fi
   echo "=== $name"
-  timeout --kill-after=10 "$limit" "$@" >> "$out/$name.log" 2>&1 || status=$?
+  # Interrupted, tests say what has failed so far.
+  timeout --signal=INT --kill-after=10 "$limit" "$@" >> "$out/$name.log" 2>&1 || status=$?
   tail -n 12 "$out/$name.log"
   if ((status == 124 || status == 137)); then
     note "$name: cut short after $((SECONDS - begin)) s; run the command again to go on"
@@ -120,9 +121,11 @@ tma_store() {
 
 # flux._C and the PTX machine, which tests import, with the pybind11 that torch brings: CMake and pip
 # want packages that may not be here. The PTX machine executes nothing here, and is not optimised.
-# The command `flux` finds its commands in the metadata.
+# The command `flux` finds its commands in the metadata. Modules built for this Python elsewhere are
+# taken as they are.
 build_native() {
   "$python" setup.py -q egg_info || return
+  "$python" -c 'import ptx_machine; from flux import _C' 2> /dev/null && return
   build_module flux/_C csrc -std=c++17 -O2 '-DFLUX_VERSION="gpu-check"' \
     csrc/{schedule,cpu,cuda_host,bindings}/*.cpp &&
     build_module ptx_machine/_machine ptx_machine -std=c++20 -O0 -ffp-contract=off \
@@ -243,11 +246,12 @@ sanitize() { # tool, pytest options...
 }
 
 kernels_bench() { "$python" benchmarks/gpu_kernels.py --json "$out/kernels.json" "$@"; }
+grouped_bench() { "$python" benchmarks/gpu_grouped.py "$out/grouped.json" "$@"; }
 loopback_bench() { "$python" benchmarks/gpu_loopback.py "$out/loopback.json" "$@"; }
 
 # timeout runs commands, not functions: a bash that has them.
 functions=(environment tma_store build_native build_module build_kernels build_trace_kernels schedulers_bench
-  virtual_ops in_kernel_ops trace_ops tune_briefly sanitize kernels_bench loopback_bench run_tests)
+  virtual_ops in_kernel_ops trace_ops tune_briefly sanitize kernels_bench grouped_bench loopback_bench run_tests)
 export -f "${functions[@]}"
 export python nvcc out
 work() { # name, seconds, function, arguments...
@@ -266,10 +270,13 @@ work streams 60 "$python" benchmarks/gpu_streams.py "$out/streams.json"
 test_step test_small 60 tests/gpu/test_gpu.py -x -k "small or plain"
 test_step test_regressions 90 tests/gpu/test_gpu.py -k "regression"
 test_step test_gpu 120 tests/gpu/test_gpu.py -k "not small and not regression"
+test_step test_grouped 60 tests/gpu/test_gpu_grouped.py
+test_step test_kernels 120 tests/gpu/test_gpu_kernels.py
 work in_kernel 90 in_kernel_ops
 work kernels_small 90 kernels_bench --rows 64 128 256 512
 work kernels_large 110 kernels_bench --rows 8192 4096 2048 1024
 work schedulers 60 schedulers_bench
+work grouped 60 grouped_bench
 work loopback 120 loopback_bench --rows 8192 4096
 work virtual 120 virtual_ops
 work fp8 60 "$python" benchmarks/gpu_kernels.py --dtype e4m3 --rows 8192 64 --json "$out/kernels_e4m3.json"
@@ -279,6 +286,7 @@ work racecheck 90 sanitize racecheck -k "small and ag_gemm"
 test_step test_graphs 60 tests/gpu/test_gpu_graphs.py
 test_step test_processes 90 tests/gpu/test_gpu_processes.py
 test_step test_interop 60 tests/gpu/test_gpu_interop.py
+test_step test_layers 90 tests/gpu/test_gpu_layers.py
 test_step test_bench 90 tests/bench/test_gpu_bench.py
 work tune 240 tune_briefly
 compgen -G 'flux/lib/kernels/*_traced_*/*.so' > /dev/null || work trace_kernels 200 build_trace_kernels

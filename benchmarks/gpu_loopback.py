@@ -34,9 +34,12 @@ TIMEOUT_S = 10.0
 def variants(problem: Problem, tiles: Sequence[int]) -> dict[str, Knobs]:
     """Return the heuristic's knobs, and those of the sweep by name.
 
-    Swept are the rows of a communication tile and, for AllGather, the direction.
+    Swept are the rows of a communication tile and, for AllGather, the direction; for
+    ReduceScatter, copy engines in place of multiprocessors.
     """
     knobs = {"flux": Knobs()}
+    if not problem.op.gathers:
+        knobs["flux copies"] = Knobs(sends="copies")
     for direction in ("push", "pull") if problem.op.gathers else (None,):
         for count in tiles:
             rows = max(1, problem.chunk // count)

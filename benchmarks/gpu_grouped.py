@@ -1,0 +1,198 @@
+"""One GPU: time the kernels of experts, and torch's grouped GEMM.
+
+    python benchmarks/gpu_grouped.py benchmarks/results/h100/grouped.json
+
+One rank has all experts, so nothing is communicated. Kernel times are those that torch's profiler
+reads from the GPU, summed over a call: of flux.moe the grouped kernel, which reads tokens through
+the map and sums products, and its counters; of torch the copy of the routed rows, grouped_mm, and,
+for the second GEMM, the weighted sum into tokens (index_add). Calls are whole calls between two
+synchronisations: flux's host reads the routing and makes the maps, torch sorts on the GPU. Methods
+take turns; figures are medians, ratios are formed within a round. Results are compared first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import keep, markdown
+from gpu_kernels import ratio
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+from flux.machine import host
+from flux.moe import AGGroupedGemm, GroupedGemmRS
+from flux.transport.device import CudaDevice
+from flux.transport.virtual import VirtualWorld
+
+# Name, experts, choices, hidden size, and a rank's part of the experts' intermediate size.
+MODELS = [
+    ("mixtral-8x7b, 8 ranks", 8, 2, 4096, 1792),
+    ("qwen3-30b-a3b", 128, 8, 2048, 768),
+]
+ROWS = (4096, 64)
+ROUNDS = 15
+WARM_UP = 3
+TOLERANCE = 2e-2
+Call = Callable[[], torch.Tensor]
+
+
+class TorchExperts:
+    """Both GEMMs of experts as torch's own ops, routed by a sort on the GPU."""
+
+    def __init__(self, chosen: torch.Tensor, probs: torch.Tensor, count: int) -> None:
+        self.chosen, self.probs, self.count = chosen, probs, count
+
+    def routed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the choices by expert, and where each expert's end."""
+        flat = self.chosen.view(-1)
+        order = flat.argsort(stable=True)
+        ends = torch.bincount(flat, minlength=self.count).cumsum(0).to(torch.int32)
+        return order, ends
+
+    def first(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        order, ends = self.routed()
+        rows = x[order // self.chosen.shape[1]]
+        return functional.grouped_mm(rows, w.transpose(1, 2), offs=ends)
+
+    def second(self, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        order, ends = self.routed()
+        products = functional.grouped_mm(y, w.transpose(1, 2), offs=ends)
+        out = products.new_zeros(self.chosen.shape[0], w.shape[1], dtype=torch.float32)
+        weighted = products.float() * self.probs.view(-1)[order, None]
+        return out.index_add_(0, order // self.chosen.shape[1], weighted).to(products.dtype)
+
+
+def kernel_ms(call: Call) -> dict[str, float]:
+    """Return the ms of each kernel that a call launches."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        call()
+        torch.cuda.synchronize()
+    return {
+        event.key: event.self_device_time_total / 1000.0
+        for event in seen.key_averages()
+        if event.self_device_time_total > 0 and event.cpu_time_total == 0
+    }
+
+
+def call_ms(call: Call) -> float:
+    """Return the ms of a call, from idle to idle."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return 1000.0 * (time.perf_counter() - begin)
+
+
+def measure(calls: dict[str, Call]) -> dict[str, Any]:
+    """Compare the results of all calls with the first one's, and time them."""
+    first, *others = calls
+    right = calls[first]().float()
+    errors = {name: float((calls[name]().float() - right).norm() / right.norm()) for name in others}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    kernels: dict[str, list[float]] = {name: [] for name in calls}
+    parts: dict[str, dict[str, float]] = {}
+    for round_ in range(WARM_UP + ROUNDS):
+        turn = round_ % len(calls)
+        for name in [*calls][turn:] + [*calls][:turn]:
+            elapsed, parts[name] = call_ms(calls[name]), kernel_ms(calls[name])
+            if round_ >= WARM_UP:
+                times[name].append(elapsed)
+                kernels[name].append(sum(parts[name].values()))
+    return {
+        "call_ms": {name: statistics.median(values) for name, values in times.items()},
+        "kernel_ms": {name: statistics.median(values) for name, values in kernels.items()},
+        "kernels_over_torch": {name: ratio(kernels[name], kernels[first]) for name in others},
+        "calls_over_torch": {name: ratio(times[name], times[first]) for name in others},
+        "kernels_of_a_call": parts,
+        "errors": errors,
+        "complaints": [f"{n}: wrong by {e:.1e}" for n, e in errors.items() if not e < TOLERANCE],
+    }
+
+
+def run_shape(
+    device: CudaDevice, m: int, experts: int, topk: int, hidden: int, wide: int
+) -> list[dict[str, Any]]:
+    """Check and time both GEMMs of a mixture for ``m`` tokens."""
+    generator = torch.Generator(device="cuda").manual_seed(m)
+    draw = partial(torch.randn, device="cuda", dtype=torch.bfloat16, generator=generator)
+    scores = torch.rand(m, experts, device="cuda", generator=generator)
+    probs, chosen = scores.topk(topk)
+    reference = TorchExperts(chosen, probs, experts)
+    sizes = {"max_m": m, "dtype": torch.bfloat16, "experts": experts, "topk": topk}
+    x, w = draw(m, hidden), draw(experts, 2 * wide, hidden) / hidden**0.5
+    y, v = draw(m * topk, wide), draw(experts, hidden, wide) / wide**0.5
+    shapes = []
+    with (
+        VirtualWorld(1, device) as ranks,
+        AGGroupedGemm(**sizes, n=2 * wide, k=hidden, group=ranks.rank(0)) as up,
+        GroupedGemmRS(**sizes, n=hidden, k=wide, group=ranks.rank(0)) as down,
+    ):
+        both: dict[str, dict[str, Call]] = {
+            "ag_grouped_gemm": {
+                "torch": lambda: reference.first(x, w),
+                "flux": lambda: up(x, w, chosen),
+            },
+            "grouped_gemm_rs": {
+                "torch": lambda: reference.second(y, v),
+                "flux": lambda: down(y, v, chosen, probs=probs),
+            },
+        }
+        for op, calls in both.items():
+            flops = 2 * m * topk * hidden * wide * (2 if op == "ag_grouped_gemm" else 1)
+            shape = {"op": op, "m": m, "experts": experts, "topk": topk, "hidden": hidden,
+                     "intermediate": wide, **measure(calls)}  # fmt: skip
+            shape["tflops"] = {n: flops / ms * 1e-9 for n, ms in shape["kernel_ms"].items()}
+            shapes.append(shape)
+    return shapes
+
+
+def table(document: dict[str, Any]) -> str:
+    """Write kernel and call times beside torch's."""
+    rows = [
+        [
+            f"{s['op']} {s['m']}, {s['model']}",
+            f"{1000 * s['kernel_ms']['torch']:.0f}",
+            f"{s['tflops']['torch']:.0f}",
+            f"{s['kernels_over_torch']['flux']['median']:.2f}",
+            f"{1000 * s['call_ms']['torch']:.0f}",
+            f"{s['calls_over_torch']['flux']['median']:.2f}",
+        ]
+        for s in document["shapes"]
+    ]
+    header = ["op, M", "torch's kernels us", "TFLOP/s", "flux's", "torch's call us", "flux's"]
+    return markdown(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target", type=Path)
+    options = parser.parse_args()
+    device = CudaDevice()
+    content: dict[str, Any] = {
+        "command": "python benchmarks/gpu_grouped.py",
+        "device": torch.cuda.get_device_name(device.index),
+        "versions": host.versions(),
+        "shapes": [],
+    }
+    for m in ROWS:
+        for name, *sizes in MODELS:
+            made = run_shape(device, m, *sizes)
+            content["shapes"] += [{"model": name, **shape} for shape in made]
+            keep(content, options.target)
+    print(table(content))
+    for shape in content["shapes"]:
+        for complaint in shape["complaints"]:
+            print(f"WRONG {shape['op']} {shape['m']}: {complaint}")
+    raise SystemExit(1 if any(shape["complaints"] for shape in content["shapes"]) else 0)
+
+
+if __name__ == "__main__":
+    main()
