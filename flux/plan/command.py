@@ -23,6 +23,7 @@ from flux.cli.terminal import (
     write_file,
     writing,
 )
+from flux.plan.command_calibrate import calibrate_command
 from flux.plan.options import PictureFile, StepOptions, TraceFile, parse_policy, step_with
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ plan = typer.Typer(
     help="Predict, explain and run the schedule of a training step.",
     no_args_is_help=True,
 )
+plan.command("calibrate")(calibrate_command)
 
 
 def title_of(step: TrainingStep, cluster: str) -> str:
