@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from flux.core.events import Kind
 from flux.core.schedule import Transfer, Visit
 from flux.opsim.machine import Counter, Flag, Process
-from flux.opsim.parts import LAUNCH_US, RAISE_US, Move, SimulatedCall, TileQueue, count_ends
+from flux.opsim.parts import LAUNCH_US, RAISE_US, SimulatedCall, TileQueue, count_ends
 from flux.select.heuristic import awaits_entries, copies_own_rows
 
 
@@ -65,12 +65,12 @@ class _Gather:
         call, machine = self._call, self._call.machine
         if call.world > 1 and self._enters:
             yield RAISE_US
-            call.log.add(rank, "stream", Kind.barrier, "enters the call", 0.0, machine.now_us)
+            call.note(rank, "stream", Kind.barrier, "enters the call", 0.0)
         if call.world > 1 and self._copies_own:
             begin, end = call.problem.rows(rank)
             start = machine.now_us
             yield LAUNCH_US + call.memory_us(2.0 * (end - begin) * call.problem.row_bytes)
-            call.log.add(rank, "stream", Kind.copy, "own rows", start, machine.now_us)
+            call.note(rank, "stream", Kind.copy, "own rows", start)
         machine.raise_(self._own[rank])
         for block in range(call.blocks):
             machine.spawn(self._block(rank, block, tiles))
@@ -90,15 +90,9 @@ class _Gather:
                     last = number
                     yield signal
             if last is not None:
-                awaited = {"awaits": f"{rank}:{last}"}
                 name = f"waits for rows {visit.row_begin}-{visit.row_end - 1}"
-                call.log.add(
-                    rank, f"{lane} loads", Kind.wait, name, start, machine.now_us, **awaited
-                )
-            start = machine.now_us
-            yield call.tile_us
-            name = f"tile {visit.row_begin}, {visit.col_begin}"
-            call.log.add(rank, lane, Kind.gemm, name, start, machine.now_us)
+                call.note(rank, f"{lane} loads", Kind.wait, name, start, awaits=f"{rank}:{last}")
+            yield from call.multiply(rank, lane, visit)
         tiles.end()
         machine.arrive(self._ends[rank])
 
@@ -129,24 +123,10 @@ class _Gather:
                 # A puller polls for the offer, whether it comes first or the offer does.
                 offered = (there.at_us or 0.0) + (RAISE_US if self._pulls else 0.0)
                 yield max(0.0, offered - machine.now_us)
-            if machine.now_us > start:
-                name = f"waits for tile {transfer.chunk}.{transfer.tile}"
-                call.log.add(rank, lane, Kind.wait, name, start, machine.now_us)
-                start = machine.now_us
-            yield call.routes[source, transfer.dst].latency_us
-            rows = transfer.row_end - transfer.row_begin
-            yield call.copy(source, transfer.dst, rows * call.problem.row_bytes)
-            self._log_copy(rank, lane, transfer, start)
+            call.note_wait(rank, lane, f"waits for tile {transfer.chunk}.{transfer.tile}", start)
+            ends, rows = (source, transfer.dst), (transfer.row_begin, transfer.row_end)
+            raises = f"{transfer.dst}:{transfer.signal}"
+            yield from call.carry(rank, lane, ends, rows, raises=raises)
             yield RAISE_US
             machine.raise_(self._signals[transfer.dst][transfer.signal])
         machine.arrive(self._ends[rank])
-
-    def _log_copy(self, rank: int, lane: str, transfer: Transfer, start: float) -> None:
-        call, now = self._call, self._call.machine.now_us
-        t = transfer
-        peer = t.dst if rank == t.src else t.src
-        name = f"rows {t.row_begin}-{t.row_end - 1} {'to' if rank == t.src else 'of'} rank {peer}"
-        kind = Kind.copy if lane == "copy" else Kind.send
-        call.log.add(rank, lane, kind, name, start, now, peer=peer, raises=f"{t.dst}:{t.signal}")
-        columns = (0, call.problem.row_elements)
-        call.log.moves.append(Move(t.src, t.dst, t.row_begin, t.row_end, *columns, start, now))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from flux.core.events import Kind
 from flux.core.problem import Problem
 from flux.core.recorder import COPY_STREAM_LANE, NETWORK_STREAM_LANE, STREAM_LANE
-from flux.core.schedule import TileSchedule
+from flux.core.schedule import TileSchedule, Visit
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster
 from flux.opsim.machine import Counter, Flag, Process, Route, SimulatedMachine
@@ -134,6 +134,43 @@ class SimulatedCall:
         return self.machine.send(
             route.resources, nbytes / (NETWORK_SHARE if route.across else COPY_SHARE)
         )
+
+    def note(
+        self, rank: int, lane: str, kind: Kind, name: str, start_us: float, **details: int | str
+    ) -> None:
+        """Log what a lane did until now."""
+        self.log.add(rank, lane, kind, name, start_us, self.machine.now_us, **details)
+
+    def note_wait(
+        self, rank: int, lane: str, name: str, start_us: float, **details: int | str
+    ) -> None:
+        """Log a wait of a lane that ends now, if it took any time."""
+        if self.machine.now_us > start_us:
+            self.note(rank, lane, Kind.wait, name, start_us, **details)
+
+    def note_move(self, src: int, dst: int, rows: tuple[int, int], start_us: float) -> None:
+        """Log rows that are there now."""
+        columns = (0, self.problem.row_elements)
+        self.log.moves.append(Move(src, dst, *rows, *columns, start_us, self.machine.now_us))
+
+    def multiply(self, rank: int, lane: str, visit: Visit) -> Process:
+        """Compute a GEMM tile."""
+        start = self.machine.now_us
+        yield self.tile_us
+        self.note(rank, lane, Kind.gemm, f"tile {visit.row_begin}, {visit.col_begin}", start)
+
+    def carry(
+        self, rank: int, lane: str, ends: tuple[int, int], rows: tuple[int, int], **details: str
+    ) -> Process:
+        """Copy rows from one rank to another, on the lane ``copy`` or ``network`` of a rank."""
+        (src, dst), start = ends, self.machine.now_us
+        yield self.routes[ends].latency_us
+        yield self.copy(src, dst, (rows[1] - rows[0]) * self.problem.row_bytes)
+        peer = dst if rank == src else src
+        name = f"rows {rows[0]}-{rows[1] - 1} {'to' if rank == src else 'of'} rank {peer}"
+        kind = Kind.copy if lane == "copy" else Kind.send
+        self.note(rank, lane, kind, name, start, peer=peer, **details)
+        self.note_move(src, dst, rows, start)
 
     def tiles_of(self, rank: int) -> TileQueue:
         """Return the queue that hands this rank's tiles to its blocks."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from flux.core.events import Kind
 from flux.opsim.machine import Counter, Flag, Process
-from flux.opsim.parts import RAISE_US, Move, SimulatedCall, TileQueue, count_ends
+from flux.opsim.parts import RAISE_US, SimulatedCall, TileQueue, count_ends
 from flux.select.hardware import PUSH_US, STORE_SHARE
 
 
@@ -39,7 +39,7 @@ def _rank(call: SimulatedCall, rank: int, words: list[list[Flag]], ends: list[Co
         yield pushed.flag
         if begin < end:
             name = f"pushes rows {begin}-{end - 1}"
-            call.log.add(rank, "pushes", Kind.copy, name, start, machine.now_us)
+            call.note(rank, "pushes", Kind.copy, name, start)
         for peer in range(call.world):
             if peer != rank:
                 machine.spawn(_raise(call, rank, peer, words[peer][rank]))
@@ -55,9 +55,8 @@ def _push(
     start, (begin, end) = call.machine.now_us, rows
     route = call.routes[rank, peer]
     yield call.machine.send(route.resources, (end - begin) * call.problem.row_bytes / STORE_SHARE)
-    columns = (0, call.problem.row_elements)
     if begin < end:
-        call.log.moves.append(Move(rank, peer, *rows, *columns, start, call.machine.now_us))
+        call.note_move(rank, peer, rows, start)
     call.machine.arrive(pushed)
 
 
@@ -83,12 +82,8 @@ def _block(
         visit, start = visits[index], machine.now_us
         for owner in _owners(call, visit.row_begin, visit.row_end):
             yield words[owner]
-        if machine.now_us > start:
-            name = f"waits for rows {visit.row_begin}-{visit.row_end - 1}"
-            call.log.add(rank, f"{lane} loads", Kind.wait, name, start, machine.now_us)
-        start = machine.now_us
-        yield call.tile_us
-        name = f"tile {visit.row_begin}, {visit.col_begin}"
-        call.log.add(rank, lane, Kind.gemm, name, start, machine.now_us)
+        name = f"waits for rows {visit.row_begin}-{visit.row_end - 1}"
+        call.note_wait(rank, f"{lane} loads", name, start)
+        yield from call.multiply(rank, lane, visit)
     tiles.end()
     machine.arrive(end)

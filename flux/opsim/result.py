@@ -76,12 +76,12 @@ class Results:
         start = machine.now_us
         if self._put[rank].missing:
             yield self._put[rank].flag
-        call.log.add(rank, "stream", Kind.wait, "waits for sums", start, machine.now_us)
+        call.note(rank, "stream", Kind.wait, "waits for sums", start)
         begin, end = call.problem.rows(rank)
         foreign = (call.problem.m - (end - begin)) * call.problem.row_bytes
         start = machine.now_us
         yield SUM_US / 2 + call.memory_us(2.0 * foreign)
-        call.log.add(rank, "stream", Kind.copy, "sums to output", start, machine.now_us)
+        call.note(rank, "stream", Kind.copy, "sums to output", start)
 
     def finish(self, rank: int) -> Process:
         """Send the own rows to other hosts, forward theirs, and copy the result to the output."""
@@ -103,11 +103,11 @@ class Results:
         start = machine.now_us
         for peer in beside:
             yield self._there[peer]
-        call.log.add(rank, "stream", Kind.wait, "waits for all rows", start, machine.now_us)
+        call.note(rank, "stream", Kind.wait, "waits for all rows", start)
         start = machine.now_us
         nbytes = 2.0 * call.problem.m * call.problem.n * self._itemsize
         yield LAUNCH_US + call.memory_us(nbytes)
-        call.log.add(rank, "stream", Kind.copy, "result to output", start, machine.now_us)
+        call.note(rank, "stream", Kind.copy, "result to output", start)
         yield LAUNCH_US
 
     def _copies(
@@ -120,15 +120,7 @@ class Results:
         for t in transfers:
             if t.forwarded:
                 yield self._came[rank, t.chunk, t.tile]
-            start = machine.now_us
-            yield call.routes[rank, t.dst].latency_us
-            yield call.copy(rank, t.dst, (t.row_end - t.row_begin) * call.problem.row_bytes)
-            kind = Kind.send if lane == "network" else Kind.copy
-            name = f"rows {t.row_begin}-{t.row_end - 1} to rank {t.dst}"
-            call.log.add(rank, lane, kind, name, start, machine.now_us, peer=t.dst)
-            columns = (0, call.problem.row_elements)
-            rows = (t.row_begin, t.row_end)
-            call.log.moves.append(Move(rank, t.dst, *rows, *columns, start, machine.now_us))
+            yield from call.carry(rank, lane, (rank, t.dst), (t.row_begin, t.row_end))
             if lane == "network":
                 machine.raise_(self._came[t.dst, t.chunk, t.tile])
         machine.arrive(ended)

@@ -110,7 +110,7 @@ class _Scatter:
         call, machine = self._call, self._call.machine
         if call.world > 1 and not call.in_kernel:
             yield RAISE_US
-            call.log.add(rank, "stream", Kind.barrier, "enters the call", 0.0, machine.now_us)
+            call.note(rank, "stream", Kind.barrier, "enters the call", 0.0)
         tiles = call.tiles_of(rank)
         for block in range(call.blocks):
             machine.spawn(self._block(rank, block, tiles))
@@ -134,10 +134,7 @@ class _Scatter:
         yield from tiles.start(block)
         for index in tiles.of_block(block):
             visit = visits[index]
-            start = machine.now_us
-            yield call.tile_us
-            name = f"tile {visit.row_begin}, {visit.col_begin}"
-            call.log.add(rank, lane, Kind.gemm, name, start, machine.now_us)
+            yield from call.multiply(rank, lane, visit)
             leaving = [self._store(rank, piece) for piece in self._split(visit)]
             start = machine.now_us
             if call.medium:
@@ -146,10 +143,7 @@ class _Scatter:
             for stored in before if ahead else leaving:
                 yield stored
             before = leaving
-            if machine.now_us > start:
-                call.log.add(
-                    rank, f"{lane} stores", Kind.wait, "stores leave", start, machine.now_us
-                )
+            call.note_wait(rank, f"{lane} stores", "stores leave", start)
         machine.raise_(self._idle[rank])
         for stored in before:
             yield stored
@@ -161,13 +155,10 @@ class _Scatter:
         call, machine = self._call, self._call.machine
         homes = call.schedules[rank].homes
         to = homes[piece.owner][0] if homes else piece.owner
-        if self._by_chunk and to != rank:
-            machine.arrive(self._uncomputed[rank, to])
-            done = Flag()
-            machine.raise_(done)
-            return done
-        if to == rank or call.hosts[to] != call.hosts[rank]:
-            machine.arrive(self._missing[rank, piece])
+        stays = to == rank or call.hosts[to] != call.hosts[rank]
+        if stays or self._by_chunk:
+            copied = self._by_chunk and to != rank
+            machine.arrive(self._uncomputed[rank, to] if copied else self._missing[rank, piece])
             done = Flag()
             machine.raise_(done)
             return done
@@ -189,16 +180,8 @@ class _Scatter:
             start = machine.now_us
             yield self._uncomputed[rank, owner].flag
             yield RAISE_US
-            if machine.now_us > start:
-                call.log.add(rank, "copy", Kind.wait, "waits for tiles", start, machine.now_us)
-            start = machine.now_us
-            yield call.routes[rank, owner].latency_us
-            begin, end = call.problem.rows(owner)
-            yield call.copy(rank, owner, (end - begin) * call.problem.row_bytes)
-            name = f"rows {begin}-{end - 1} to rank {owner}"
-            call.log.add(rank, "copy", Kind.copy, name, start, machine.now_us, peer=owner)
-            columns = (0, call.problem.row_elements)
-            call.log.moves.append(Move(rank, owner, begin, end, *columns, start, machine.now_us))
+            call.note_wait(rank, "copy", "waits for tiles", start)
+            yield from call.carry(rank, "copy", (rank, owner), call.problem.rows(owner))
             yield RAISE_US
             for piece in pieces:
                 machine.arrive(self._missing[owner, piece])
@@ -231,12 +214,11 @@ class _Scatter:
                     for first, last in self._strips(rank, piece):
                         yield self._inbox[rank, host, first]
                         assert last > first
-            if machine.now_us > start:
-                call.log.add(rank, "sums", Kind.wait, "waits for partials", start, machine.now_us)
+            call.note_wait(rank, "sums", "waits for partials", start)
             start = machine.now_us
             yield call.memory_us(piece.elements * self._itemsize * (lanes + nodes))
             name = f"sums rows {piece.row_begin}-{piece.row_end - 1}"
-            call.log.add(rank, "sums", Kind.reduce, name, start, machine.now_us)
+            call.note(rank, "sums", Kind.reduce, name, start)
             if call.problem.op.all_reduces:
                 self._results.hand_out(rank, piece)
         yield self._gemm[rank].flag
@@ -274,20 +256,7 @@ class _Scatter:
         if parcel.kind == ParcelKind.combined and lanes > 1:
             start = machine.now_us
             yield LAUNCH_US + call.memory_us(nbytes * (lanes + 1.0))
-            call.log.add(rank, "network", Kind.reduce, "sums for a host", start, machine.now_us)
-        start = machine.now_us
-        yield call.routes[rank, peer].latency_us
-        yield call.copy(rank, peer, nbytes)
+            call.note(rank, "network", Kind.reduce, "sums for a host", start)
         rows = (parcel.row_begin, parcel.row_end)
-        call.log.add(
-            rank,
-            "network",
-            Kind.send,
-            f"rows {rows[0]}-{rows[1] - 1} to rank {peer}",
-            start,
-            machine.now_us,
-            peer=peer,
-        )
-        columns = (0, call.problem.row_elements)
-        call.log.moves.append(Move(rank, peer, *rows, *columns, start, machine.now_us))
+        yield from call.carry(rank, "network", (rank, peer), rows)
         machine.raise_(self._inbox[peer, call.hosts[rank], parcel.row_begin])

@@ -9,7 +9,7 @@ Whenever an operator starts or ends, the ends of those that run on its stage are
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -184,90 +184,92 @@ def _overlap(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]])
 
 
 def simulate(schedule: StepSchedule, cost: CostModel) -> Timeline:
-    """Return when each operator runs."""
+    """Return when each operator runs; raise GraphError if the schedule cannot be run."""
     with paused_collector():
         schedule.check_lanes()
-        return _Simulation(schedule, cost).run()
+        return _Ordered(schedule, cost).timeline()
 
 
-class _Simulation:
-    def __init__(self, schedule: StepSchedule, cost: CostModel) -> None:
-        self.schedule, self.cost = schedule, cost
-        graph: Graph = schedule.graph
-        count = len(graph.ops)
+class Simulation:
+    """Runs operators in virtual time, on lanes that run one at a time.
+
+    Subclasses say what a free lane starts next: the next one in its order, or the most urgent one.
+    """
+
+    def __init__(self, graph: Graph, cost: CostModel, lane_of: Sequence[int], lanes: int) -> None:
+        self.graph, self.cost, self.lane_of = graph, cost, lane_of
         self.ops, self.after = graph.ops, graph.after
+        count = len(graph.ops)
         self.solo = [cost.solo(op) for op in graph.ops]
         self.start, self.end = [0.0] * count, [0.0] * count
         self.missing = [len(deps) for deps in graph.deps]
-        self.lanes = list(schedule.lanes.values())
-        self.lane_of = [0] * count
-        for index, numbers in enumerate(self.lanes):
-            for number in numbers:
-                self.lane_of[number] = index
-        self.next = [0] * len(self.lanes)
-        self.busy = [False] * len(self.lanes)
-        self.left = list(self.solo)  # ms that an operator still needs by itself
-        self.rate, self.since, self.version = [0.0] * count, [0.0] * count, [0] * count
-        self.running: list[list[int]] = [[] for _ in range(graph.stages)]
-        self.heap: list[tuple[float, int, int]] = []
+        self._busy = [False] * lanes
+        self._left = list(self.solo)  # ms that an operator still needs by itself
+        self._rate_of, self._since, self._version = [0.0] * count, [0.0] * count, [0] * count
+        self._running: list[list[int]] = [[] for _ in range(graph.stages)]
+        self._heap: list[tuple[float, int, int]] = []
 
-    def run(self) -> Timeline:
-        for lane in range(len(self.lanes)):
-            self._try_start(lane, 0.0)
+    def next_on(self, lane: int) -> int | None:
+        """Return the operator that a free lane starts now, and count it as begun; None: none."""
+        raise NotImplementedError
+
+    def run(self) -> int:
+        """Run until nothing can start; return how many operators have ended."""
+        heap, versions, lane_of = self._heap, self._version, self.lane_of
+        self._start(range(len(self._busy)), 0.0)
         ended = 0
-        while self.heap:
-            now, number, version = heapq.heappop(self.heap)
-            if version != self.version[number]:
-                continue
-            ended += 1
-            self._finish(number, now)
-        if ended < len(self.ops):
-            self.schedule.validate()  # says which operators wait for each other
-            raise GraphError(f"{len(self.ops) - ended} operators never start")
-        return Timeline(self.schedule, self.start, self.end, self.solo)
+        while heap:
+            now, free = heap[0][0], []
+            while heap and heap[0][0] == now:
+                _, number, version = heapq.heappop(heap)
+                if version == versions[number]:
+                    ended += 1
+                    free.append(lane_of[number])
+                    for later in self.finish(number, now):
+                        free.append(lane_of[later])
+            self._start(free, now)
+        return ended
 
-    def _try_start(self, lane: int, now: float) -> None:
-        """Start the next operator of a lane if nothing is missing."""
-        place = self.next[lane]
-        numbers = self.lanes[lane]
-        if self.busy[lane] or place == len(numbers) or self.missing[numbers[place]]:
-            return
-        number = numbers[place]
-        running = self.running[self.ops[number].stage]
-        self.busy[lane] = True
-        self.start[number] = self.since[number] = now
-        running.append(number)
-        self._share(running, now)
-
-    def _finish(self, number: int, now: float) -> None:
+    def finish(self, number: int, now: float) -> list[int]:
+        """End an operator; return those that wait for nothing any more."""
         self.end[number] = now
-        running = self.running[self.ops[number].stage]
+        running = self._running[self.ops[number].stage]
         running.remove(number)
         self._share(running, now)
-        lane = self.lane_of[number]
-        self.next[lane] += 1
-        self.busy[lane] = False
-        self._try_start(lane, now)
+        self._busy[self.lane_of[number]] = False
+        ready, missing = [], self.missing
         for later in self.after[number]:
-            self.missing[later] -= 1
-            if self.missing[later] == 0:
-                self._try_start(self.lane_of[later], now)
+            missing[later] -= 1
+            if missing[later] == 0:
+                ready.append(later)
+        return ready
+
+    def _start(self, lanes: Iterable[int], now: float) -> None:
+        for lane in lanes:
+            if self._busy[lane] or (number := self.next_on(lane)) is None:
+                continue
+            running = self._running[self.ops[number].stage]
+            self._busy[lane] = True
+            self.start[number] = self._since[number] = now
+            running.append(number)
+            self._share(running, now)
 
     def _share(self, running: Sequence[int], now: float) -> None:
         """Compute the ends of a stage's running operators, which have changed."""
         alone = len(running) == 1
         for number in running:
-            rate = 1.0 if alone else self._rate(number, running)
-            before = self.rate[number]
+            rate = 1.0 if alone else self.rate(number, running)
+            before = self._rate_of[number]
             if rate == before:
                 continue
-            self.left[number] -= (now - self.since[number]) * before
-            self.since[number], self.rate[number] = now, rate
-            self.version[number] += 1
-            end = now + max(self.left[number], 0.0) / rate
-            heapq.heappush(self.heap, (end, number, self.version[number]))
+            self._left[number] -= (now - self._since[number]) * before
+            self._since[number], self._rate_of[number] = now, rate
+            self._version[number] += 1
+            end = now + max(self._left[number], 0.0) / rate
+            heapq.heappush(self._heap, (end, number, self._version[number]))
 
-    def _rate(self, number: int, running: Sequence[int]) -> float:
+    def rate(self, number: int, running: Sequence[int]) -> float:
+        """Return the progress of an operator alongside others, of what it makes by itself."""
         op, lost = self.ops[number], 0.0
         communicates = op.is_collective
         for other in running:
@@ -276,3 +278,31 @@ class _Simulation:
                 oef = self.cost.oef(beside, op) if communicates else self.cost.oef(op, beside)
                 lost += 1.0 - oef
         return 1.0 / (1.0 + max(lost, 0.0))
+
+
+class _Ordered(Simulation):
+    """Lanes run their operators in the order of a schedule."""
+
+    def __init__(self, schedule: StepSchedule, cost: CostModel) -> None:
+        self._schedule, self._lanes = schedule, list(schedule.lanes.values())
+        lane_of = [0] * len(schedule.graph.ops)
+        for lane, numbers in enumerate(self._lanes):
+            for number in numbers:
+                lane_of[number] = lane
+        super().__init__(schedule.graph, cost, lane_of, len(self._lanes))
+        self._place = [0] * len(self._lanes)
+
+    def next_on(self, lane: int) -> int | None:
+        """Return the next operator of the lane if it waits for nothing."""
+        numbers, place = self._lanes[lane], self._place[lane]
+        if place == len(numbers) or self.missing[numbers[place]]:
+            return None
+        self._place[lane] += 1
+        return numbers[place]
+
+    def timeline(self) -> Timeline:
+        ended = self.run()
+        if ended < len(self.ops):
+            self._schedule.validate()  # says which operators wait for each other
+            raise GraphError(f"{len(self.ops) - ended} operators never start")
+        return Timeline(self._schedule, self.start, self.end, self.solo)

@@ -32,7 +32,7 @@ from flux.plan.policies.centauri_space import (
     uneven_by_group,
 )
 from flux.plan.policies.centauri_tiers import BackwardLayer
-from flux.plan.policies.folding import Action
+from flux.plan.policies.passes import Action
 from flux.plan.policies.torch_rows import blocks_of
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import simulate

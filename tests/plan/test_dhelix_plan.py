@@ -20,9 +20,8 @@ from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, Operator
 from flux.plan.model import Parallel, TrainingStep
 from flux.plan.policies import planned, policy_of
-from flux.plan.policies.dhelix import fold, strand_blocks, w_schedule
-from flux.plan.policies.folding import Action
-from flux.plan.policies.pipelines import combined_blocks
+from flux.plan.policies.dhelix import fold, w_schedule
+from flux.plan.policies.passes import Action, one_f_one_b
 from flux.plan.policies.torch_rows import blocks_of
 from flux.plan.simulate import Timeline, simulate
 from flux.runtime.profile import Profile, ProfiledCost, key_of, layer_pairs, read_profile
@@ -225,11 +224,6 @@ def test_combined_1f1b_hides_the_all_to_all_of_experts() -> None:
         assert combined.exposed_comm_ms < 0.9 * serial.exposed_comm_ms
     with pytest.raises(ValueError, match="combined hides AllToAll of experts, and ep is 1"):
         timeline_of(step_with(tp=2), "combined")
-    for ranks, micro_batches in ((1, 2), (2, 3), (4, 6)):
-        for rank in range(ranks):
-            actions = [a for block in combined_blocks(rank, ranks, micro_batches) for a in block]
-            expected = {Action(rank, k, m) for k in "FB" for m in range(micro_batches)}
-            assert len(actions) == len(expected) and set(actions) == expected
 
 
 class Free:
@@ -322,12 +316,10 @@ def test_torchs_schedules_have_every_pass_once(name: str) -> None:
 
 
 def test_strands_without_a_pipeline_are_whole_passes() -> None:
-    ((first, second, third),) = strand_blocks(1, 2)
-    assert (first, second, third) == (
-        (Action(0, "F", 0),),
-        (Action(0, "F", 1), Action(0, "B", 0)),
-        (Action(0, "B", 1),),
-    )
+    schedule = timeline_of(step_with(tp=2, micro_batches=2), "dhelix").schedule
+    assert schedule.rows() == [["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]]
+    first, second, third = one_f_one_b(0, 1, 2)
+    assert (first, third) == ((Action(0, "F", 0),), (Action(0, "B", 1),)) and len(second) == 2
 
 
 # -- measured pairs --------------------------------------------------------------------------------

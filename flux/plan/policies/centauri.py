@@ -40,7 +40,8 @@ from flux.plan.policies.centauri_space import (
     uneven_by_group,
 )
 from flux.plan.policies.centauri_tiers import layer_tier, model_tier, operation_tier
-from flux.plan.policies.folding import Block, layers_of, placed
+from flux.plan.policies.folding import layers_of, placed
+from flux.plan.policies.passes import Block
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import simulate
 

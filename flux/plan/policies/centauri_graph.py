@@ -16,7 +16,8 @@ from flux.plan.fabric import Fabric
 from flux.plan.graph import Builder, Graph, Operator
 from flux.plan.mesh import parse_group
 from flux.plan.policies.centauri_space import WHOLE, CommPiece, meshes, substitutions
-from flux.plan.policies.folding import Action, layers_of, stage_of
+from flux.plan.policies.folding import layers_of, stage_of
+from flux.plan.policies.passes import Action
 
 Key = tuple[str, str]
 """(part, role) of a collective."""

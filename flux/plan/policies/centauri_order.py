@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from flux.plan.cost import CostModel
-from flux.plan.graph import Graph, GraphError, Operator
-from flux.plan.policies.folding import Action, Block, layers_of, stage_of
+from flux.plan.graph import RESOURCES, Graph, GraphError, Operator
+from flux.plan.policies.folding import layers_of, stage_of
+from flux.plan.policies.passes import Action, Block, one_f_one_b
 from flux.plan.schedule import StepSchedule
+from flux.plan.simulate import Simulation
 
 
 def blocks(
@@ -29,10 +32,7 @@ def blocks(
     if chunks > 1:
         return list(_interleaved(rank, ranks, micro_batches, forward, backward, chunks))
     ahead = min(max(ranks - rank, forward, backward), micro_batches) - 1
-    order = [Action(rank, "F", micro) for micro in range(ahead)]
-    for micro in range(ahead, micro_batches):
-        order += [Action(rank, "F", micro), Action(rank, "B", micro - ahead)]
-    order += [Action(rank, "B", micro) for micro in range(micro_batches - ahead, micro_batches)]
+    order = list(chain.from_iterable(one_f_one_b(rank, ahead, micro_batches)))
     first, last = min(forward, micro_batches), min(backward, micro_batches)
     middle: list[Block] = [(action,) for action in order[first : len(order) - last]]
     return [tuple(order[:first]), *middle, tuple(order[len(order) - last :])]
@@ -83,17 +83,19 @@ def list_schedule(
     ``passes`` has the blocks of each pipeline rank. ``weights_first``: in backward, gradients of
     weights have priority over those of activations (T2 of Eq. 1); else the other way round (T1).
     """
-    return _Lists(graph, cost, passes, weights_first).run(policy)
+    return _Lists(graph, cost, passes, weights_first).schedule(policy)
 
 
-class _Lists:
+class _Lists(Simulation):
+    """Lanes run the most urgent operator that is ready; nothing slows another one down."""
+
     def __init__(
         self, graph: Graph, cost: CostModel, passes: Sequence[Sequence[Block]], weights_first: bool
     ) -> None:
-        self.graph, self.cost, self.ops = graph, cost, graph.ops
+        self.lanes = [(stage, resource) for stage in range(graph.stages) for resource in RESOURCES]
+        lane_of = [op.stage * len(RESOURCES) + RESOURCES.index(op.resource) for op in graph.ops]
+        super().__init__(graph, cost, lane_of, len(self.lanes))
         count = len(graph.ops)
-        self.after = graph.after
-        self.missing = [len(deps) for deps in graph.deps]
         self.block = [0] * count  # of compute operators, the number of their block
         self.stages = graph.stages * chunks_of(graph)  # of the model
         self.layers = layers_of(graph)
@@ -105,12 +107,13 @@ class _Lists:
         self.left: list[list[int]] = [[0] * (len(of) + 1) for of in passes]
         for number in keys:
             self.left[self.ops[number].stage][self.block[number]] += 1
-        self.current = [0] * len(passes)
+        self.current = [0] * len(passes)  # block, by stage
         self.rows = tuple(tuple(str(action) for block in of for action in block) for of in passes)
-        self.ready: dict[tuple[int, str, int], list[tuple[float, int]]] = {}
-        self.busy: set[tuple[int, str]] = set()
-        self.heap: list[tuple[float, int]] = []
-        self.lanes: dict[tuple[int, str], list[int]] = {}
+        self.waiting: dict[tuple[int, int], list[tuple[float, int]]] = {}  # by lane and block
+        self.order: list[list[int]] = [[] for _ in self.lanes]
+        for number, missing in enumerate(self.missing):
+            if missing == 0:
+                self._wait(number)
 
     def _compute_keys(
         self, passes: Sequence[Sequence[Block]], weights_first: bool
@@ -156,62 +159,46 @@ class _Lists:
             urgent = min((self.priority[other] for other in same), default=float(len(ops)))
             self.priority[number] = urgent
 
-    def run(self, policy: str) -> StepSchedule:
-        for number, missing in enumerate(self.missing):
-            if missing == 0:
-                self._make_ready(number)
-        for stage in range(len(self.current)):
-            self._start(stage, 0.0)
-        ended = 0
-        while self.heap:
-            now, number = heapq.heappop(self.heap)
-            stages = {self._finish(number)}
-            stages |= self._release(number)
-            ended += 1
-            while self.heap and self.heap[0][0] == now:
-                _, other = heapq.heappop(self.heap)
-                stages.add(self._finish(other))
-                stages |= self._release(other)
-                ended += 1
-            for stage in stages:
-                self._start(stage, now)
+    def schedule(self, policy: str) -> StepSchedule:
+        ended = self.run()
         if ended < len(self.ops):
             raise GraphError(f"{len(self.ops) - ended} operators wait for passes that come later")
-        lanes = {lane: tuple(numbers) for lane, numbers in sorted(self.lanes.items())}
+        lanes = zip(self.lanes, self.order, strict=True)
+        filled = {lane: tuple(numbers) for lane, numbers in sorted(lanes) if numbers}
         rows = self.rows if self.stages > self.graph.stages else ()
-        return StepSchedule(self.graph, lanes, policy, rows)
+        return StepSchedule(self.graph, filled, policy, rows)
 
-    def _make_ready(self, number: int) -> None:
+    def rate(self, number: int, running: Sequence[int]) -> float:
+        """Return 1: which operators run side by side is not known yet."""
+        return 1.0
+
+    def _wait(self, number: int) -> None:
+        """Let an operator wait for its lane, and for the turn of its block."""
         op = self.ops[number]
         block = self.block[number] if op.resource == "comp" else 0
-        heap = self.ready.setdefault((op.stage, op.resource, block), [])
+        heap = self.waiting.setdefault((self.lane_of[number], block), [])
         heapq.heappush(heap, (self.priority[number], number))
 
-    def _finish(self, number: int) -> int:
-        op = self.ops[number]
-        self.busy.discard((op.stage, op.resource))
-        if op.resource == "comp":
-            self.left[op.stage][self.block[number]] -= 1
-        return op.stage
+    def finish(self, number: int, now: float) -> list[int]:
+        """End an operator; its block has one less to wait for."""
+        if self.ops[number].resource == "comp":
+            self.left[self.ops[number].stage][self.block[number]] -= 1
+        ready = super().finish(number, now)
+        for later in ready:
+            self._wait(later)
+        return ready
 
-    def _release(self, number: int) -> set[int]:
-        stages = set()
-        for later in self.after[number]:
-            self.missing[later] -= 1
-            if self.missing[later] == 0:
-                self._make_ready(later)
-                stages.add(self.ops[later].stage)
-        return stages
-
-    def _start(self, stage: int, now: float) -> None:
-        left = self.left[stage]
-        while self.current[stage] < len(left) - 1 and left[self.current[stage]] == 0:
-            self.current[stage] += 1
-        for resource in ("comp", "intra", "inter"):
-            block = self.current[stage] if resource == "comp" else 0
-            heap = self.ready.get((stage, resource, block))
-            if heap and (stage, resource) not in self.busy:
-                _, number = heapq.heappop(heap)
-                self.busy.add((stage, resource))
-                self.lanes.setdefault((stage, resource), []).append(number)
-                heapq.heappush(self.heap, (now + self.cost.solo(self.ops[number]), number))
+    def next_on(self, lane: int) -> int | None:
+        """Return the most urgent operator that is ready; of compute, of the current block."""
+        (stage, resource), block = self.lanes[lane], 0
+        if resource == "comp":
+            left = self.left[stage]
+            while self.current[stage] < len(left) - 1 and left[self.current[stage]] == 0:
+                self.current[stage] += 1
+            block = self.current[stage]
+        heap = self.waiting.get((lane, block))
+        if not heap:
+            return None
+        _, number = heapq.heappop(heap)
+        self.order[lane].append(number)
+        return number

@@ -24,8 +24,6 @@ from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph
 from flux.plan.model import Parallel, step_of
 from flux.plan.policies.folding import (
-    Action,
-    Block,
     WSchedule,
     fold,
     placed,
@@ -34,6 +32,7 @@ from flux.plan.policies.folding import (
 )
 from flux.plan.policies.interleave import by_layer, graph_of_layer, scheduled
 from flux.plan.policies.pairing import Pairing, pair, round_robin
+from flux.plan.policies.passes import one_f_one_b
 from flux.plan.schedule import StepSchedule
 
 __all__ = ["DHelix", "WSchedule", "WaveletPlus", "fold", "layer_graph", "pair", "w_schedule"]
@@ -62,18 +61,6 @@ def layer_graph(
     step = step_of(model, parallel, layers=1, micro_batches=1, regather=False)
     fabric = Fabric(load_cluster("dhelix-a40"), parallel)
     return graph_of_layer(build_step(step, fabric), direction)
-
-
-def strand_blocks(p: int, m: int) -> list[list[Block]]:
-    """Return the blocks of each rank: the W-shaped ones, or with one rank whole passes.
-
-    Without a pipeline nothing is folded. Backward of a micro-batch runs alongside the next
-    forward.
-    """
-    if p > 1:
-        return w_blocks(p, m)
-    middle = [(Action(0, "F", micro + 1), Action(0, "B", micro)) for micro in range(m - 1)]
-    return [[(Action(0, "F", 0),), *middle, (Action(0, "B", m - 1),)]]
 
 
 class DHelix:
@@ -107,9 +94,12 @@ class DHelix:
         """Return the schedule, with streams for compute, links inside a host, and ports."""
         ranks = graph.stages
         plan = self.pairing(graph, cost)
+        # Without a pipeline nothing is folded: backward runs alongside the next forward.
+        micros = graph.micro_batches
+        blocks = w_blocks(ranks, micros) if ranks > 1 else [one_f_one_b(0, 1, micros)]
         return scheduled(
             graph,
-            strand_blocks(ranks, graph.micro_batches),
+            blocks,
             2 * ranks if ranks > 1 else 1,
             self.name,
             merge=by_layer(graph, plan, cost),

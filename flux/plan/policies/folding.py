@@ -17,15 +17,19 @@ for micro-batch 0 alongside it:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 from flux.core.problem import checked_integer
+from flux.plan.cost import GivenCost
 from flux.plan.graph import Builder, Graph, Operator
 from flux.plan.model import even_split
+from flux.plan.policies.passes import Action, Block, row
+from flux.plan.schedule import Lane, StepSchedule
+from flux.plan.simulate import simulate
 
 
 def fold(stage: int, p: int) -> int:
@@ -36,36 +40,6 @@ def fold(stage: int, p: int) -> int:
 
 
 # -- passes of a pipeline --------------------------------------------------------------------------
-
-
-class Action(NamedTuple):
-    """A pass of one stage, as torch.distributed.pipelining names it.
-
-    Attributes:
-        stage: of the model, not the rank.
-        kind: "F", "B" (whole backward), "I" (gradients of inputs) or "W" (of weights).
-        micro: number of the micro-batch.
-    """
-
-    stage: int
-    kind: str
-    micro: int
-
-    def __str__(self) -> str:
-        """Return ``0F3``."""
-        return f"{self.stage}{self.kind}{self.micro}"
-
-
-Block = tuple[Action, ...]
-"""One action, or forward and backward that are interleaved."""
-
-
-def row(blocks: Sequence[Block]) -> list[str]:
-    """Return blocks as torch.distributed.pipelining has them: ``(0F4;7B0)OVERLAP_F_B``."""
-    return [
-        str(block[0]) if len(block) == 1 else f"({';'.join(map(str, block))})OVERLAP_F_B"
-        for block in blocks
-    ]
 
 
 @dataclass(frozen=True)
@@ -146,20 +120,20 @@ def w_schedule(p: int, m: int, f: float, b: float, s: float) -> WSchedule:
     for name, value in times.items():
         if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
             raise ValueError(f"{name} must be a time of at least 0, got {value!r}")
-    ended: dict[Action, float] = {}
-    ends: list[list[float]] = [[] for _ in range(p)]
-    while sum(map(len, ends)) < sum(map(len, blocks)):
-        for rank, done in enumerate(ends):
-            while len(done) < len(blocks[rank]):
-                block = blocks[rank][len(done)]
-                before = [needed for action in block for needed in _needs(action, 2 * p)]
-                if any(needed not in ended for needed in before):
-                    break
-                time = s if len(block) == 2 else f if block[0].kind == "F" else b
-                start = max([ended[needed] for needed in before], default=0.0)
-                done.append(max(start, done[-1] if done else 0.0) + time)
-                ended.update((action, done[-1]) for action in block)
-    return WSchedule(p, m, tuple(map(tuple, blocks)), tuple(map(tuple, ends)))
+    flat = [block for of_rank in blocks for block in of_rank]
+    number_of = {action: number for number, block in enumerate(flat) for action in block}
+    builder = Builder(1)
+    lanes: dict[Lane, tuple[int, ...]] = {}
+    for rank, of_rank in enumerate(blocks):
+        begin = len(builder.ops)
+        for block in of_rank:
+            part = "s" if len(block) == 2 else block[0].kind.lower()
+            deps = [number_of[needed] for action in block for needed in _needs(action, 2 * p)]
+            builder.add(Operator(str(len(builder.ops)), "gemm", "comp", "fwd", rank, part), deps)
+        lanes[rank, "comp"] = tuple(range(begin, len(builder.ops)))
+    end = simulate(StepSchedule(builder.build(), lanes), GivenCost(times)).end
+    ends = tuple(tuple(end[number] for number in lanes[rank, "comp"]) for rank in range(p))
+    return WSchedule(p, m, tuple(map(tuple, blocks)), ends)
 
 
 def _needs(action: Action, stages: int) -> list[Action]:

@@ -9,8 +9,9 @@ import networkx as nx
 
 from flux.plan.cost import CostModel
 from flux.plan.graph import Graph, Operator
-from flux.plan.policies.folding import Action, Block, layers_of, row, stage_of
+from flux.plan.policies.folding import layers_of, stage_of
 from flux.plan.policies.pairing import Pairing, factor, time_together
+from flux.plan.policies.passes import Action, Block, by_pass, row
 from flux.plan.schedule import StepSchedule, on_lanes
 
 Segments = list[list[int]]
@@ -124,7 +125,8 @@ def scheduled(
     ``blocks`` are of each rank, ``merge`` interleaves the two passes of a block. ``events``: a
     segment of such a block begins when the one before it has ended.
     """
-    passes, last = _by_action(graph, stages)
+    layers = layers_of(graph)
+    passes = by_pass(graph, lambda op: stage_of(op, layers, stages))
     deps = list(graph.deps)
     sequences: list[list[int]] = []
     for rank, of_rank in enumerate(blocks):
@@ -138,25 +140,9 @@ def scheduled(
             if events:
                 _add_events(graph, deps, segments, stream)
             order += [number for segment in segments for number in segment]
-        sequences.append(order + last.get(rank, []))
+        sequences.append(order + passes.get(Action(rank, "S", -1), []))
     made = on_lanes(replace(graph, deps=tuple(deps)), sequences, policy, stream)
     return replace(made, actions=tuple(tuple(row(of_rank)) for of_rank in blocks))
-
-
-def _by_action(graph: Graph, stages: int) -> tuple[dict[Action, list[int]], dict[int, list[int]]]:
-    """Return operators by forward or backward pass, and by rank those of the whole step."""
-    layers = layers_of(graph)
-    passes: dict[Action, list[int]] = {}
-    last: dict[int, list[int]] = {}
-    for number in graph.order:
-        op = graph.ops[number]
-        if op.micro < 0:
-            last.setdefault(op.stage, []).append(number)
-        else:
-            kind = "F" if op.role == "fwd" else "B"
-            action = Action(stage_of(op, layers, stages), kind, op.micro)
-            passes.setdefault(action, []).append(number)
-    return passes, last
 
 
 def _operators(passes: dict[Action, list[int]], graph: Graph, action: Action) -> list[int]:

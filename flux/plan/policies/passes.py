@@ -2,40 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 from flux.plan.graph import Graph, Operator
 
-Pass = tuple[str, int]
-"""("F" or "B", micro-batch)"""
 
+class Action(NamedTuple):
+    """A pass of one stage, as torch.distributed.pipelining names it.
 
-def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Pass]:
-    """Yield the passes of a stage in the 1F1B order (PipeDream-Flush, arXiv 2006.09503).
-
-    Of stage 1 of 3, four micro-batches: F0 F1 B0 F2 B1 F3 B2 B3. With one stage, all forward passes
-    alternate with backward passes.
+    Attributes:
+        stage: of the model, not the rank.
+        kind: "F", "B" (whole backward), "I" (gradients of inputs) or "W" (of weights); "S": the end
+            of the step.
+        micro: number of the micro-batch.
     """
-    ahead = min(stages - stage - 1, micro_batches)
-    for micro in range(ahead):
-        yield "F", micro
+
+    stage: int
+    kind: str
+    micro: int
+
+    def __str__(self) -> str:
+        """Return ``0F3``."""
+        return f"{self.stage}{self.kind}{self.micro}"
+
+
+Block = tuple[Action, ...]
+"""One action, or several that run together."""
+
+
+def row(blocks: Sequence[Block]) -> list[str]:
+    """Return blocks as torch.distributed.pipelining has them: ``(0F4;7B0)OVERLAP_F_B``."""
+    return [
+        str(block[0]) if len(block) == 1 else f"({';'.join(map(str, block))})OVERLAP_F_B"
+        for block in blocks
+    ]
+
+
+def one_f_one_b(stage: int, ahead: int, micro_batches: int) -> list[Block]:
+    """Return a stage's passes: some forward, pairs of forward and backward, the rest backward.
+
+    1F1B (PipeDream-Flush, arXiv 2006.09503) has as many ahead as there are stages after this one.
+    Of four micro-batches, one ahead: F0 | F1 B0 | F2 B1 | F3 B2 | B3.
+    """
+    ahead = min(ahead, micro_batches)
+    blocks: list[Block] = [(Action(stage, "F", micro),) for micro in range(ahead)]
     for micro in range(ahead, micro_batches):
-        yield "F", micro
-        yield "B", micro - ahead
-    for micro in range(micro_batches - ahead, micro_batches):
-        yield "B", micro
+        blocks.append((Action(stage, "F", micro), Action(stage, "B", micro - ahead)))
+    rest = range(micro_batches - ahead, micro_batches)
+    return blocks + [(Action(stage, "B", micro),) for micro in rest]
 
 
-def by_pass(graph: Graph) -> dict[tuple[int, str, int], list[int]]:
-    """Return operators by (stage, pass, micro-batch), in topological order.
+def by_pass(
+    graph: Graph, stage_of: Callable[[Operator], int] = lambda op: op.stage
+) -> dict[Action, list[int]]:
+    """Return operators by pass, in topological order.
 
-    Operators of the whole step are those of the pass "S" of micro-batch -1.
+    Operators of the whole step are those of the pass "S" of their rank and micro-batch -1.
     """
-    passes: dict[tuple[int, str, int], list[int]] = {}
+    passes: dict[Action, list[int]] = {}
     for number in graph.order:
         op = graph.ops[number]
-        kind = "S" if op.micro < 0 else "F" if op.role == "fwd" else "B"
-        passes.setdefault((op.stage, kind, op.micro), []).append(number)
+        if op.micro < 0:
+            action = Action(op.stage, "S", -1)
+        else:
+            action = Action(stage_of(op), "F" if op.role == "fwd" else "B", op.micro)
+        passes.setdefault(action, []).append(number)
     return passes
 
 
@@ -51,10 +84,10 @@ def sequences(
     out = []
     for stage in range(graph.stages):
         order: list[int] = []
-        turns = one_f_one_b(stage, graph.stages, graph.micro_batches)
-        for kind, micro in (*turns, ("S", -1)):
-            numbers = passes.get((stage, kind, micro), [])
-            order += numbers if within is None else within(kind, numbers)
+        turns = one_f_one_b(stage, graph.stages - stage - 1, graph.micro_batches)
+        for action in (*chain.from_iterable(turns), Action(stage, "S", -1)):
+            numbers = passes.get(action, [])
+            order += numbers if within is None else within(action.kind, numbers)
         out.append(order)
     return out
 

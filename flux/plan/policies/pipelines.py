@@ -13,7 +13,7 @@ from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, Operator
-from flux.plan.policies.folding import Action, Block, fold, layers_of, placed
+from flux.plan.policies.folding import fold, layers_of, placed
 from flux.plan.policies.interleave import (
     Merge,
     by_layer,
@@ -22,6 +22,7 @@ from flux.plan.policies.interleave import (
     scheduled,
 )
 from flux.plan.policies.pairing import Pairing, pair
+from flux.plan.policies.passes import one_f_one_b
 from flux.plan.policies.torch_rows import blocks_of
 from flux.plan.schedule import StepSchedule
 
@@ -146,7 +147,10 @@ class Combined1F1B:
             return op.resource if op.kind in ("all_to_all", "send") else "comp"
 
         ranks = graph.stages
-        blocks = [combined_blocks(rank, ranks, graph.micro_batches) for rank in range(ranks)]
+        blocks = [
+            one_f_one_b(rank, 2 * (ranks - 1 - rank) + 1, graph.micro_batches)
+            for rank in range(ranks)
+        ]
         merge = by_layer(graph, self._pairing(graph), cost)
         return scheduled(graph, blocks, ranks, self.name, merge=merge, stream=stream)
 
@@ -173,16 +177,3 @@ class Combined1F1B:
             (end, []),
         ]
         return Pairing(math.nan, tuple((tuple(f), tuple(b)) for f, b in pairs))
-
-
-def combined_blocks(rank: int, ranks: int, micro_batches: int) -> list[Block]:
-    """Return a rank's blocks of combined 1F1B: 2 (ranks - rank) - 1 forward passes, then both."""
-    ahead = min(2 * (ranks - 1 - rank) + 1, micro_batches)
-    blocks: list[Block] = [(Action(rank, "F", micro),) for micro in range(ahead)]
-    blocks += [
-        (Action(rank, "F", micro), Action(rank, "B", micro - ahead))
-        for micro in range(ahead, micro_batches)
-    ]
-    return blocks + [
-        (Action(rank, "B", micro),) for micro in range(micro_batches - ahead, micro_batches)
-    ]

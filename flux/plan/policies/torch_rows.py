@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.pipelining import schedules
 
-from flux.plan.policies.folding import Action, Block
+from flux.plan.policies.passes import Action, Block
 
 
 @lru_cache(maxsize=64)

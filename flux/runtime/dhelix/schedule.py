@@ -27,8 +27,12 @@ import torch.distributed as dist
 from torch.distributed.pipelining import schedules as pipelining
 from torch.distributed.pipelining.stage import PipelineStage
 
-from flux.plan.cost import CostModel
-from flux.plan.policies.folding import fold, row, w_blocks
+from flux.plan.cost import CostModel, GivenCost
+from flux.plan.graph import Builder, Operator
+from flux.plan.policies.folding import fold, w_blocks
+from flux.plan.policies.passes import row
+from flux.plan.schedule import StepSchedule
+from flux.plan.simulate import simulate
 from flux.runtime.dhelix.strands import Strands
 
 T = TypeVar("T")
@@ -82,29 +86,36 @@ def script_time(
     One strand computes at a time, one collective has the link at a time.
     """
     chunks = {"F": forward, "B": backward}
-    place, arrived = {"F": 0, "B": 0}, {"F": 0.0, "B": 0.0}
-    now = link = 0.0
+    builder, times = Builder(1), dict[str, float]()
+    lanes: dict[str, list[int]] = {"comp": [], "intra": []}
+    place, awaited = {"F": 0, "B": 0}, {"F": list[int](), "B": list[int]()}
+
+    def add(name: str, resource: str, time: float, deps: Sequence[int]) -> int:
+        times[name] = time
+        kind, group = ("gemm", "") if resource == "comp" else ("all_reduce", "tp")
+        number = builder.add(Operator(name, kind, resource, "fwd", 0, name, group=group), deps)
+        lanes[resource].append(number)
+        return number
 
     def run(strand: str) -> None:
         """Run a strand up to its next wait."""
-        nonlocal now, link
         of = chunks[strand]
-        now = max(now, arrived[strand])
         while True:
-            chunk = of[place[strand] % len(of)]
+            name, chunk = f"{strand}{place[strand]}", of[place[strand] % len(of)]
             place[strand] += 1
-            now += chunk.before
+            launched = [add(name, "comp", chunk.before, awaited[strand])]
+            awaited[strand] = []
             if chunk.comm:
-                link = max(link, now) + chunk.comm
-                arrived[strand] = link
-            now += chunk.behind
+                awaited[strand] = [add(f"{name}.comm", "intra", chunk.comm, launched)]
+            add(f"{name}.behind", "comp", chunk.behind, launched)
             if chunk.comm or place[strand] == layers * len(of):
                 return
 
     first = script[0]
     for strand in (first, "B" if first == "F" else "F", *script * layers):
         run(strand)
-    return max(now, link)
+    filled = {(0, lane): tuple(numbers) for lane, numbers in lanes.items()}
+    return simulate(StepSchedule(builder.build(), filled), GivenCost(times)).iteration_ms
 
 
 def best_script(forward: nx.DiGraph, backward: nx.DiGraph, cost: CostModel) -> str:
