@@ -146,14 +146,6 @@ class Graph:
         """For each operator, the numbers of those that depend on it. Not to be changed."""
         return _after(self.deps)
 
-    def networkx(self) -> nx.DiGraph:
-        """Return the graph as networkx has it: operators are nodes with the attribute ``op``."""
-        graph = nx.DiGraph()
-        for number, op in enumerate(self.ops):
-            graph.add_node(number, op=op)
-        graph.add_edges_from((dep, number) for number, deps in enumerate(self.deps) for dep in deps)
-        return graph
-
 
 def _check_op(op: Operator) -> None:
     try:
@@ -207,6 +199,14 @@ def topological(ops: Sequence[Operator], deps: Sequence[Sequence[int]]) -> tuple
     cyclic = nx.DiGraph((d, n) for n, before in enumerate(deps) for d in before)
     cycle = [ops[edge[0]].name for edge in nx.find_cycle(cyclic)]
     raise GraphError(f"a cycle of dependencies: {' -> '.join([*cycle, cycle[0]])}")
+
+
+def part_of(graph: Graph, kept: Sequence[int], resident: Sequence[float] = ()) -> Graph:
+    """Return the graph of some operators, in the order given, and what they need of each other."""
+    place = {number: index for index, number in enumerate(kept)}
+    deps = [tuple(place[dep] for dep in graph.deps[n] if dep in place) for n in kept]
+    ops = tuple(graph.ops[number] for number in kept)
+    return Graph(ops, tuple(deps), graph.itemsize, tuple(resident))
 
 
 class Builder:

@@ -87,24 +87,6 @@ def group_partition(mesh: Sequence[int], rank: int) -> list[list[int]]:
     return groups
 
 
-def gathered_order(mesh: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Return whose shard lies where when an AllGather has gone through the dimensions.
-
-    A rank's own shard is one place. Each AllGather along a dimension puts the ranks' contents one
-    after the other. With the last dimension first the result has the order of the ranks; with
-    another order shards are permuted, which readers must undo or allow for. ReduceScatter along the
-    reverse order takes shards in this order.
-    """
-    sizes = _checked(mesh)
-    if sorted(order) != list(range(len(sizes))):
-        raise ValueError(f"order must have each dimension of mesh {sizes} once, got {list(order)}")
-    places = [0]
-    for dim in order:  # the last one is the slowest in the result
-        stride = prod(sizes[dim + 1 :])
-        places = [place + digit * stride for digit in range(sizes[dim]) for place in places]
-    return places
-
-
 def _checked(mesh: Sequence[int]) -> list[int]:
     sizes = [checked_integer("each size of a mesh", size, 1) for size in mesh]
     if not sizes:

@@ -66,6 +66,17 @@ def members(parallel: Parallel, group: str) -> list[list[int]]:
     return groups
 
 
+def own_group(
+    parallel: Parallel, kind: str, timeout: timedelta | None = None
+) -> dist.ProcessGroup | None:
+    """Make the process groups of a kind; return this rank's, None if it is alone. Collective."""
+    mine = None
+    for ranks in members(parallel, kind):
+        group = dist.new_group(ranks, timeout) if len(ranks) > 1 else None
+        mine = group if dist.get_rank() in ranks else mine
+    return mine
+
+
 class OperatorWork:
     """Calls that do what operators do, on tensors of their shapes.
 
@@ -85,6 +96,12 @@ class OperatorWork:
             made = torch.empty(shape, dtype=self.dtype)
             self._tensors[key] = made.normal_(generator=self._generator)
         return self._tensors[key]
+
+    def call(self, op: Operator, group: dist.ProcessGroup | None) -> Callable[[], object]:
+        """Return a call that does an operator's work. Collective: it may build a fused op."""
+        if op.kind in FUSED:
+            return self.fused(op, group)
+        return self.communicate(op, group) if op.is_collective else self.compute(op)
 
     def compute(self, op: Operator) -> Callable[[], object]:
         """Return a call that does a compute operator's work."""
@@ -231,7 +248,7 @@ class Executor:
 
     def _make_groups(self) -> dict[tuple[str, str], dist.ProcessGroup | None]:
         """Make a process group for each kind of group and stream; all ranks in the same order."""
-        ops, groups = self.schedule.graph.ops, {}
+        ops = self.schedule.graph.ops
         needed = sorted(
             {
                 (stream, ops[number].group)
@@ -240,18 +257,11 @@ class Executor:
                 if ops[number].group and ops[number].kind != "send"
             }
         )
-        for stream, kind in needed:
-            for ranks in members(self.parallel, kind):
-                group = dist.new_group(ranks, self.timeout) if len(ranks) > 1 else None
-                if self.rank in ranks:
-                    groups[stream, kind] = group
         # A send and its receive meet by their stage and lane.
-        for lane in self._sending():
-            for ranks in members(self.parallel, "pp"):
-                group = dist.new_group(ranks, self.timeout)
-                if self.rank in ranks:
-                    groups[f"send {lane}", "pp"] = group
-        return groups
+        needed += [(f"send {lane}", "pp") for lane in self._sending()]
+        return {
+            (stream, kind): own_group(self.parallel, kind, self.timeout) for stream, kind in needed
+        }
 
     def _sending(self) -> list[Lane]:
         """Return lanes with sends, in one order on all ranks."""
@@ -262,10 +272,6 @@ class Executor:
             if any(ops[number].kind == "send" for number in numbers)
         )
 
-    def _receiver(self, number: int) -> int:
-        """Return the stage that an operator's result is sent to."""
-        return self._receivers[number]
-
     def _make_calls(self) -> dict[int, Callable[[], object]]:
         """Return what each operator of this stage does; tensors are allocated now."""
         calls: dict[int, Callable[[], object]] = {}
@@ -275,20 +281,16 @@ class Executor:
                 op = ops[number]
                 if op.kind == "send":
                     calls[number] = self._transfer(number, (stage, stream), sends=True)
-                elif op.kind in FUSED:
-                    calls[number] = self.work.fused(op, self._groups[stream, op.group])
-                elif op.is_collective:
-                    group = self._groups[stream, op.group]
-                    calls[number] = self.work.communicate(op, group)
                 else:
-                    calls[number] = self.work.compute(op)
+                    group = self._groups[stream, op.group] if op.group else None
+                    calls[number] = self.work.call(op, group)
         return calls
 
     def _transfer(self, number: int, lane: Lane, *, sends: bool) -> Callable[[], object]:
         op = self.schedule.graph.ops[number]
         group = self._groups[f"send {lane}", "pp"]
         tensor = self.work.tensor("sent" if sends else "received", op.shape[0] * op.shape[1])
-        other = self._receiver(number) if sends else op.stage
+        other = self._receivers[number] if sends else op.stage
         peer = self.rank + (other - self.stage) * self.stride
         move: Callable[..., Any] = dist.send if sends else dist.recv
         return lambda: move(tensor, peer, group=group)
@@ -335,7 +337,7 @@ class Executor:
 
     def _comes_here(self, number: int) -> bool:
         op = self.schedule.graph.ops[number]
-        return op.kind == "send" and self._receiver(number) == self.stage
+        return op.kind == "send" and self._receivers[number] == self.stage
 
     def _guarded(self, body: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -67,19 +67,11 @@ def _attribute(module: str, name: str) -> _Value | None:
 # -- values of the thread --------------------------------------------------------------------------
 
 
-def _function_stack() -> list[Any]:
-    return [_C._get_function_stack_at(at) for at in range(_C._len_torch_function_stack())]
-
-
 def _write_function_stack(modes: Sequence[Any]) -> None:
     for _ in range(_C._len_torch_function_stack()):
         _C._pop_torch_function_stack()
     for mode in modes:
         _C._push_on_torch_function_stack(mode)
-
-
-def _dispatch_stack() -> list[Any]:
-    return [_C._get_dispatch_stack_at(at) for at in range(_C._len_torch_dispatch_stack())]
 
 
 def _write_dispatch_stack(modes: Sequence[Any]) -> None:
@@ -142,23 +134,6 @@ def _write_autocast(state: tuple[list[Any], bool, int]) -> None:
         torch.autocast_decrement_nesting()
 
 
-def _cuda_stream() -> Any:
-    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-
-
-def _write_cuda_stream(stream: Any) -> None:
-    if stream is not None:
-        torch.cuda.set_stream(stream)  # and its device
-
-
-def _device_context() -> Any:
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-
-
-def _write_device_context(context: Any) -> None:
-    torch._GLOBAL_DEVICE_CONTEXT.device_context = context
-
-
 @functools.cache
 def _of_autograd() -> list[_Value]:
     """Return what the guard of inference mode keeps and resets."""
@@ -169,49 +144,39 @@ def _of_autograd() -> list[_Value]:
         _pair("view_replay_enabled"),
         _pair("grad_layout_enforcement_enabled"),
     ]
-    return [value for value in values if value is not None]
+    return [value for value in values if value]
 
 
 @functools.cache
 def _of_thread() -> list[_Value]:
     eval_frame: Any = importlib.import_module("torch._C._dynamo.eval_frame")
+    devices = torch._GLOBAL_DEVICE_CONTEXT
     values = [
-        _Value(_function_stack, _write_function_stack),
+        _Value(
+            lambda: [_C._get_function_stack_at(at) for at in range(_C._len_torch_function_stack())],
+            _write_function_stack,
+        ),
         _pair("torch_function_state"),
-        _Value(_dispatch_stack, _write_dispatch_stack),
+        _Value(
+            lambda: [_C._get_dispatch_stack_at(at) for at in range(_C._len_torch_dispatch_stack())],
+            _write_dispatch_stack,
+        ),
         _Value(_saved_hooks, _write_saved_hooks),
         _Value(_autocast, _write_autocast),
-        _Value(_device_context, _write_device_context),
-        _Value(_cuda_stream, _write_cuda_stream),
+        _Value(
+            lambda: getattr(devices, "device_context", None),
+            lambda context: setattr(devices, "device_context", context),
+        ),
+        _Value(
+            lambda: torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
+            lambda stream: stream is None or torch.cuda.set_stream(stream),  # and its device
+        ),
         _Value(eval_frame.get_eval_frame_callback, eval_frame.set_eval_frame),
     ]
-    return [value for value in values if value is not None]
+    return [value for value in values if value]
 
 
 # -- values of the process -------------------------------------------------------------------------
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-
-
-def _write_deterministic(state: tuple[bool, bool]) -> None:
-    _C._set_deterministic_algorithms(state[0], warn_only=state[1])
-
-
-def _anomaly() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-
-def _write_anomaly(state: tuple[bool, bool]) -> None:
-    torch.autograd.set_detect_anomaly(*state)
-
-
-def _filters() -> tuple[int, Any]:
-    return id(warnings.filters), warnings.filters  # catch_warnings puts a list in place of the list
 
 
 def _write_filters(state: tuple[int, Any]) -> None:
@@ -235,9 +200,18 @@ def _of_process() -> list[_Value]:
     tell = getattr(guards, "set_is_in_mode_without_ignore_compile_internals", None)
     values = [
         _Value(torch.get_default_dtype, torch.set_default_dtype),
-        _Value(_deterministic, _write_deterministic),
+        _Value(
+            lambda: (
+                _C._get_deterministic_algorithms(),
+                _C._get_deterministic_algorithms_warn_only(),
+            ),
+            lambda state: _C._set_deterministic_algorithms(state[0], warn_only=state[1]),
+        ),
         _pair("deterministic_fill_uninitialized_memory"),
-        _Value(_anomaly, _write_anomaly),
+        _Value(
+            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            lambda state: torch.autograd.set_detect_anomaly(*state),
+        ),
         _sdp("flash", "_set_sdp_use_flash"),
         _sdp("mem_efficient", "_set_sdp_use_mem_efficient"),
         _sdp("math", "_set_sdp_use_math"),
@@ -258,10 +232,11 @@ def _of_process() -> list[_Value]:
         _attribute("torch.utils.checkpoint", "_checkpoint_debug_enabled"),
         _attribute("torch.utils.checkpoint", "_enable_checkpoint_early_stop"),
         _attribute("torch.autograd.graph", "_allow_mutation_on_saved_tensors_enabled"),
-        _Value(_filters, _write_filters),
+        # catch_warnings puts another list in place of the list.
+        _Value(lambda: (id(warnings.filters), warnings.filters), _write_filters),
         _attribute("warnings", "showwarning"),
     ]
-    return [value for value in values if value is not None]
+    return [value for value in values if value]
 
 
 def _generators() -> list[torch.Generator]:

@@ -23,7 +23,7 @@ from flux.plan.cost import CostModel
 from flux.plan.graph import COLLECTIVES, COMPUTE, FUSED, GROUPS, RESOURCES, ROLES, Graph, Operator
 from flux.plan.mesh import parse_group
 from flux.plan.model import Parallel
-from flux.runtime.execute import OperatorWork, members
+from flux.runtime.execute import OperatorWork, own_group
 
 _FORMAT = 1
 _MOST_MS = 1e9
@@ -214,7 +214,7 @@ class Profiler:
     ) -> None:
         self.work, self.repeats, self.place = work, repeats, place
         self.parallel = parallel
-        self.groups = _groups(parallel, GROUPS)
+        self.groups = self._groups(GROUPS)
         self.others: dict[str, dist.ProcessGroup | None] = {}  # for a second collective at a time
 
     def measure(
@@ -236,7 +236,7 @@ class Profiler:
         all_ops = {key_of(op): op for graph in graphs for op in graph.ops}
         ops = [op for key, op in all_ops.items() if key not in known.solo]
         parts = sorted({op.group for op in all_ops.values() if op.group} - set(self.groups))
-        self.groups |= _groups(self.parallel, parts)
+        self.groups |= self._groups(parts)
         pairs = [
             (comp, comm)
             for comp, comm in _pairs(list(all_ops.values()))
@@ -254,31 +254,26 @@ class Profiler:
         solo = {**known.solo, **dict(zip(map(key_of, ops), _slowest(times), strict=True))}
         oef = dict(known.oef)
         for done, (comp, comm) in enumerate(pairs):
-            repeated = max(1, round(solo[key_of(comm)] / max(solo[key_of(comp)], 1e-3)))
-            oef[comp.kind, comm.resource] = self._factor(
-                self._call(comp), repeated, self._call(comm)
-            )
+            oef[comp.kind, comm.resource] = self._factor(comp, comm, solo)
             progress(len(ops) + done + 1, total)
         factors = dict(known.pairs)
         if any(a.is_collective and b.is_collective for a, b in beside):
-            self.others = self.others or _groups(self.parallel, sorted(self.groups))
+            self.others = self.others or self._groups(sorted(self.groups))
         for done, (a, b) in enumerate(beside):
-            repeated = max(1, round(solo[key_of(b)] / max(solo[key_of(a)], 1e-3)))
-            other = self._call(b, self.others if a.is_collective else self.groups)
-            factors[key_of(a), key_of(b)] = self._factor(self._call(a), repeated, other)
+            factors[key_of(a), key_of(b)] = self._factor(a, b, solo)
             progress(total - len(beside) + done + 1, total)
         return Profile(solo, oef, self.place, factors)
 
     def _call(
         self, op: Operator, groups: Mapping[str, dist.ProcessGroup | None] | None = None
     ) -> Callable[[], object]:
-        if op.kind in FUSED:
-            return self.work.fused(op, self.groups[op.group])
-        if not op.is_collective:
-            return self.work.compute(op)
         if op.kind == "send":
             return self._exchange(op)
-        return self.work.communicate(op, (groups or self.groups)[op.group])
+        return self.work.call(op, (groups or self.groups)[op.group] if op.group else None)
+
+    def _groups(self, kinds: Sequence[str]) -> dict[str, dist.ProcessGroup | None]:
+        """Return this rank's process group of each kind, or part of one. Collective."""
+        return {kind: own_group(self.parallel, kind) for kind in kinds}
 
     def _exchange(self, op: Operator) -> Callable[[], object]:
         """Return a call that sends to the next stage and receives from the one before."""
@@ -312,10 +307,11 @@ class Profiler:
             thread.join()
         return 1e3 * (time.perf_counter() - began)
 
-    def _factor(
-        self, first: Callable[[], object], times: int, communicate: Callable[[], object]
-    ) -> float:
-        """Return the OEF of an operator, so often in a row, alongside a collective."""
+    def _factor(self, a: Operator, b: Operator, solo: Mapping[Key, float]) -> float:
+        """Return the OEF of an operator, repeated for as long as another takes, alongside it."""
+        times = max(1, round(solo[key_of(b)] / max(solo[key_of(a)], 1e-3)))
+        communicate = self._call(b, self.others if a.is_collective else self.groups)
+        first = self._call(a)
 
         def many() -> None:
             for _ in range(times):
@@ -343,17 +339,6 @@ def _slowest(times: Sequence[Sequence[float]]) -> list[float]:
 def _quietly(call: Callable[[], object]) -> None:
     with torch.no_grad():
         call()
-
-
-def _groups(parallel: Parallel, kinds: Sequence[str]) -> dict[str, dist.ProcessGroup | None]:
-    """Return this rank's process group of each kind, or part of one. Collective."""
-    groups: dict[str, dist.ProcessGroup | None] = {}
-    for kind in kinds:
-        for ranks in members(parallel, kind):
-            group = dist.new_group(ranks) if len(ranks) > 1 else None
-            if dist.get_rank() in ranks:
-                groups[kind] = group
-    return groups
 
 
 def layer_pairs(graph: Graph) -> list[tuple[Operator, Operator]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil, inf, prod
 from typing import Any
@@ -17,9 +16,8 @@ from flux.machine.cluster import load_cluster
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, GraphError, Operator
-from flux.plan.mesh import SubGroup, gathered_order, group_partition, parse_group
+from flux.plan.mesh import SubGroup, group_partition, parse_group
 from flux.plan.model import Parallel
-from flux.plan.policies.centauri import layer_tier, model_tier, operation_tier
 from flux.plan.policies.centauri_order import blocks
 from flux.plan.policies.centauri_space import (
     AXES,
@@ -31,11 +29,9 @@ from flux.plan.policies.centauri_space import (
     substitutions,
     uneven_by_group,
 )
-from flux.plan.policies.centauri_tiers import BackwardLayer
+from flux.plan.policies.centauri_tiers import model_tier, operation_tier
 from flux.plan.policies.passes import Action
 from flux.plan.policies.torch_rows import blocks_of
-from flux.plan.schedule import StepSchedule
-from flux.plan.simulate import simulate
 from flux.runtime.execute import members
 
 DENSE = Layer(64, 256, 8, 4, 8, True)
@@ -137,26 +133,6 @@ def test_sub_groups_are_those_that_differ_in_one_index() -> None:
             group_partition(mesh, rank)
 
 
-def test_the_order_of_gathered_shards_is_carried() -> None:
-    """Against AllGathers that are carried out, in every order of the dimensions."""
-    rng = random.Random(3)
-    assert gathered_order([2, 2], [1, 0]) == [0, 1, 2, 3]
-    assert gathered_order([2, 2], [0, 1]) == [0, 2, 1, 3]
-    for _ in range(200):
-        mesh = [rng.randint(1, 4) for _ in range(rng.randint(1, 3))]
-        ranks = range(prod(mesh))
-        for order in itertools.permutations(range(len(mesh))):
-            held = {rank: [rank] for rank in ranks}
-            for dim in order:
-                held = {
-                    rank: [s for q in group_partition(mesh, rank)[dim] for s in held[q]]
-                    for rank in ranks
-                }
-            assert all(held[rank] == gathered_order(mesh, order) for rank in ranks)
-    with pytest.raises(ValueError, match="each dimension"):
-        gathered_order([2, 2], [0, 0])
-
-
 def test_names_of_sub_groups() -> None:
     assert parse_group("dp") == SubGroup("dp")
     assert parse_group("dp:2x4.1") == SubGroup("dp", (2, 4), 1)
@@ -251,72 +227,6 @@ def test_pieces_bring_the_whole() -> None:
             assert sum(piece.brings for piece in pieces) == pytest.approx(1.0)
         crossing = [sum(p.volume for p in pieces if p.where == "inter") for pieces in shapes[3:]]
         assert crossing == pytest.approx([1 / intra, 1.0, 1 / intra])
-
-
-# -- layer tier ------------------------------------------------------------------------------------
-
-TERMS = [
-    ("weight_gather", "inter", "all_gather", ()),
-    ("act_gather", "intra", "all_gather", ()),
-    ("act_grad", "comp", "gemm", (0,)),
-    ("weight_grad", "comp", "gemm", (1,)),
-    ("act_scatter", "intra", "reduce_scatter", (2,)),
-    ("weight_scatter", "inter", "reduce_scatter", (3,)),
-    ("others", "comp", "norm", (4,)),
-]
-PHASES = ([[0], [2, 1], [3, 4], [5, 6]], [[1], [3, 0], [2, 5], [4], [6]])
-
-
-class Given:
-    def __init__(self, costs: BackwardLayer) -> None:
-        self.costs = costs
-
-    def solo(self, op: Operator) -> float:
-        return float(getattr(self.costs, op.name))
-
-    def oef(self, comp: Operator, comm: Operator) -> float:
-        return 1.0
-
-
-def backward_layer(deps: Sequence[tuple[int, ...]]) -> Graph:
-    ops = [
-        Operator(name, kind, resource, "dgrad", 0, name, shape=(1, 1, 1),
-           group="" if resource == "comp" else "tp")
-        for name, resource, kind, _ in TERMS
-    ]  # fmt: skip
-    return Graph(tuple(ops), tuple(deps))
-
-
-def test_t1_and_t2_are_what_their_phases_take_and_no_less_than_the_best_order() -> None:
-    """Eq. 1 is a program of phases; its better one is an order that brute force finds, too."""
-    rng = random.Random(5)
-    for _ in range(250):
-        costs = BackwardLayer(*(rng.randint(0, 6) for _ in TERMS))
-        found = layer_tier(costs)
-        for total, phases in zip(found, PHASES, strict=True):
-            deps = [tuple(d for d in of[3]) for of in TERMS]
-            for before, after in itertools.pairwise(phases):
-                for number in after:
-                    deps[number] = tuple({*deps[number], *before})
-            graph = backward_layer(deps)
-            schedule = StepSchedule(graph, {(0, str(n)): (n,) for n in range(len(TERMS))})
-            assert simulate(schedule, Given(costs)).iteration_ms == pytest.approx(total)
-        graph, best = backward_layer([of[3] for of in TERMS]), inf
-        lanes = {
-            r: [n for n, of in enumerate(TERMS) if of[1] == r] for r in ("comp", "intra", "inter")
-        }
-        for orders in itertools.product(*(itertools.permutations(of) for of in lanes.values())):
-            schedule = StepSchedule(graph, {(0, r): o for r, o in zip(lanes, orders, strict=True)})
-            try:
-                best = min(best, simulate(schedule, Given(costs)).iteration_ms)
-            except GraphError:
-                continue  # an order that contradicts the dependencies
-        assert best <= min(found) + 1e-9
-    # Figure 6: tensor parallelism alone wants T1, FSDP alone T2.
-    assert min(layer_tier(BackwardLayer(0, 2, 4, 4, 2, 0, 1))) == 4 + 4 + 1
-    tp = layer_tier(BackwardLayer(0, 2, 4, 4, 2, 0, 1))
-    fsdp = layer_tier(BackwardLayer(4, 0, 4, 4, 0, 4, 0))
-    assert tp[0] < tp[1] and fsdp[1] < fsdp[0]
 
 
 # -- model tier ------------------------------------------------------------------------------------

@@ -13,11 +13,13 @@ import networkx as nx
 import pytest
 
 from flux.machine.cluster import load_cluster
+from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Operator
-from flux.plan.model import Parallel
-from flux.plan.policies.dhelix import layer_graph, pair
+from flux.plan.model import Parallel, step_of
+from flux.plan.policies.interleave import graph_of_layer
+from flux.plan.policies.pairing import pair
 
 
 class Random:
@@ -252,6 +254,21 @@ def test_pairing_takes_a_function_of_segments_and_limits() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             pair(*arguments, lambda one, other: 1.0, **options)  # type: ignore[arg-type]
+
+
+def layer_graph(
+    direction: str, *, experts: bool = False, context_parallel: bool = False
+) -> nx.DiGraph:
+    """A layer of Llama 25B on 8 tensor-parallel ranks, or of Phi-MoE on 2, of the A40 cluster."""
+    cp = 2 if context_parallel else 1
+    if experts:
+        parallel = Parallel(tp=2, cp=cp, dp=8, ep=8, sequence=True)
+    else:
+        parallel = Parallel(tp=8, cp=cp, sequence=True)
+    model = "phi-moe" if experts else "llama-25b"
+    step = step_of(model, parallel, layers=1, micro_batches=1, regather=False)
+    fabric = Fabric(load_cluster("dhelix-a40"), parallel)
+    return graph_of_layer(build_step(step, fabric), direction)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, Operator
-from flux.plan.mesh import gathered_order, group_partition
 from flux.plan.policies.centauri_graph import (
     Key,
     Partition,
@@ -39,20 +38,11 @@ from flux.plan.policies.centauri_space import (
     meshes,
     uneven_by_group,
 )
-from flux.plan.policies.centauri_tiers import layer_tier, model_tier, operation_tier
+from flux.plan.policies.centauri_tiers import model_tier, operation_tier
 from flux.plan.policies.folding import layers_of, placed
 from flux.plan.policies.passes import Block
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import simulate
-
-__all__ = [
-    "Centauri",
-    "gathered_order",
-    "group_partition",
-    "layer_tier",
-    "model_tier",
-    "operation_tier",
-]
 
 _MOST_OPS = 20_000
 """Operators of a step that is simulated for each candidate of the layer and model tier. Of larger

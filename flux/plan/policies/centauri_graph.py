@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Builder, Graph, Operator
+from flux.plan.graph import Builder, Graph, Operator, part_of
 from flux.plan.mesh import parse_group
 from flux.plan.policies.centauri_space import WHOLE, CommPiece, meshes, substitutions
 from flux.plan.policies.folding import layers_of, stage_of
@@ -161,17 +161,10 @@ def window(graph: Graph, layers: int = 4) -> Graph:
     ]
     if len(kept) == len(graph.ops):
         return graph
-    place = {number: index for index, number in enumerate(kept)}
+    part = part_of(graph, kept, graph.resident[:1])
     renamed = {micro: index for index, micro in enumerate(sorted(micros))}
-    return Graph(
-        tuple(
-            graph.ops[n]._replace(micro=renamed.get(graph.ops[n].micro, graph.ops[n].micro))
-            for n in kept
-        ),
-        tuple(tuple(place[dep] for dep in graph.deps[n] if dep in place) for n in kept),
-        graph.itemsize,
-        graph.resident[:1],
-    )
+    ops = tuple(op._replace(micro=renamed.get(op.micro, op.micro)) for op in part.ops)
+    return replace(part, ops=ops)
 
 
 def partitioned(graph: Graph, how: Mapping[Key, Partition], fabric: Fabric) -> Graph:

@@ -9,33 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-
-class Substitution(NamedTuple):
-    """Primitives that together do what a collective does (Table 2).
-
-    Attributes:
-        primitives: in their order; ``reduces`` and ``broadcasts`` are those of all roots.
-        scalable: whether it is as fast on many ranks: no root sends or receives everything.
-    """
-
-    primitives: tuple[str, ...]
-    scalable: bool
-
-
-SUBSTITUTIONS: dict[str, tuple[Substitution, ...]] = {
-    "all_reduce": (
-        Substitution(("reduce", "broadcast"), False),
-        Substitution(("reduce_scatter", "all_gather"), True),
-    ),
-    "reduce_scatter": (
-        Substitution(("reduce", "scatter"), False),
-        Substitution(("reduces",), True),
-    ),
-    "all_gather": (
-        Substitution(("gather", "broadcast"), False),
-        Substitution(("broadcasts",), True),
-    ),
+_SCALABLE = {
+    "all_reduce": ("reduce_scatter", "all_gather"),
+    "reduce_scatter": ("reduces",),
+    "all_gather": ("broadcasts",),
 }
+"""Primitives that together do what a collective does, of Table 2 those in which no root sends or
+receives everything; ``reduces`` and ``broadcasts`` are those of all roots."""
 
 
 def substitutions(kind: str, price: Callable[[str], float]) -> list[tuple[str, ...]]:
@@ -46,11 +26,9 @@ def substitutions(kind: str, price: Callable[[str], float]) -> list[tuple[str, .
 
     ``price`` returns the time of a primitive of the same tensor among the same ranks.
     """
-    sequences: list[tuple[str, ...]] = [(kind,)]
-    for option in SUBSTITUTIONS.get(kind, ()):
-        if option.scalable and sum(map(price, option.primitives)) <= price(kind) * (1 + 1e-9):
-            sequences.append(option.primitives)
-    return sequences
+    primitives = _SCALABLE.get(kind, ())
+    pays = primitives and sum(map(price, primitives)) <= price(kind) * (1 + 1e-9)
+    return [(kind,), primitives] if pays else [(kind,)]
 
 
 def meshes(size: int, per_host: int) -> list[tuple[int, ...]]:

@@ -1,11 +1,10 @@
-"""Centauri's three tiers in closed form (C. Chen et al., ASPLOS 2024, section 3.2).
+"""Centauri's operation and model tier in closed form (C. Chen et al., ASPLOS 2024, section 3.2).
 
 The policy treats what these functions return as candidates, of which the simulator takes the best.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil, isfinite
 
 from flux.core.problem import checked_integer
@@ -55,48 +54,6 @@ def operation_tier(
     if comp / inter > intra * c_inter:
         return [intra / world, 1 - intra / world]
     return [intra / world, (inter - 1) / world, 1 - (inter + intra - 1) / world]
-
-
-@dataclass(frozen=True)
-class BackwardLayer:
-    """Costs of a layer's backward: the terms of Eq. 1, in any common unit.
-
-    Attributes:
-        weight_gather: AllGather of weights (W_AG).
-        act_gather: AllGather of activations (act_AG).
-        act_grad: gradients of activations (G_act), which need the weights.
-        weight_grad: gradients of weights (G_w), which need the activations.
-        act_scatter: ReduceScatter of activation gradients (act_RS).
-        weight_scatter: ReduceScatter of weight gradients (G_w_RS).
-        others: operators after ``act_scatter``.
-    """
-
-    weight_gather: float = 0.0
-    act_gather: float = 0.0
-    act_grad: float = 0.0
-    weight_grad: float = 0.0
-    act_scatter: float = 0.0
-    weight_scatter: float = 0.0
-    others: float = 0.0
-
-
-def layer_tier(costs: BackwardLayer) -> tuple[float, float]:
-    """Return (T1, T2) of Eq. 1: gradients of activations first, or of weights first."""
-    c = costs
-    first = (
-        c.weight_gather
-        + max(c.act_grad, c.act_gather)
-        + max(c.weight_grad, c.act_scatter)
-        + max(c.weight_scatter, c.others)
-    )
-    second = (
-        c.act_gather
-        + max(c.weight_grad, c.weight_gather)
-        + max(c.act_grad, c.weight_scatter)
-        + c.act_scatter
-        + c.others
-    )
-    return first, second
 
 
 def model_tier(

@@ -3,7 +3,7 @@
 H. Wang et al., arXiv 2411.15871. Micro-batches are two *strands*: while one runs forward, the other
 one runs backward, and each hides the other's communication. Which operators run side by side is
 searched for one layer (``pair``) and repeated for all. With pipeline parallelism the model is
-*folded*, so that both strands move from rank to rank the same way (``w_schedule``).
+*folded*, so that both strands move from rank to rank the same way (``w_blocks``).
 
 Streams of a rank in an interleaved block:
 
@@ -14,53 +14,22 @@ Streams of a rank in an interleaved block:
 
 from __future__ import annotations
 
-import networkx as nx
-
 from flux.core.problem import checked_integer
-from flux.machine.cluster import load_cluster
-from flux.plan.build import build_step
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph
-from flux.plan.model import Parallel, step_of
 from flux.plan.policies.folding import (
-    WSchedule,
     fold,
     placed,
     w_blocks,
-    w_schedule,
 )
 from flux.plan.policies.interleave import by_layer, graph_of_layer, scheduled
 from flux.plan.policies.pairing import Pairing, pair, round_robin
 from flux.plan.policies.passes import one_f_one_b
 from flux.plan.schedule import StepSchedule
 
-__all__ = ["DHelix", "WSchedule", "WaveletPlus", "fold", "layer_graph", "pair", "w_schedule"]
-
 EVENT_MS = 2e-3
 """Assumed time of the events between two segments: two streams wait for each other."""
-
-
-def layer_graph(
-    direction: str, *, experts: bool = False, context_parallel: bool = False
-) -> nx.DiGraph:
-    """Return the operators of a layer, as DHelix pairs them.
-
-    With tensor and sequence parallelism a dense layer has 14 operators forward and 18 backward
-    (section 4.2). Nodes are names (``qkv``; backward ``qkv.d`` for the gradient of the input,
-    ``qkv.w`` for that of the weight), and have the operator as attribute ``op``. Sizes are those of
-    Llama 25B with 8 tensor-parallel ranks, or of Phi-MoE with 2, on the paper's A40 cluster. Of
-    another step: ``flux.plan.policies.interleave.graph_of_layer``.
-    """
-    cp = 2 if context_parallel else 1
-    if experts:
-        parallel = Parallel(tp=2, cp=cp, dp=8, ep=8, sequence=True)
-    else:
-        parallel = Parallel(tp=8, cp=cp, sequence=True)
-    model = "phi-moe" if experts else "llama-25b"
-    step = step_of(model, parallel, layers=1, micro_batches=1, regather=False)
-    fabric = Fabric(load_cluster("dhelix-a40"), parallel)
-    return graph_of_layer(build_step(step, fabric), direction)
 
 
 class DHelix:

@@ -16,20 +16,13 @@ for micro-batch 0 alongside it:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Real
-from typing import Any
 
 from flux.core.problem import checked_integer
-from flux.plan.cost import GivenCost
 from flux.plan.graph import Builder, Graph, Operator
 from flux.plan.model import even_split
-from flux.plan.policies.passes import Action, Block, row
-from flux.plan.schedule import Lane, StepSchedule
-from flux.plan.simulate import simulate
+from flux.plan.policies.passes import Action, Block
 
 
 def fold(stage: int, p: int) -> int:
@@ -40,48 +33,6 @@ def fold(stage: int, p: int) -> int:
 
 
 # -- passes of a pipeline --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class WSchedule:
-    """The W-shaped pipeline of a folded model.
-
-    Attributes:
-        ends: when each block of each rank ends, in the unit of the times that were given.
-    """
-
-    p: int
-    m: int
-    blocks: tuple[tuple[Block, ...], ...]
-    ends: tuple[tuple[float, ...], ...]
-
-    @property
-    def makespan(self) -> float:
-        """Time from the first block's start to the last one's end."""
-        return max(ends[-1] for ends in self.ends)
-
-    def interleaved_blocks(self, rank: int) -> int:
-        """Return how many blocks of a rank pair forward with backward: 2 (m - p), at least 0."""
-        return sum(len(block) == 2 for block in self.blocks[self._checked(rank)])
-
-    def peak_in_flight(self, rank: int) -> int:
-        """Return the most (stage, micro-batch) pairs whose activations a rank holds at a time.
-
-        An interleaved block allocates and frees layer by layer, so it holds one pair, not two. The
-        first rank of 1F1B holds p micro-batches of its layers, which are 2p pairs.
-        """
-        held = most = 0
-        for block in self.blocks[self._checked(rank)]:
-            held += sum({"F": 1, "B": -1}[action.kind] for action in block)
-            most = max(most, held)
-        return most
-
-    def rows(self) -> list[list[str]]:
-        """Return each rank's row of torch.distributed.pipelining."""
-        return [row(blocks) for blocks in self.blocks]
-
-    def _checked(self, rank: int) -> int:
-        return checked_integer("rank", rank, 0, self.p)
 
 
 def w_blocks(p: int, m: int) -> list[list[Block]]:
@@ -99,49 +50,6 @@ def w_blocks(p: int, m: int) -> list[list[Block]]:
                 at = 2 * micro + stage if kind == "F" else 2 * (micro + p) + 2 * p - 1 - stage
                 slots[fold(stage, p)].setdefault(at, []).append(Action(stage, kind, micro))
     return [[tuple(of[slot]) for slot in sorted(of)] for of in slots]
-
-
-def w_schedule(p: int, m: int, f: float, b: float, s: float) -> WSchedule:
-    """Return the W-shaped schedule and when its blocks end.
-
-    A block starts when the block before it on its rank has ended, and the passes that it depends
-    on. With m > p and s of at least f and b the makespan is 2p (f + b) + 2 (m - 1) s.
-
-    Args:
-        p: pipeline ranks; each holds two of 2p stages.
-        m: micro-batches.
-        f: time of the forward of a stage.
-        b: time of the backward of a stage.
-        s: time of an interleaved block: forward of one stage alongside backward of another.
-    """
-    p, m = checked_integer("p", p, 1), checked_integer("m", m, 1)
-    blocks = w_blocks(p, m)
-    times: dict[str, Any] = {"f": f, "b": b, "s": s}
-    for name, value in times.items():
-        if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
-            raise ValueError(f"{name} must be a time of at least 0, got {value!r}")
-    flat = [block for of_rank in blocks for block in of_rank]
-    number_of = {action: number for number, block in enumerate(flat) for action in block}
-    builder = Builder(1)
-    lanes: dict[Lane, tuple[int, ...]] = {}
-    for rank, of_rank in enumerate(blocks):
-        begin = len(builder.ops)
-        for block in of_rank:
-            part = "s" if len(block) == 2 else block[0].kind.lower()
-            deps = [number_of[needed] for action in block for needed in _needs(action, 2 * p)]
-            builder.add(Operator(str(len(builder.ops)), "gemm", "comp", "fwd", rank, part), deps)
-        lanes[rank, "comp"] = tuple(range(begin, len(builder.ops)))
-    end = simulate(StepSchedule(builder.build(), lanes), GivenCost(times)).end
-    ends = tuple(tuple(end[number] for number in lanes[rank, "comp"]) for rank in range(p))
-    return WSchedule(p, m, tuple(map(tuple, blocks)), ends)
-
-
-def _needs(action: Action, stages: int) -> list[Action]:
-    """Return the passes that a pass depends on."""
-    stage, kind, micro = action
-    if kind == "F":
-        return [Action(stage - 1, "F", micro)] if stage else []
-    return [Action(stage + 1, "B", micro) if stage < stages - 1 else Action(stage, "F", micro)]
 
 
 class UnevenStages(ValueError):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from flux.plan.cost import CostModel
-from flux.plan.graph import Builder, Graph, Operator
+from flux.plan.graph import Builder, Graph, Operator, part_of
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import simulate
 
@@ -138,10 +138,9 @@ def _reason(graph: Graph, kind: str) -> str:
 def _first_layers(graph: Graph, count: int = 2) -> Graph:
     """Return the operators of the first layers and the first micro-batch of the first stage."""
     layers = sorted({op.layer for op in graph.ops if op.layer >= 0 and op.stage == 0})[:count]
-    kept: dict[int, int] = {}
-    builder = Builder(graph.itemsize)
-    for number in graph.order:
-        op = graph.ops[number]
-        if op.stage == 0 and op.micro == 0 and op.layer in layers:
-            kept[number] = builder.add(op, [kept[d] for d in graph.deps[number] if d in kept])
-    return builder.build()
+    small = [
+        number
+        for number in graph.order
+        if (op := graph.ops[number]).stage == 0 and op.micro == 0 and op.layer in layers
+    ]
+    return part_of(graph, small)

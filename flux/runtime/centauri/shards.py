@@ -8,7 +8,7 @@ rows, so that each rank's rows are one contiguous slice of it, into which they a
       between hosts   r2 arrives from rank 2, its twin              | r0 |    | r2 |    |
       inside          r1 and r3 arrive from rank 1                  | r0 | r1 | r2 | r3 |
 
-So the permutation that gathering between hosts first leaves (``gathered_order``) costs no copy.
+So the permutation that gathering between hosts first leaves costs no copy.
 Small parameters of a unit travel together, and are copied out. Where the ranks of a host share
 memory (memory.py), there is one whole weight for all of them, and nothing moves inside.
 """

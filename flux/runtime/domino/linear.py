@@ -47,12 +47,12 @@ class Channel:
         if not self.sequence_parallel:
             return self.launch(phase, dist.all_reduce, tensor)
         part = tensor.new_empty(tensor.shape[0] // self.world, *tensor.shape[1:])
-        return self.launch(phase, _reduce_scatter, part, tensor)
+        return self.launch(phase, reduce_scatter, part, tensor.contiguous())
 
     def gather(self, phase: str, part: torch.Tensor) -> torch.Tensor:
         """Start AllGather along the first dimension."""
         whole = part.new_empty(part.shape[0] * self.world, *part.shape[1:])
-        return self.launch(phase, _all_gather, whole, part.contiguous())
+        return self.launch(phase, all_gather, whole, part.contiguous())
 
     def wait(self, phase: str) -> list[torch.Tensor]:
         """Wait for the collectives that were started; return their results."""
@@ -64,14 +64,6 @@ class Channel:
                 work.wait()
         self.note(phase, f"wait {self.kind}")
         return [tensor for _, tensor in pending]
-
-
-def _reduce_scatter(part: torch.Tensor, whole: torch.Tensor, **how: Any) -> Any:
-    return reduce_scatter(part, whole.contiguous(), **how)
-
-
-def _all_gather(whole: torch.Tensor, part: torch.Tensor, **how: Any) -> Any:
-    return all_gather(whole, part, **how)
 
 
 # -- the nodes of autograd -------------------------------------------------------------------------
