@@ -64,8 +64,8 @@ def points_of(kind: str, dtype: str, *, float8: bool, small: bool) -> Iterator[P
     axis = [64, 128] if small else [256, 512, 1024, 2048]
     rows = [64] if small else [64, 128, *axis]
     if gpu and not small:
-        axis = [1024, 2048, 4096, 8192, 16384]
-        rows = [128, 512, *axis]
+        axis = [512, 1024, 2048, 4096, 8192, 16384]
+        rows = [128, *axis]
     yield from _shuffled(Point("gemm", s, dtype, "fwd") for s in product(rows, axis, axis))
     yield from _attention(dtype, gpu, small)
     yield from _elementwise(dtype, gpu and float8, gpu, small)
@@ -120,11 +120,9 @@ def _attention(dtype: str, gpu: bool, small: bool) -> Iterator[Point]:
 
 
 def _elementwise(dtype: str, float8: bool, gpu: bool, small: bool) -> Iterator[Point]:
-    shapes = [(32, 64)] if small else [(64, 256), (256, 512), (512, 2048), (2048, 4096)]
-    if gpu and not small:
-        shapes = [(256, 1024), (512, 4096), (2048, 4096), (4096, 4096), (8192, 4096)]
-        shapes += [(8192, 8192), (8192, 16384), (16384, 28672)]
-    for rows, width in shapes:
+    powers = range(11, 12) if small else range(18, 29) if gpu else range(14, 24)
+    for power in powers:
+        rows, width = 1 << power // 2, 1 << power - power // 2
         for kind, variant in product(("rms_norm", "layer_norm", "silu_mul", "gelu"), _BOTH):
             yield Point(kind, (rows, width), dtype, variant)
         for kind in ("add", "cast", *(["cast_float8"] if float8 else [])):
