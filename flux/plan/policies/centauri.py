@@ -61,6 +61,7 @@ class Centauri:
             is faster.
         substitute: AllReduce of gradients becomes ReduceScatter and AllGather, and AllGathers of
             weights run under the next step's forward; else they end the step.
+        max_chunks: of a collective.
         prefetch: with ZeRO-3, layers whose weights are gathered ahead; 0: each when it is needed.
         chunks: with pipeline parallelism, stages of each rank: gradients of one are reduced while
             another one computes. ``auto``: what is faster of 1 to 4, and fits into memory.
