@@ -2,6 +2,5 @@
 
 from flux.runtime.centauri.module import parallelize, sharded
 from flux.runtime.centauri.plan import RuntimePlan
-from flux.runtime.centauri.planner import plan_run
 
-__all__ = ["RuntimePlan", "parallelize", "plan_run", "sharded"]
+__all__ = ["RuntimePlan", "parallelize", "sharded"]

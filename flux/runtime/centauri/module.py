@@ -328,16 +328,6 @@ class Sharded:
                 if unit.depth == 0:
                     unit.free()
 
-    @contextmanager
-    def recorded(self) -> Iterator[list[tuple[str, str]]]:
-        """Record collectives as they begin inside a ``with`` block: (kind, label of the chunk)."""
-        order: list[tuple[str, str]] = []
-        self.routes.order = order
-        try:
-            yield order
-        finally:
-            self.routes.order = None
-
     def close(self) -> None:
         """End lanes and destroy groups; the shards stay. Idempotent."""
         if self._traffic.closed:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -170,32 +169,6 @@ def units_of(model: nn.Module, plan: RuntimePlan) -> list[UnitOf]:
         of_unit.setdefault(id(model) if len(units) > 1 else units.pop(), []).append(named[key])
     order = [key for key in modules if key in of_unit]
     return [(modules[key][0] or WHOLE, modules[key][1], of_unit[key]) for key in order]
-
-
-class _NamedBytes(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def trained(self) -> bool: ...
-
-
-W = TypeVar("W", bound=_NamedBytes)
-
-
-def chunked(parameters: Sequence[W], least: int, unit: str) -> list[tuple[str, list[W]]]:
-    """Return a unit's parameters by chunk, with labels: those below ``least`` bytes together."""
-    small: dict[tuple[torch.dtype, bool], list[W]] = {}
-    large = []
-    for p in parameters:
-        if p.nbytes >= least:
-            large.append((p.name, [p]))
-        else:
-            small.setdefault((p.dtype, p.trained), []).append(p)
-    return [(f"{len(of)} small parameters of {unit}", of) for of in small.values()] + large
 
 
 def ranks_of(mesh: DeviceMesh, plan: RuntimePlan) -> torch.Tensor:

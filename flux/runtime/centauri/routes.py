@@ -111,7 +111,6 @@ class Routes:
 
     Attributes:
         memory: what the ranks of a host share; None: nothing.
-        order: what was begun, as (collective, label), while it is recorded; else None.
     """
 
     def __init__(
@@ -136,7 +135,6 @@ class Routes:
         self.everyone = groups.lane(everyone)
         self.copies = groups.lane(replicas)
         self.memory: HostMemory | None = None
-        self.order: list[tuple[str, str]] | None = None
 
     def agree(self, what: str, values: torch.Tensor) -> torch.Tensor:
         """Return which values differ between ranks of the mesh. All ranks call it, and wait."""
@@ -179,7 +177,7 @@ class Routes:
         own_column = [[grid[h, self.place]] for h in hosts]
         columns = [[grid[h, j] for h in hosts] for j in inside]
         across, within = self.gather_lanes
-        what = self._noted("AllGather", label)
+        what = f"AllGather of {label}"
 
         def between() -> None:
             begin = 0
@@ -197,7 +195,7 @@ class Routes:
 
     def scatter(self, label: str, parts: torch.Tensor) -> tuple[Done, list[torch.Tensor]]:
         """Begin a ReduceScatter: inside, then between hosts; the mean will be in the list."""
-        return self._scatter(self._noted("ReduceScatter", label), parts)
+        return self._scatter(f"ReduceScatter of {label}", parts)
 
     def average(self, what: str, values: torch.Tensor) -> torch.Tensor:
         """Return the means of values over all ranks, when the reductions before have ended."""
@@ -227,8 +225,3 @@ class Routes:
 
         first = within.submit(what, inside)
         return across.submit(what, between, [first]), sums
-
-    def _noted(self, kind: str, label: str) -> str:
-        if self.order is not None:
-            self.order.append((kind, label))
-        return f"{kind} of {label}"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flux.core.errors import PeerTimeoutError
-from flux.runtime.centauri.plan import RuntimePlan, chunked
+from flux.runtime.centauri.plan import RuntimePlan
 from flux.runtime.centauri.routes import Routes
 from flux.runtime.centauri.shards import Chunk, Managed
 
@@ -58,7 +58,13 @@ class Unit:
         self.number, self.name, self.traffic = number, name, traffic
         self.parameters = list(parameters)
         plan = traffic.plan
-        self.chunks = [Chunk(of, n) for n, of in chunked(parameters, plan.chunk_bytes, name)]
+        small: dict[tuple[torch.dtype, bool], list[Managed]] = {}
+        large = [p for p in parameters if p.nbytes >= plan.chunk_bytes]
+        for p in parameters:
+            if p.nbytes < plan.chunk_bytes:
+                small.setdefault((p.dtype, p.trained), []).append(p)
+        self.chunks = [Chunk(of, f"{len(of)} small parameters of {name}") for of in small.values()]
+        self.chunks += [Chunk([p], p.name) for p in large]
         self.chunk_of = {id(p): chunk for chunk in self.chunks for p in chunk.parameters}
         first = {id(self.chunk_of[id(p)]): -n for n, p in reversed([*enumerate(parameters)])}
         self.reduced = sorted(self.chunks, key=lambda chunk: first[id(chunk)])
