@@ -17,7 +17,7 @@ address each other's memory, and a remote moves rows between them (docs/kernels/
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -27,7 +27,22 @@ from flux.transport.base import WORD, Memory, first_signal, sm_share
 from flux.transport.device import Device
 from flux.transport.one_gpu import OneGpuRank, OneGpuWorld
 
+if TYPE_CHECKING:
+    from flux.core.knobs import Knobs
+    from flux.core.spec import OpSpec
+
 T = TypeVar("T")
+
+MOST_COPIES = 128
+"""Copies of one rank's call. One thread makes the calls of all ranks, so none of them may fill the
+queue of a stream that waits for the next one: the thread would wait, too."""
+
+
+def least_tile_rows(world: int, m: int) -> int:
+    """Return the least rows of a communication tile with which a call of ``m`` rows is possible."""
+    chunk = -(-m // world)
+    tiles = max(1, MOST_COPIES // max(1, world - 1))
+    return -(-chunk // tiles)
 
 
 class VirtualWorld(OneGpuWorld):
@@ -57,6 +72,17 @@ class VirtualWorld(OneGpuWorld):
     def sm_share(self) -> int:
         """An equal share of the multiprocessors."""
         return sm_share(self.device, self.world)
+
+    def reason_unsupported(self, spec: OpSpec, knobs: Knobs) -> str | None:
+        """Return why the world cannot run such an op; None if it can.
+
+        The calls of one thread may not make more than MOST_COPIES copies each.
+        """
+        rows = knobs.comm_tile_rows
+        least = least_tile_rows(self.world, spec.max_m)
+        if spec.op.gathers and rows is not None and rows < least:
+            return f"ranks of one thread need comm_tile_rows >= {least} for M = {spec.max_m}"
+        return super().reason_unsupported(spec, knobs)
 
     def rank(self, rank: int) -> OneGpuRank:
         """Return the group argument for the ops of one rank.

@@ -334,7 +334,9 @@ def test_libraries_that_are_opened_under_one_number_are_not_mixed_up(folder: Pat
     del held
     assert again.name == "one"
     del again
-    assert loading.load(kernel_of(one)).name == in_environment() == "one"  # closed, loaded anew
+    # It stays: unloading would wait for the device, whose kernels may wait for the next call.
+    assert loading.load(kernel_of(one)).name == "one"
+    assert in_environment() is None
 
 
 def test_messages_name_the_library_and_not_the_descriptor(folder: Path) -> None:

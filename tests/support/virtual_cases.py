@@ -20,7 +20,7 @@ from flux import Knobs, PeerTimeoutError, Topology
 from flux.core.spec import DTYPES
 from flux.kernels.legality import GemmProblem
 from flux.transport.device import Device
-from flux.transport.virtual import VirtualWorld
+from flux.transport.virtual import VirtualWorld, least_tile_rows
 from op_cases import Case, meshes
 from reference import FP8, Inputs, Problem
 
@@ -69,6 +69,14 @@ def knobs_of(rng: random.Random, world: int) -> Knobs:
     )
 
 
+def fitting(p: Problem, world: int, knobs: Knobs) -> Knobs:
+    """The knobs with tiles so large that a world of one thread runs the op."""
+    if not p.gathers or knobs.comm_tile_rows is None:
+        return knobs
+    rows = max(knobs.comm_tile_rows, least_tile_rows(world, p.max_m))
+    return replace(knobs, comm_tile_rows=rows)
+
+
 def topology_of(rng: random.Random, world: int) -> Topology:
     """Any mesh of that many ranks."""
     return rng.choice(meshes(world))
@@ -85,6 +93,8 @@ def finish(device: Device) -> None:
 @contextmanager
 def built(ranks: VirtualWorld, p: Problem, **options: Any) -> Iterator[list[Any]]:
     """Build the op of every rank; close the ops at the end, also after an error."""
+    if isinstance(options.get("tuning"), Knobs):
+        options["tuning"] = fitting(p, ranks.world, options["tuning"])
     with ExitStack() as stack:
         yield [stack.enter_context(p.build(ranks.rank(r), **options)) for r in range(ranks.world)]
 

@@ -43,7 +43,7 @@ from flux.transport.virtual import VirtualWorld  # noqa: E402
 from ptx_figures import write_figures  # noqa: E402
 from ptx_target import ptx_target  # noqa: E402
 from reference import Inputs, Problem  # noqa: E402
-from virtual_cases import call_all, knobs_of, topology_of  # noqa: E402
+from virtual_cases import call_all, fitting, knobs_of, topology_of  # noqa: E402
 
 KERNELS = ROOT / "build" / "emulated-kernels-full"
 CAPABILITIES = {"80": (8, 0), "90a": (9, 0)}
@@ -227,7 +227,8 @@ def worst(plan: Plan, inputs: Inputs, got: list[torch.Tensor], rank: int) -> flo
 
 def built_ops(plan: Plan, ranks: VirtualWorld) -> list[Any]:
     """The op of a plan on every rank."""
-    options = {"tuning": plan.knobs, "topology": plan.topology, "timeout_s": 120.0}
+    knobs = fitting(plan.problem, plan.world, plan.knobs)
+    options = {"tuning": knobs, "topology": plan.topology, "timeout_s": 120.0}
     return [plan.problem.build(ranks.rank(r), **options) for r in range(plan.world)]
 
 
