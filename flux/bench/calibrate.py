@@ -144,7 +144,7 @@ def _inner(kind: str, once: float) -> int:
     return max(1, min(_MOST_CALLS, int(_ROUND_US[kind] / max(once, 1.0))))
 
 
-class Calibration:
+class CalibrationRun:
     """One run of `flux plan calibrate`.
 
     Args:

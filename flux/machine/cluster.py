@@ -15,11 +15,14 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flux.core.datafile import Table, data_root, find
+
+if TYPE_CHECKING:
+    from flux.machine.calibration import Calibration
 
 DEVICE_KINDS = ("cuda", "cpu")
 LINK_KINDS = ("nvswitch", "nvlink", "pcie", "memory", "none", "unknown")
@@ -48,6 +51,7 @@ class DeviceSpec:
         gemm_share: share of the peak that large GEMMs reach, if measured; 0: not measured.
         attention_share: likewise of attention.
         memory_share: share of the memory's speed that elementwise kernels reach, likewise.
+        measured: times by size, which plans use in place of these shares.
     """
 
     kind: str
@@ -60,6 +64,7 @@ class DeviceSpec:
     gemm_share: float = 0.0
     attention_share: float = 0.0
     memory_share: float = 0.0
+    measured: Calibration | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -192,8 +197,10 @@ def _two_digits(value: float) -> float:
     return float(f"{value:.2g}")
 
 
-def load_cluster(name: str | Path) -> Cluster:
+def load_cluster(name: str | Path, calibration: str | Path | None = None) -> Cluster:
     """Return the cluster that a file describes: a path, or the name of one in `tuning/clusters`.
+
+    ``calibration``: a file of `flux plan calibrate`, in place of the one that the cluster names.
 
     Raises:
         ValueError: no such file, or wrong contents; the message names file and key.
@@ -210,11 +217,15 @@ def load_cluster(name: str | Path) -> Cluster:
         memory_gbs=table.number("memory_gbs", least=0.001),
         tflops={dtype: speeds.number(dtype, least=1e-6) for dtype in speeds.keys},
         name=table.text("name"),
-        **{
-            key: table.number(key, 0.0, most=1.0)
-            for key in ("gemm_share", "attention_share", "memory_share")
-        },
+        gemm_share=table.number("gemm_share", 0.0, most=1.0),
+        attention_share=table.number("attention_share", 0.0, most=1.0),
+        memory_share=table.number("memory_share", 0.0, most=1.0),
     )
+    named = table.text("calibration", "")
+    if calibration is None and named:
+        calibration = file.parent / named
+    if calibration is not None:
+        device = calibrated(device, Path(calibration))
     devices = table.integer("per_host")
     if not device.tflops:
         table.fail("tflops", "expected at least one dtype")
@@ -260,6 +271,27 @@ def load_cluster(name: str | Path) -> Cluster:
     if cluster.hosts > 1 and network.kind == "none":
         top.fail("network.kind", f"{cluster.hosts} hosts need a network, got 'none'")
     return cluster
+
+
+def calibrated(device: DeviceSpec, path: Path) -> DeviceSpec:
+    """Return a device with measured times, and the shares of its peaks that they are.
+
+    Raises:
+        ValueError: the file cannot be used, or is of another kind of device or GPU.
+    """
+    from flux.machine.calibration import read_calibration
+
+    measured = read_calibration(path)
+    if measured.kind != device.kind or (device.kind == "cuda" and measured.arch != device.arch):
+        raise ValueError(f"{path} is of {measured.kind} {measured.arch}, not of {device.arch}")
+    operations, nbytes = measured.most()
+    peak = device.tflops.get(measured.dtype) or min(device.tflops.values())
+    return replace(
+        device,
+        measured=measured,
+        gemm_share=operations / (1e12 * peak),
+        memory_share=nbytes / (1e9 * device.memory_gbs),
+    )
 
 
 def shipped_clusters() -> list[str]:

@@ -89,7 +89,7 @@ def _compare(options: StepOptions) -> tuple[TrainingStep, Cluster, list[Compared
 
     try:
         step = step_with(options)
-        cluster = load_cluster(options.cluster)
+        cluster = load_cluster(options.cluster, options.calibration)
         if options.hosts is not None:
             if options.hosts < 1:
                 raise ValueError(f"hosts must be at least 1, got {options.hosts}")
@@ -113,7 +113,7 @@ def simulate_command(
 ) -> None:
     """Predict the time of a training step under one or more policies.
 
-    Nothing is run: times come from the data sheets in the cluster's file. A policy that cannot plan
+    Nothing is run: times are a calibration's, or come from data sheets. A policy that cannot plan
     the step, or needs more memory than a device has, is a row with the reason; the exit status is
     then 1.
     """

@@ -30,12 +30,12 @@ def calibrate_command(
 ) -> None:
     """Measure GEMMs, attention and other kernels of a device, for --calibration.
 
-    Times are those of this card, its clocks and its power limit. A run cut short can be used.
+    A run cut short can be used.
     """
     check_writable(out)
     import torch
 
-    from flux.bench.calibrate import Calibration
+    from flux.bench.calibrate import CalibrationRun
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu"):
@@ -49,7 +49,7 @@ def calibrate_command(
         refuse(f"seconds and threads must be positive, got {seconds:g} and {threads}")
     console = open_console(stderr=True)
     with writing(out), progress_bar(console, shown=console.is_terminal and not quiet) as progress:
-        run = Calibration(
+        run = CalibrationRun(
             *(device, dtype, Path(out)),
             seconds=seconds,
             small=small,

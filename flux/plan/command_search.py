@@ -14,6 +14,7 @@ from flux.cli.ranks import check_writable, progress_bar
 from flux.cli.terminal import open_console, refuse
 from flux.plan.command import draw, write, write_trace
 from flux.plan.options import (
+    CalibrationFile,
     ClusterName,
     Hosts,
     Model,
@@ -36,6 +37,7 @@ class SearchOptions:
     policy: Policy = None
     model: Model = "gpt3-175b"
     cluster: ClusterName = "flux-h800"
+    calibration: CalibrationFile = None
     hosts: Hosts = None
     memory: Annotated[
         float | None, typer.Option(help="GB of a device (default: the cluster's).")
@@ -102,7 +104,7 @@ def _query(asked: SearchOptions) -> Query:
     policies = tuple(map(parse_policy, asked.policy or ()))
     for name, policy_options in policies:
         policy_of(name, policy_options)  # raises, if there is none
-    described = load_cluster(asked.cluster)
+    described = load_cluster(asked.cluster, asked.calibration)
     gpus, hosts, memory = asked.gpus, asked.hosts, asked.memory
     wanted = -(-gpus // described.devices) if hosts is None else hosts
     if wanted < 1:

@@ -12,8 +12,8 @@ Two operators on one device at a time progress at a rate of 1 / (2 - OEF) each. 
 shorter one is hidden altogether, and 0 if one after the other is as fast (DHelix, arXiv
 2411.15871, section 3.2).
 
-Profiled costs replace analytic ones where `flux plan profile` has measured an operator of the same
-kind and shape.
+A calibration (flux/machine/calibration.py) has measured times of all but collectives. Profiled
+costs replace them where `flux plan profile` has measured an operator of the same kind and shape.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from flux.core.knobs import Op as FusedOp
 from flux.core.problem import Problem
 from flux.plan.fabric import Fabric
 from flux.plan.graph import FUSED, Operator
+from flux.plan.model import OPTIMIZERS
 from flux.select.cost import (
     all_to_all_ms,
     attention_ms,
     choose,
     collective_ms,
-    elementwise_share,
+    kernel_ms,
     library_ms,
-    memory_ms,
     predict,
     send_ms,
     sliced_gemm_ms,
@@ -70,6 +70,8 @@ class AnalyticCost:
     Attributes:
         start_us: time to start a collective; None: the library's.
         gemm_dtype: of the layers' GEMMs; "": that of operators. Operands are cast for each GEMM.
+        functions: of torch that run norms, the optimizer and others, by part or kind; the rest are
+            kernels that stream bytes.
     """
 
     fabric: Fabric
@@ -77,11 +79,13 @@ class AnalyticCost:
     itemsize: int
     start_us: float | None = None
     gemm_dtype: str = ""
+    functions: Mapping[str, str] = field(default_factory=dict)
     _times: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
 
     def solo(self, op: Operator) -> float:
         """Return the time of an operator by itself, in ms."""
-        key = (op.kind, op.shape, op.group, op.role == "dgrad", self._is_cast(op))
+        function = self.functions.get(op.part, "")
+        key = (op.kind, op.shape, op.group, op.role, self._is_cast(op), function)
         time = self._times.get(key)
         if time is None:
             time = self._times[key] = self._time(op)
@@ -104,26 +108,31 @@ class AnalyticCost:
     def _time(self, op: Operator) -> float:
         if op.is_collective:
             return self._collective_ms(op)
-        device = self.fabric.cluster.device
-        launch = 1e-3 * LAUNCH_US[device.kind]
+        device, backward = self.fabric.cluster.device, op.role == "dgrad"
+        launch = 0.0 if device.measured else 1e-3 * LAUNCH_US[device.kind]  # measured with the rest
         if op.kind == "attention":
             batch, heads, queries, keys, dim = op.shape
-            shape, backward = (batch, heads, queries, keys, dim), op.role == "dgrad"
+            shape = batch, heads, queries, keys, dim
             return launch + attention_ms(shape, self.dtype, device, backward=backward)
         if op.kind == "gemm" or op.kind in FUSED:
             m, n, k = op.shape
             cast = self._is_cast(op)
             dtype = self.gemm_dtype if cast else self.dtype
-            gemm = launch + sliced_gemm_ms((m, n, k), dtype, self.itemsize, device)
+            gemm = launch + sliced_gemm_ms((m, n, k), dtype, self.itemsize, device, op.role)
             if cast:  # a pass over both operands for the scale, one that reads and writes them
                 moved = (m * k + k * n) * (2 * self.itemsize + 1)
-                gemm += 2 * launch + memory_ms(device, moved, elementwise_share(device))
+                gemm += 2 * launch + kernel_ms(device, moved)
             return gemm + self._exposed_ms(op) if op.kind in FUSED else gemm
         rows, width, tensors = op.shape
-        itemsize = 4 if op.kind == "optimizer" else self.itemsize
-        return launch + memory_ms(
-            device, rows * width * tensors * itemsize, elementwise_share(device)
+        function, size, itemsize = (
+            self.functions.get(op.part, ""),
+            1.0 * rows * width,
+            self.itemsize,
         )
+        if op.kind == "optimizer":
+            itemsize, size = 4, size * tensors / OPTIMIZERS["adam"].tensors
+        moved = rows * width * tensors * itemsize
+        return launch + kernel_ms(device, moved, function, size, backward=backward)
 
     def _is_cast(self, op: Operator) -> bool:
         """Return whether a GEMM has operands in ``gemm_dtype``: router and head have not."""

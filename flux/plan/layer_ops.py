@@ -12,6 +12,16 @@ _FUSED = {"norm": (2, 4), "bda": (3, 2), "loss": (5, 3)}
 _EAGER = {"norm": (18, 36), "bda": (3, 3), "loss": (7, 11), "rope": (10, 10)}
 """Tensors that elementwise operators read and write, forward and backward, in units of activations.
 Eager: RMSNorm, positions and loss in float32, a kernel for each cast, product and sum."""
+FUNCTIONS = {
+    gated: {"optimizer": "adamw", **dict.fromkeys(("ln1", "ln2", "ln_f"), norm)}
+    for gated, norm in ((True, "rms_norm"), (False, "layer_norm"))
+}
+"""Functions of torch whose measured times operators take, by part, for gated MLPs and others."""
+EAGER_FUNCTIONS = {
+    gated: {"act": act, "act_shared": act, "rope": "rotary", "loss": "cross_entropy"}
+    for gated, act in ((True, "silu_mul"), (False, "gelu"))
+}
+"""Further ones of eager steps; otherwise a compiler fuses these kernels."""
 
 
 class LayerOp(NamedTuple):

@@ -24,6 +24,10 @@ Policy = Annotated[
 ClusterName = Annotated[
     str, typer.Option(help="Name of a cluster in tuning/clusters, or a file in that format.")
 ]
+CalibrationFile = Annotated[
+    str | None,
+    typer.Option("--calibration", metavar="FILE", help="Times of flux plan calibrate."),
+]
 Hosts = Annotated[
     int | None, typer.Option("--hosts", help="Hosts to assume, in place of the cluster's own.")
 ]
@@ -121,6 +125,7 @@ class StepOptions(RankStepOptions):
     """A step on a cluster."""
 
     cluster: ClusterName = "flux-h800"
+    calibration: CalibrationFile = None
     hosts: Hosts = None
     memory_gb: MemoryGb = None
     headroom: Headroom = 0.05

@@ -25,6 +25,7 @@ from flux.machine.cluster import Cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
+from flux.plan.layer_ops import EAGER_FUNCTIONS, FUNCTIONS
 from flux.plan.model import TrainingStep
 from flux.plan.policies import Policies, Policy, label_of, policy_of
 from flux.plan.policies.folding import UnevenStages
@@ -85,7 +86,12 @@ class StepLayout:
     def __init__(self, cluster: Cluster, step: TrainingStep) -> None:
         self.step = step
         self.fabric = Fabric(cluster, step.parallel)
-        self.cost = AnalyticCost(self.fabric, step.dtype, step.itemsize, gemm_dtype=step.gemm_dtype)
+        eager = EAGER_FUNCTIONS[step.layer.gated] if step.eager else {}
+        self.cost = AnalyticCost(
+            *(self.fabric, step.dtype, step.itemsize),
+            gemm_dtype=step.gemm_dtype,
+            functions=FUNCTIONS[step.layer.gated] | eager,
+        )
         self.graph = build_step(step, self.fabric)
 
     def timeline(self, policy: Policy) -> Timeline:

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
 TILE = (128, 256)
 """Rows and columns of a GEMM's tile on a GPU, where no kernel is known."""
+_GRADIENTS = ("dgrad", "wgrad")
 
 
 # -- devices ---------------------------------------------------------------------------------------
@@ -106,13 +107,17 @@ def shuffle_ms(problem: Problem, cluster: Cluster) -> float:
 
 
 def sliced_gemm_ms(
-    shape: tuple[int, int, int], dtype: str, itemsize: int, device: DeviceSpec
+    shape: tuple[int, int, int], dtype: str, itemsize: int, device: DeviceSpec, role: str = "fwd"
 ) -> float:
     """Return the time of a GEMM [m, n, k] that competes with the same GEMM in slices.
 
     As ``gemm_ms``, but the last wave of tiles counts as a full one: each slice has one of its own,
     so a plan must not take slices for free. Memory reaches the share of elementwise kernels.
+
+    ``role``: of its operator; products of a linear differ where they were measured.
     """
+    if device.measured is not None:
+        return device.measured.gemm_ms(shape, dtype, role if role in _GRADIENTS else "fwd")
     m, n, k = shape
     waves = 1.0
     if device.kind == "cuda":
@@ -121,12 +126,29 @@ def sliced_gemm_ms(
         waves = max(1.0, ceil_div(tiles, device.units) / full) if full else 1.0
     moved = itemsize * (m * k + n * k + m * n)
     operations = 2.0 * m * n * k * waves
-    return _roofline_ms(device, dtype, operations, moved, memory_share=elementwise_share(device))
+    return max(_roofline_ms(device, dtype, operations, 0.0), kernel_ms(device, moved))
 
 
-def elementwise_share(device: DeviceSpec) -> float:
-    """Return the share of the memory's speed that elementwise kernels reach."""
-    return device.memory_share or ELEMENTWISE_SHARE
+def kernel_ms(
+    device: DeviceSpec,
+    nbytes: float,
+    function: str = "",
+    elements: float = 0.0,
+    *,
+    backward: bool = False,
+) -> float:
+    """Return the time of a kernel that moves this many bytes.
+
+    Args:
+        device: of one rank.
+        nbytes: that it reads and writes.
+        function: of torch, whose measured time it takes if there are any; "": of an addition.
+        elements: of one of its tensors.
+        backward: of the function's backward.
+    """
+    if device.measured is not None:
+        return device.measured.kernel_ms(function, elements, nbytes, backward)
+    return memory_ms(device, nbytes, device.memory_share or ELEMENTWISE_SHARE)
 
 
 def _roofline_ms(
@@ -135,7 +157,6 @@ def _roofline_ms(
     operations: float,
     moved: float,
     share: float | None = None,
-    memory_share: float = 1.0,
 ) -> float:
     """Return the time of a kernel; a dtype that the data sheet lacks has the slowest one's peak.
 
@@ -145,11 +166,10 @@ def _roofline_ms(
         operations: of the kernel.
         moved: bytes that it reads and writes.
         share: of the peak that it reaches; None: that of GEMMs.
-        memory_share: of the memory's speed.
     """
     share = (device.gemm_share or GEMM_SHARE[device.kind]) if share is None else share
     rate = 1e9 * (device.tflops.get(dtype) or min(device.tflops.values())) * share
-    return max(operations / rate, memory_ms(device, moved, memory_share))
+    return max(operations / rate, memory_ms(device, moved))
 
 
 def attention_ms(
@@ -163,6 +183,8 @@ def attention_ms(
         device: of one rank.
         backward: of its backward.
     """
+    if device.measured is not None:
+        return device.measured.attention_ms(shape, backward)
     batch, heads, queries, keys, dim = shape
     operations = 4.0 * batch * heads * queries * keys * dim / 2
     if backward:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flux.bench import calibrate
-from flux.bench.calibrate import Calibration
+from flux.bench.calibrate import CalibrationRun
 
 ABSENT = ("flux._C", "msgspec", "greenlet", "filelock", "pynvml", "jinja2")
 BARE = f"import sys; sys.modules |= dict.fromkeys({ABSENT}); "
@@ -40,7 +40,7 @@ def test_a_run_cut_short_says_so_and_a_point_that_fails_leaves_the_others(
     out = tmp_path / "cpu.json"
 
     def measure(seconds: float) -> dict:
-        Calibration("cpu", "float32", out, seconds=seconds, small=True).run()
+        CalibrationRun("cpu", "float32", out, seconds=seconds, small=True).run()
         return json.loads(out.read_text())
 
     points = calibrate.points_of("cpu", "float32", float8=False, small=True)
