@@ -22,6 +22,7 @@ from flux.bench.config import link_bytes_minimum
 from flux.bench.metrics import Metrics, evaluate
 from flux.bench.report import FIGURES, number
 from flux.core.events import Kind
+from flux.core.spans import Span, union
 from flux.core.version import __version__
 from flux.machine.cluster import Cluster
 from flux.opsim.simulator import Simulated, topology_of
@@ -166,10 +167,7 @@ def table(comparison: OrderComparison) -> Table:
     return view
 
 
-Interval = tuple[float, float]
-
-
-def shades(spans: Sequence[Interval], lanes: int, end_us: float, width: int = WIDTH) -> str:
+def shades(spans: Sequence[Span], lanes: int, end_us: float, width: int = WIDTH) -> str:
     """Return a line of ``width`` characters for [0, ``end_us``]."""
     used = [0.0] * width
     step = end_us / width
@@ -184,33 +182,22 @@ def shades(spans: Sequence[Interval], lanes: int, end_us: float, width: int = WI
     return line
 
 
-def _union(spans: Sequence[Interval]) -> list[Interval]:
-    """Return disjoint intervals that cover the same time."""
-    merged: list[Interval] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
 def timeline(call: Simulated, end_us: float, rank: int = 0) -> dict[str, str]:
     """Return the lines of one rank, by name; without those in which nothing happens."""
-    by_kind: dict[Kind, list[Interval]] = {}
+    by_kind: dict[Kind, list[Span]] = {}
     for event in call.events():
         if event.rank == rank:
             by_kind.setdefault(event.kind, []).append((event.start_us, event.end_us))
     if call.method == "unfused":
         link = by_kind.pop(Kind.copy, [])
-        sums: list[Interval] = []
+        sums: list[Span] = []
     else:
         link = [(m.start_us, m.end_us) for m in call.moves if rank in (m.src, m.dst)]
         sums = by_kind.get(Kind.reduce, [])
     lines = {
         "GEMM": shades(by_kind.get(Kind.gemm, []), max(call.blocks, 1), end_us),
-        "link": shades(_union(link), 1, end_us),
-        "sums": shades(_union(sums), 1, end_us),
+        "link": shades(union(link), 1, end_us),
+        "sums": shades(union(sums), 1, end_us),
     }
     return {name: line for name, line in lines.items() if line.strip()}
 

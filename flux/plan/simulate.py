@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from flux.core.collector import paused_collector
+from flux.core.spans import Span, covered
 from flux.plan.cost import CostModel
 from flux.plan.graph import FUSED, Graph, GraphError
 from flux.plan.schedule import Lane, StepSchedule
@@ -60,18 +61,21 @@ class Timeline:
         return max(sums)
 
     @cached_property
+    def _busy_by_stage(self) -> list[tuple[float, float]]:
+        """Time in which a stage computes, and in which it computes or communicates, by stage."""
+        graph = self.schedule.graph
+        spans: list[tuple[list[Span], list[Span]]] = [([], []) for _ in range(graph.stages)]
+        for op, start, end in zip(graph.ops, self.start, self.end, strict=True):
+            comp, both = spans[op.stage]
+            both.append((start, end))
+            if not op.is_collective:
+                comp.append((start, end))
+        return [(covered(comp), covered(both)) for comp, both in spans]
+
+    @property
     def exposed_by_stage(self) -> list[float]:
         """Time in which a stage communicates and computes nothing, by stage."""
-        graph = self.schedule.graph
-        spans: list[tuple[list[tuple[float, float]], list[tuple[float, float]]]] = [
-            ([], []) for _ in range(graph.stages)
-        ]
-        for number, op in enumerate(graph.ops):
-            spans[op.stage][op.is_collective].append((self.start[number], self.end[number]))
-        return [
-            sum(end - begin for begin, end in comm) - _overlap(comp, comm)
-            for comp, comm in map(_merged, spans)
-        ]
+        return [max(0.0, both - comp) for comp, both in self._busy_by_stage]
 
     @property
     def exposed_comm_ms(self) -> float:
@@ -81,18 +85,8 @@ class Timeline:
     @cached_property
     def idle_ms(self) -> float:
         """Time in which a device neither computes nor communicates, of all stages the mean."""
-        stages = self.schedule.graph.stages
-        busy = 0.0
-        for stage in range(stages):
-            spans = [
-                (self.start[n], self.end[n])
-                for (of, _), numbers in self.schedule.lanes.items()
-                if of == stage
-                for n in numbers
-            ]
-            merged, _ = _merged((spans, []))
-            busy += sum(end - begin for begin, end in merged)
-        return max(0.0, self.iteration_ms - busy / max(stages, 1))
+        busy = [both for _, both in self._busy_by_stage]
+        return max(0.0, self.iteration_ms - sum(busy) / max(len(busy), 1))
 
     @property
     def resident_bytes(self) -> float:
@@ -154,33 +148,6 @@ class Timeline:
                     )
                 )
         return events
-
-
-def _merged(
-    spans: tuple[list[tuple[float, float]], list[tuple[float, float]]],
-) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Return compute's and communication's intervals, each sorted and without overlaps."""
-    both = []
-    for of in spans:
-        out: list[tuple[float, float]] = []
-        for begin, end in sorted(of):
-            if out and begin <= out[-1][1]:
-                out[-1] = (out[-1][0], max(out[-1][1], end))
-            else:
-                out.append((begin, end))
-        both.append(out)
-    return both[0], both[1]
-
-
-def _overlap(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> float:
-    total, i, j = 0.0, 0, 0
-    while i < len(a) and j < len(b):
-        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
 
 
 def simulate(schedule: StepSchedule, cost: CostModel) -> Timeline:
