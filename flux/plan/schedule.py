@@ -41,7 +41,14 @@ class StepSchedule:
                 order of the lanes contradicts the dependencies: the step would never end.
         """
         self.check_lanes()
-        _ = self._can_end
+        ordered = list(self.graph.deps)
+        for numbers in self.lanes.values():
+            for before, after in pairwise(numbers):
+                ordered[after] = (*ordered[after], before)
+        try:
+            topological(self.graph.ops, ordered)
+        except GraphError as error:
+            raise GraphError(f"the lanes contradict the dependencies: {error}") from error
 
     def check_lanes(self) -> None:
         """Check that each operator is on a lane of its stage, once."""
@@ -66,37 +73,6 @@ class StepSchedule:
         for number, scheduled in enumerate(seen):
             if not scheduled:
                 raise GraphError(f"{ops[number].name} is not scheduled")
-        return True
-
-    @cached_property
-    def _can_end(self) -> bool:
-        # Let all operators run, where each lane waits for what its next one depends on.
-        deps, lanes = self.graph.deps, list(self.lanes.values())
-        done = [False] * len(deps)
-        places = [0] * len(lanes)
-        waiting: dict[int, list[int]] = {}  # lanes, by the operator that they wait for
-        ready = list(range(len(lanes)))
-        while ready:
-            lane = ready.pop()
-            numbers = lanes[lane]
-            for place in range(places[lane], len(numbers)):
-                number = numbers[place]
-                missing = next((dep for dep in deps[number] if not done[dep]), None)
-                if missing is not None:
-                    places[lane] = place
-                    waiting.setdefault(missing, []).append(lane)
-                    break
-                done[number] = True
-                ready += waiting.pop(number, ())
-        if not all(done):
-            ordered = list(deps)
-            for numbers in lanes:
-                for before, after in pairwise(numbers):
-                    ordered[after] = (*ordered[after], before)
-            try:
-                topological(self.graph.ops, ordered)
-            except GraphError as error:
-                raise GraphError(f"the lanes contradict the dependencies: {error}") from error
         return True
 
     def rows(self) -> list[list[str]]:

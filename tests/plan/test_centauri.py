@@ -15,13 +15,13 @@ from flux.bench.shapes import Layer, Moe
 from flux.cli.app import app
 from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
-from flux.plan.cost import AnalyticCost
+from flux.plan.cost import AnalyticCost, GivenCost
 from flux.plan.fabric import Fabric
-from flux.plan.graph import COLLECTIVES, Graph
+from flux.plan.graph import COLLECTIVES, Graph, Operator
 from flux.plan.model import Parallel, TrainingStep, step_of
 from flux.plan.policies import planned, policy_names, policy_of
-from flux.plan.policies.centauri import Centauri
-from flux.plan.policies.centauri_graph import Partition, partitioned
+from flux.plan.policies.centauri import Centauri, _chain
+from flux.plan.policies.centauri_graph import Partition, partitioned, substituted
 from flux.plan.policies.centauri_space import (
     even_by_group,
     uneven_by_group,
@@ -168,6 +168,47 @@ def test_a_substituted_all_reduce_leaves_a_share_of_the_optimizer_on_each_rank()
     resident = [timeline.schedule.graph.resident[0] for timeline in found]
     assert resident[0] == pytest.approx(resident[1], rel=1e-3)
     assert found[0].iteration_ms == pytest.approx(found[1].iteration_ms, rel=1e-3)
+
+
+class Slow(AnalyticCost):
+    """A library whose ReduceScatter is an AllReduce inside, as gloo's."""
+
+    def solo(self, op: Operator) -> float:
+        return super().solo(op._replace(kind="all_reduce") if "scatter" in op.kind else op)
+
+
+def test_an_all_reduce_that_is_faster_whole_stays_one() -> None:
+    step = step_with(zero=0, dp=8)
+    fabric = Fabric(load_cluster("centauri-a"), step.parallel)
+    graph = build_step(step, fabric)
+    for cost, stays in ((AnalyticCost, False), (Slow, True)):
+        found = substituted(graph, fabric, cost(fabric, "bfloat16", 2))
+        assert any(op.kind == "all_reduce" for op in found.ops) == stays
+
+
+@pytest.mark.parametrize(
+    "moves_weights, gated, hides, length",
+    [
+        (False, True, 99, 4),  # rows pass through all
+        (False, True, 2, 2),  # the shortest chain that hides it
+        (False, True, 0, 1),
+        (True, False, 99, 2),  # columns end before a product
+        (True, True, 99, 1),  # and before what needs whole rows
+    ],
+)
+def test_chains_are_as_long_as_chunks_fit_and_the_collective_lasts(
+    moves_weights: bool, gated: bool, hides: int, length: int
+) -> None:
+    """Table 3 and section 3.1.3 of the paper."""
+    part = "weights" if moves_weights else "ag2"
+    gather = Operator("g", "all_gather", "intra", "fwd", 0, part, shape=(8, 8), group="tp")
+    kinds = [("gemm", "fc1"), ("elementwise", "act"), ("gemm", "fc2"), ("elementwise", "bda2")]
+    ops = [gather]
+    for kind, part in kinds:
+        ops.append(Operator(part, kind, "comp", "fwd", 0, part, shape=(8, 8, 3 if gated else 2)))
+    graph = Graph(tuple(ops), ((), *((n,) for n in range(len(kinds)))))
+    cost = GivenCost({op.part: 1.0 for op in ops} | {gather.part: hides})
+    assert _chain(graph, 0, cost) == (length, float(length))
 
 
 def test_gradients_of_a_stage_are_reduced_while_another_one_computes() -> None:

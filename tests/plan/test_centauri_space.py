@@ -20,13 +20,9 @@ from flux.plan.mesh import SubGroup, group_partition, parse_group
 from flux.plan.model import Parallel
 from flux.plan.policies.centauri_order import blocks
 from flux.plan.policies.centauri_space import (
-    AXES,
-    chains,
-    choose_chain,
     even,
     even_by_group,
     meshes,
-    substitutions,
     uneven_by_group,
 )
 from flux.plan.policies.centauri_tiers import model_tier, operation_tier
@@ -165,51 +161,7 @@ def test_sub_groups_have_the_links_of_their_ranks() -> None:
     assert time("dp:2x4.1", size) < 0.2 * time("dp", size)
 
 
-# -- primitives and workload -----------------------------------------------------------------------
-
-
-def test_substitutions_are_those_that_cost_nothing() -> None:
-    """Table 2: what scales stays, and nothing that raises the latency."""
-    rings = {"all_reduce": 2.0} | dict.fromkeys(("reduce_scatter", "all_gather"), 1.0)
-    rings |= {"reduces": 1.0, "broadcasts": 1.0}  # of distinct roots; no other scales
-    split = ("reduce_scatter", "all_gather")
-    assert substitutions("all_reduce", rings.__getitem__) == [("all_reduce",), split]
-    assert substitutions("reduce_scatter", rings.__getitem__)[1:] == [("reduces",)]
-    assert substitutions("all_gather", rings.__getitem__)[1:] == [("broadcasts",)]
-    slow = {**rings, "reduce_scatter": 1.1}
-    assert substitutions("all_reduce", slow.__getitem__) == [("all_reduce",)]
-    assert substitutions("send", slow.__getitem__) == [("send",)]
-
-
-def test_chains_are_the_compatible_ones_and_the_choice_is_the_papers() -> None:
-    """Against every combination of axes of every prefix."""
-    rng = random.Random(4)
-    for _ in range(2000):
-        kinds = [rng.choice(list(AXES)) for _ in range(rng.randint(1, 5))]
-        costs = [float(rng.randint(1, 5)) for _ in kinds]
-        arrives = rng.choice([0, None])
-        wanted = {}
-        for length in range(1, len(kinds) + 1):
-            for axes in itertools.product(*(AXES[kind] for kind in kinds[:length])):
-                has, ok = arrives, True
-                for number, axis in enumerate(axes):
-                    ok = ok and axis.takes == has and (number == 0 or has is not None)
-                    has = axis.gives
-                if ok:
-                    wanted[tuple(axis.name for axis in axes)] = sum(costs[:length])
-        found = chains(kinds, costs, arrives)
-        assert {chain.axes: chain.cost for chain in found} == wanted
-        comm, independent = rng.randint(0, 12), rng.randint(0, 4)
-        chosen = choose_chain(found, comm, independent)
-        enough = [len(a) for a, cost in wanted.items() if cost + independent >= comm]
-        if not wanted:
-            assert chosen is None
-        else:
-            assert chosen is not None
-            assert len(chosen.axes) == (min(enough) if enough else max(map(len, wanted)))
-    assert [c.axes for c in chains(["matmul", "rowwise"], [1.0, 1.0], None)] == [("C",)]
-    with pytest.raises(ValueError, match="kind must be one of"):
-        chains(["magic"], [1.0])
+# -- pieces ---------------------------------------------------------------------------------------
 
 
 def test_pieces_bring_the_whole() -> None:

@@ -31,8 +31,6 @@ from flux.plan.policies.centauri_graph import (
 from flux.plan.policies.centauri_order import blocks, chunks_of, list_schedule
 from flux.plan.policies.centauri_space import (
     CommPiece,
-    chains,
-    choose_chain,
     even,
     even_by_group,
     meshes,
@@ -47,7 +45,6 @@ from flux.plan.simulate import simulate
 _MOST_OPS = 20_000
 """Operators of a step that is simulated for each candidate of the layer and model tier. Of larger
 ones a part is: the first layers, and two micro-batches."""
-_KINDS = {"gemm": "matmul", "elementwise": "elementwise"}
 
 
 class Centauri:
@@ -296,29 +293,29 @@ def _chain(graph: Graph, number: int, cost: CostModel) -> tuple[int, float]:
     if op.kind != "all_gather":
         gemms = [d for d in graph.deps[number] if graph.ops[d].kind == "gemm"]
         return (1, cost.solo(graph.ops[gemms[0]])) if len(gemms) == 1 else (0, 0.0)
-    following: list[Operator] = []
-    here = number
-    while True:
+    comm, independent = cost.solo(op), _independent(graph, number, cost)
+    here, length, total = number, 0, 0.0
+    # The shortest chain that hides the collective, or else the longest one (section 3.1.3).
+    while length == 0 or total + independent < comm:
         nexts = [n for n in graph.after[here] if graph.ops[n].role == "fwd"]
-        if not following:
+        if length == 0:
             nexts = [n for n in nexts if graph.ops[n].kind == "gemm"][:1]
-        if len(nexts) != 1 or graph.ops[nexts[0]].kind not in _KINDS:
+        if len(nexts) != 1 or graph.ops[nexts[0]].kind not in ("gemm", "elementwise"):
             break
         here = nexts[0]
-        following.append(graph.ops[here])
-    kinds = [_workload(follower) for follower in following]
-    costs = [cost.solo(follower) for follower in following]
-    candidates = chains(kinds, costs, None if op.moves_weights else 0)
-    candidates = [chain for chain in candidates if not chain.reduces]
-    best = choose_chain(candidates, cost.solo(op), _independent(graph, number, cost))
-    return (0, 0.0) if best is None else (len(best.axes), best.cost)
+        if op.moves_weights and length and not _takes_columns(graph.ops[here]):
+            break
+        length += 1
+        total += cost.solo(graph.ops[here])
+    return length, total
 
 
-def _workload(op: Operator) -> str:
-    """Return what Table 3 calls an operator. A gated activation needs whole rows."""
-    if op.part == "act" and op.shape[2] > 2:
-        return "rowwise"
-    return _KINDS[op.kind]
+def _takes_columns(op: Operator) -> bool:
+    """Return whether columns of an operator's input make columns of its output (Table 3).
+
+    A product leaves sums over its contraction, and a gated activation needs whole rows.
+    """
+    return op.kind == "elementwise" and not (op.part == "act" and op.shape[2] > 2)
 
 
 def _independent(graph: Graph, number: int, cost: CostModel) -> float:
