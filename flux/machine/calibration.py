@@ -66,12 +66,16 @@ class Surface:
     def __init__(self, sizes: Sequence[Sequence[float]], rates: Sequence[float]) -> None:
         self._x, self._y = np.log(np.array(sizes, float)), np.log(np.array(rates, float))
         self._least, self._most = self._x.min(axis=0), self._x.max(axis=0)
+        self._known: dict[tuple[float, ...], float] = {}  # layouts of a search share many sizes
 
-    def rate(self, sizes: Sequence[float], without: int | None = None) -> float:
-        """Return the rate at sizes, which are clipped to those measured.
+    def rate(self, *sizes: float) -> float:
+        """Return the rate at sizes, which are clipped to those measured."""
+        if sizes not in self._known:
+            self._known[sizes] = self.rate_without(sizes)
+        return self._known[sizes]
 
-        ``without``: number of a point that is left out.
-        """
+    def rate_without(self, sizes: Sequence[float], without: int | None = None) -> float:
+        """Return the rate at sizes, without the point of a number."""
         away = self._x - np.clip(np.log(np.array(sizes, float)), self._least, self._most)
         distances = (away**2).sum(axis=1)
         if without is not None:
@@ -103,7 +107,7 @@ class Gemms:
             rates = [self._operations(point.shape, tile) / point.us for point in grid]
             surface = Surface([point.shape for point in grid], rates)
             errors = [
-                abs(surface.rate(point.shape, number) / rates[number] - 1)
+                abs(surface.rate_without(point.shape, number) / rates[number] - 1)
                 for number, point in enumerate(grid)
             ]
             if (error := float(np.median(errors))) < self.error:
@@ -117,7 +121,7 @@ class Gemms:
         """Return the time of a GEMM (m, n, k)."""
         sizes = [max(size, least) for size, least in zip(shape, self._least, strict=True)]
         operations = self._operations(sizes, self.tile)
-        return operations / self._surface.rate(sizes) * self._slower[variant]
+        return operations / self._surface.rate(*sizes) * self._slower[variant]
 
     def _operations(self, shape: Sequence[int], tile: tuple[int, int] | None) -> float:
         m, n, k = shape
@@ -211,7 +215,7 @@ class Calibration:
     def attention_ms(self, shape: Sequence[int], backward: bool) -> float:
         """Return the time of causal attention (batch, heads, queries, keys, head_dim)."""
         surface = self.attention[_DIRECTION[backward]]
-        return 1e-3 * _pairs(shape) / surface.rate(_lengths(shape))
+        return 1e-3 * _pairs(shape) / surface.rate(*_lengths(shape))
 
     def kernel_ms(self, function: str, elements: float, nbytes: float, backward: bool) -> float:
         """Return the time of a function of torch's.

@@ -256,7 +256,7 @@ def load_cluster(name: str | Path, calibration: str | Path | None = None) -> Clu
     )
     table.done()
     cluster = Cluster(
-        name=top.text("name"),
+        name=top.text("name") + (f", kernels of {calibration}" if calibration else ""),
         device=device,
         devices=devices,
         hosts=top.integer("hosts"),

@@ -5,8 +5,9 @@ Also `python -m flux.plan.command_calibrate`, for machines where flux is not ins
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -61,10 +62,27 @@ def calibrate_command(
     if not quiet:
         rest = f"; {left} left out after {seconds:g} s" if left else ""
         say(f"wrote {out}: {len(content['points'])} points of {content['device']['name']}{rest}")
+        say(_reached(content))
     for point in failed:
         complain(f"{point['kind']} {point['variant']} {point['shape']}: {point['error']}")
     if failed:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _reached(content: dict[str, Any]) -> str:
+    """Return what the fastest GEMM reaches, and one that runs on: power limits lower clocks."""
+    rates = [
+        2e-6 * prod(point["shape"]) / point["us"]
+        for point in content["points"]
+        if point["kind"] == "gemm"
+    ]
+    text = f"GEMMs: up to {max(rates, default=0.0):.3g} TFLOP/s"
+    if lasting := content.get("sustained"):
+        rate, seen = 2e-6 * prod(lasting["shape"]) / lasting["us"], lasting["clocks"][-1]
+        limit = content["device"].get("limit_watts", "?")
+        text += f"; for seconds on end {rate:.3g}, at {seen.get('sm_mhz', '?')} MHz and "
+        text += f"{seen.get('watts', '?')} of {limit} W"
+    return text
 
 
 if __name__ == "__main__":

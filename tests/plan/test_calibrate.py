@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -24,6 +25,7 @@ def test_a_bare_machine_measures_every_kind(tmp_path: Path) -> None:
     words = [sys.executable, "-c", BARE + RUN, "--small", "--out", str(out)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert re.search(r"wrote .*: 29 points of 1 thread .*\nGEMMs: up to 0\.\d+ TFLOP", done.stdout)
     content = json.loads(out.read_text())
     assert content["complete"] and not content["failed"] and not content["settings"]["left"]
     kinds = Counter(point["kind"] for point in content["points"])

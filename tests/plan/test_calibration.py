@@ -173,7 +173,9 @@ def test_commands_and_clusters_take_a_file(modelled: Path, tmp_path: Path) -> No
     ):
         result = CliRunner().invoke(app, [*plain, *words])
         assert result.exit_code == 0, result.output
-        times.append(json.loads(result.stdout)["iteration_ms"])
+        row = json.loads(result.stdout)
+        times.append(row["iteration_ms"])
+        assert ("h100.json" in row["cluster"]) == (len(times) > 1)
     assert times[0] != times[1] == times[2]
     result = CliRunner().invoke(app, [*plain, "--calibration", str(CPU)])
     assert result.exit_code == 2 and "is of cpu" in result.stderr
