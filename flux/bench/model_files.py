@@ -6,6 +6,7 @@ sound, state-space layers. Attention is causal, and norms, biases and positions 
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -41,11 +42,14 @@ TIED = (
 ALTERNATING = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 """Of so many layers one has no window, if the file does not say it."""
 TORCHTITAN = {
-    ("llama3", "8B"): "llama3-8b",
-    ("llama3", "70B"): "llama3-70b",
-    ("llama3", "405B"): "llama3-405b",
+    "llama3_8b": "llama3-8b",
+    "llama3_70b": "llama3-70b",
+    "llama3_405b": "llama3-405b",
+    "qwen3_30b_a3b": "qwen3-30b-a3b",
+    "deepseek_v3_671b": "deepseek-v3",
+    "gpt_oss_20b": "gpt-oss-20b",
 }
-"""Models of torchtitan, by name and flavor: sizes are in its code."""
+"""Models of torchtitan, by its name of their configuration: sizes are in its code."""
 _ALIASES = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers"),
@@ -67,6 +71,8 @@ _REFUSED = {
     "attn_layer_period": "state-space layers, and plans know attention",
     "linear_num_key_heads": "linear attention, and plans know softmax attention",
 }
+SCRIPTS = (".sh", ".txt", ".args")
+"""Endings of files with Megatron's options."""
 _SEQUENCE = 8192
 """Tokens of a sequence that is trained on, at most, if the file gives only positions."""
 
@@ -87,7 +93,7 @@ def model_of(name: str | Path) -> Model:
     file = hub / f"{name}.json" if shipped else find("shapes", name)
     if file.suffix == ".json":
         return from_config(file)
-    if file.suffix in (".sh", ".txt", ".args"):
+    if file.suffix in SCRIPTS:
         return from_megatron(file)
     top = Table.load(file)
     if "training" in top.keys and "layer" not in top.keys:
@@ -213,7 +219,7 @@ def _window(top: Table, content: dict[str, Any], kind: str) -> tuple[int, int]:
 
 
 def from_torchtitan(file: Path) -> Model:
-    """Return the model of a job configuration of torchtitan.
+    """Return the model of a job configuration of torchtitan up to 0.2.
 
     Raises:
         ValueError: as ``model_of``.
@@ -221,62 +227,88 @@ def from_torchtitan(file: Path) -> Model:
     top = Table.load(file)
     table = top.table("model")
     name, flavor = table.text("name"), table.text("flavor")
-    if (name, flavor) not in TORCHTITAN:
-        known = ", ".join(" ".join(pair) for pair in TORCHTITAN)
-        table.fail("flavor", f"{name} {flavor} is not known; known are {known}")
-    model = model_of(TORCHTITAN[name, flavor])
+    model = model_of(torchtitan_model(f"{name}_{flavor}", str(file)))
     return replace(model, sequence=top.table("training").integer("seq_len", model.sequence))
 
 
-def megatron_options(file: Path) -> dict[str, str]:
-    """Return Megatron's options in a text, such as a script: by name, "" of those without a value.
+def torchtitan_model(config: str, where: str) -> str:
+    """Return the name here of the model of torchtitan's configuration.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    known = TORCHTITAN.get(config.lower().replace("-", "_"))
+    if known is None:
+        raise ValueError(f"{where}: {config} is not known; known are {', '.join(TORCHTITAN)}")
+    return known
+
+
+class Options(dict[str, str]):
+    """Options of a command line by name, with hyphens; "" of those without a value.
+
+    Attributes:
+        where: they are from, for errors.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """Return a size; raise ValueError if it is missing, or none."""
+        text = self.get(key)
+        if text is None and default is not None:
+            return default
+        if text is None or not re.fullmatch("[0-9]{1,10}", text) or not 1 <= int(text) <= 1 << 30:
+            raise ValueError(f"{self.where}: --{key}: expected a size, got {text!r}")
+        return int(text)
+
+
+_VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
+LISTS = ("recompute-modules", "parallelism.module-fqns-per-model-part")
+"""Options with several values, which are kept with blanks between."""
+
+
+def options_in(file: Path) -> Options:
+    """Return the options in a text, such as a script, with variables that it sets.
 
     Raises:
         ValueError: the file cannot be read, or a quotation does not end.
     """
     try:
         text = read_bytes(file, 1 << 20).decode("utf-8")
-        words = shlex.split(text, comments=True)
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
+    for place, word in enumerate(words):
+        words[place] = _VARIABLE.sub(lambda it: variables.get(it[1], it[2] or it[0]), word)
+        name, equals, value = words[place].partition("=")
+        if equals and name.isidentifier() and len(value) < 100:
+            variables[name] = value
+    options = Options(str(file))
     for place, word in enumerate(words):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            after = words[place + 1] if place + 1 < len(words) else "--"
-            found[name] = value if equals else "" if after.startswith(("--", ")")) else after
-    return found
+            name, values = name.replace("_", "-"), [value] if equals else []
+            for after in words[place + 1 :] if not equals else ():
+                if after.startswith(("--", ")")) or (values and name not in LISTS):
+                    break
+                values.append(after)
+            options[name] = " ".join(values)
+        elif word.startswith(("activation-checkpoint:", "activation_checkpoint:")):
+            options["activation-checkpoint"] = word.partition(":")[2]
+    return options
 
 
 def from_megatron(file: Path) -> Model:
     """Return the model of a text with Megatron's options, such as a script that starts it.
 
     Raises:
-        ValueError: as ``model_of``.
-    """
-    return model_of_options(megatron_options(file), str(file), file.stem)
-
-
-def model_of_options(options: dict[str, str], where: str, name: str) -> Model:
-    """Return the model of Megatron's options.
-
-    Args:
-        options: by name.
-        where: they are from, for errors.
-        name: of the model.
-
-    Raises:
         ValueError: a size is missing, or no number.
     """
-
-    def size(key: str, default: int | None = None) -> int:
-        text = options.get(key)
-        if text is None and default is not None:
-            return default
-        if text is None or not text.isdecimal() or not 1 <= int(text) <= 1 << 30:
-            raise ValueError(f"{where}: --{key}: expected a size, got {text!r}")
-        return int(text)
-
+    options = options_in(file)
+    size = options.size
     hidden, heads = size("hidden-size"), size("num-attention-heads")
     grouped = "group-query-attention" in options
     latent = None
@@ -289,21 +321,27 @@ def model_of_options(options: dict[str, str], where: str, name: str) -> Model:
             value_dim=size("v-head-dim", 128),
         )
         head_dim = size("qk-head-dim", 128) + latent.rope_dim
-    intermediate, gated = size("ffn-hidden-size", 4 * hidden), "swiglu" in options
+    gated = "swiglu" in options
+    default = 4 * hidden * 2 // 3 // 64 * 64 if gated else 4 * hidden
+    intermediate = size("ffn-hidden-size", default)
     moe, dense = None, 0
     if "num-experts" in options:
         width = size("moe-ffn-hidden-size", intermediate)
         shared = size("moe-shared-expert-intermediate-size", 0)
         moe = Moe(size("num-experts"), size("moe-router-topk", 2), width, shared)
-        dense = _dense_layers(options.get("moe-layer-freq", "1"), where)
+        dense = _dense_layers(options.get("moe-layer-freq", "1"), str(file))
         intermediate = intermediate if dense else 0
+    if "window-size" in options:
+        options["window-size"] = options["window-size"].strip("()").partition(",")[0]
     layer = Layer(
         *(hidden, intermediate, heads, size("num-query-groups", heads) if grouped else heads),
         *(head_dim, gated, moe, latent),
+        window=size("window-size", 0),
+        full_every=size("window-attn-skip-freq", 0) if "window-size" in options else 0,
         dropout=options.get("hidden-dropout", "0.1") not in ("0", "0.0"),
     )
     return Model(
-        name=name,
+        name=file.stem,
         dtype="float16" if "fp16" in options else "bfloat16",
         layer=layer,
         layers=size("num-layers"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -19,6 +20,7 @@ from flux.cli.terminal import (
     command_line,
     complain,
     open_console,
+    printable,
     refuse,
     write_file,
     writing,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from flux.machine.cluster import Cluster
     from flux.plan.compare import Compared
     from flux.plan.model import TrainingStep
+    from flux.plan.policies import Policies
     from flux.plan.simulate import Timeline
 
 plan = typer.Typer(
@@ -82,19 +85,44 @@ def draw(title: str, timelines: list[tuple[str, Timeline]], target: str) -> None
     write_file(target, content)
 
 
+def _step_of(options: StepOptions, default: Policies) -> tuple[TrainingStep, Policies]:
+    """Return the step of options, or of a plan's file, and the policies; exit for bad input.
+
+    Without --policy they are the plan's, or else ``default``.
+    """
+    from flux.plan.trainers import read_plan
+
+    try:
+        policies = tuple(map(parse_policy, options.policy or ()))
+        if options.plan is None:
+            return step_with(options), policies or default
+        plan = read_plan(options.plan, options.row, options.gpus)
+        step = step_with(replace(options, **plan.options))
+    except OSError as error:
+        refuse(f"{options.plan}: {error.strerror}")
+    except ValueError as error:
+        refuse(str(error))
+    for note in plan.notes:
+        _note(note)
+    return step, policies or (plan.policies if len(default) > 1 else (plan.policy,))
+
+
+def _note(text: str) -> None:
+    print(printable(f"note: {text}"), file=sys.stderr)
+
+
 def _compare(options: StepOptions) -> tuple[TrainingStep, Cluster, list[Compared]]:
     """Return the step, the cluster and the outcome of each policy; exit for bad input."""
     from flux.machine.cluster import load_cluster
     from flux.plan.compare import compared, usable
 
+    step, policies = _step_of(options, (("serial", {}), ("domino", {})))
     try:
-        step = step_with(options)
         cluster = load_cluster(options.cluster, options.calibration)
         if options.hosts is not None:
             if options.hosts < 1:
                 raise ValueError(f"hosts must be at least 1, got {options.hosts}")
             cluster = replace(cluster, hosts=options.hosts)
-        policies = tuple(map(parse_policy, options.policy or ["serial", "domino"]))
         outcomes = compared(policies, step, cluster, options.memory_gb, options.headroom)
     except ValueError as error:
         refuse(str(error))
@@ -154,6 +182,41 @@ def explain_command(step_options: StepOptions) -> None:
         for line in explain(timeline):
             console.print(line, **PLAIN)
     _fail_if_any(outcomes)
+
+
+@plan.command("export")
+@with_options
+def export_command(
+    to: Annotated[str, typer.Option(help="megatron, torchtitan or deepspeed.")],
+    step_options: StepOptions,
+) -> None:
+    """Print a trainer's options for a plan: of a file, or of these options with one --policy.
+
+    Notes say what the trainer does otherwise: comments in a command line, else on stderr.
+    """
+    from flux.machine.cluster import load_cluster
+    from flux.plan.policies import label_of, policy_of
+    from flux.plan.trainers import RELEASES, Planned, exported
+
+    step, policies = _step_of(step_options, (("serial", {}),))
+    try:
+        ((name, chosen),) = policies
+    except ValueError:
+        refuse("export takes one --policy")
+    try:
+        policy_of(name, chosen)  # raises, if there is none
+        devices = load_cluster(step_options.cluster).devices
+        made = exported(to, Planned(step, name, dict(chosen), devices))
+    except ValueError as error:
+        refuse(str(error))
+    lines = [f"{title_of(step, to)}; {label_of(name, chosen)}; {RELEASES[to]}"]
+    if made.text.startswith("{"):
+        for note in made.notes:
+            _note(note)
+    else:
+        lines = [f"# {printable(line)}" for line in (*lines, *made.notes)]
+        print(*lines, sep="\n")
+    print(made.text)
 
 
 def _fail_if_any(outcomes: list[Compared]) -> None:

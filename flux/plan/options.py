@@ -87,6 +87,18 @@ PictureFile = Annotated[
         "--html", metavar="FILE", help="Draw the timelines: an HTML page, or for *.svg a picture."
     ),
 ]
+PlanFile = Annotated[
+    str | None,
+    typer.Option(
+        "--plan",
+        metavar="FILE",
+        help="Take step and policy of flux plan search's file, or of a trainer's (plan.md).",
+    ),
+]
+Row = Annotated[int, typer.Option(help="Which of a search's plans, from 1 on.")]
+Gpus = Annotated[
+    int | None, typer.Option(help="With --plan: ranks, if the trainer's file does not say it.")
+]
 MemoryGb = Annotated[
     float | None, typer.Option(help="GB of a device that a plan may use (default: the device's).")
 ]
@@ -129,6 +141,9 @@ class StepOptions(RankStepOptions):
     hosts: Hosts = None
     memory_gb: MemoryGb = None
     headroom: Headroom = 0.05
+    plan: PlanFile = None
+    row: Row = 1
+    gpus: Gpus = None
 
 
 def step_with(options: Any, dtype: str | None = None) -> TrainingStep:

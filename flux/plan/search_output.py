@@ -1,18 +1,15 @@
-"""What `flux plan search` prints and writes, and reading its file."""
+"""What `flux plan search` prints and writes."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as PrintedTable
 
 from flux.cli.terminal import PLAIN
-from flux.core.datafile import Table
 from flux.machine.cluster import Cluster
 from flux.plan.model import TrainingStep
-from flux.plan.policies import Policies
 from flux.plan.report import document, mfu, tokens_per_s
 from flux.plan.search import Query, SearchedPlan, SearchOutcome, plan_of
 
@@ -62,7 +59,7 @@ def legend(plans: list[SearchedPlan]) -> str:
 
 
 def search_document(query: Query, outcome: SearchOutcome, why: list[str]) -> dict[str, Any]:
-    """Return the JSON object of a search, of which ``winner_of`` reads the first plan."""
+    """Return the JSON object of a search, of which ``flux.plan.trainers`` reads a plan."""
     rows = []
     for plan in outcome.ranked:
         step, p = plan.step, plan.step.parallel
@@ -156,30 +153,3 @@ def show(query: Query, outcome: SearchOutcome, top: int, why: list[str], console
         + f"; {outcome.too_large} need more memory.",
         **PLAIN,
     )
-
-
-def winner_of(path: str) -> tuple[dict[str, Any], Policies]:
-    """Return the first plan in a file of `flux plan search`: options of `flux plan run`, policies.
-
-    The policies are serial, to compare with, and the plan's.
-    """
-    top = Table.load_json(Path(path), "an outcome of flux plan search")
-    plans = top.tables("plans")
-    if not plans:
-        top.fail("plans", "expected at least one")
-    first = plans[0]
-    policy_options = dict(first.scalars("policy_options"))
-    name = policy_options.pop("name", "")
-    if not isinstance(name, str) or not name:
-        first.fail("policy_options.name", "expected the name of a policy")
-    counts = ("tp", "cp", "dp", "pp", "ep", "micro_batch", "micro_batches")
-    plan = {
-        **{key: first.integer(key) for key in counts},
-        "zero": first.integer("zero", least=0),
-        **{key: first.flag(key) for key in ("sequence_parallel", "regather")},
-        "recompute": first.text("recompute", "none"),
-        "split": first.text("split", ""),
-        "model": top.text("model"),
-        "sequence": top.integer("sequence"),
-    }
-    return plan, (("serial", {}), (name, policy_options))

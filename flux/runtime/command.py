@@ -58,8 +58,8 @@ def run_command(
         typer.Option(
             "--plan",
             metavar="FILE",
-            help="Run the best plan that flux plan search has written, beside serial; model, "
-            "degrees, sequence, batch and policy are the plan's.",
+            help="Run the best plan of flux plan search, or a trainer's (plan.md), beside serial; "
+            "model, degrees, sequence, batch and policy are the plan's.",
         ),
     ] = None,
     shrink: Annotated[
@@ -139,25 +139,25 @@ def _take_plan(
         Options; policies; and [before, after] of what was made smaller, by name.
     """
     from flux.launch.supervisors import torchrun_world
-    from flux.plan.search_output import winner_of
     from flux.plan.shrink import changes_of, shrunk
+    from flux.plan.trainers import read_plan
 
     default = SmallStepOptions()
     own = ("layers", "scale", "sequence")
     if shrink and any(getattr(step, name) != getattr(default, name) for name in own):
         refuse("--shrink chooses --layers, --scale and --sequence: leave these out")
     try:
-        plan, policies = winner_of(file)
-        step = replace(step, **plan)
+        plan = read_plan(file)
+        step = replace(step, **plan.options)
         if not shrink:
-            return step, policies, {}
+            return step, plan.policies, {}
         here = torchrun_world()
         ranks = max(2, os.cpu_count() or 1) if here is None else here
         changes = shrunk(
-            plan,
+            asdict(step),
             ranks,
             here is not None,
-            lambda changes: _config(replace(step, **changes), policies, settings),
+            lambda changes: _config(replace(step, **changes), plan.policies, settings),
         )
     except OSError as error:
         refuse(f"{file}: {error.strerror}")
@@ -167,7 +167,7 @@ def _take_plan(
     if speaks():
         words = [f"{key} {before} to {after}" for key, (before, after) in smaller.items()]
         print(f"shrunk: {', '.join(words) or 'nothing'}", file=sys.stderr)
-    return replace(step, **changes), policies, smaller
+    return replace(step, **changes), plan.policies, smaller
 
 
 @with_options

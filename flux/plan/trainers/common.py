@@ -1,0 +1,119 @@
+"""Plans on their way to a trainer, and from one."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any, NamedTuple
+
+from flux.bench.model_files import Options
+from flux.plan.model import TrainingStep, even_split
+from flux.plan.policies import Policies
+
+RELEASES = {"megatron": "megatron-core 0.19.2", "torchtitan": "0.3.0", "deepspeed": "0.19.8"}
+"""Whose options are written."""
+
+_FLUX = {
+    "early_gather": "docs/use/layers.md has the layers that do it",
+    "domino": "docs/use/domino.md has the runtime for it",
+    "centauri": "docs/use/centauri.md has the runtime for it",
+    "dhelix": "docs/use/dhelix.md has the runtime for it",
+}
+
+
+class Planned(NamedTuple):
+    """A step, and the policy that schedules it."""
+
+    step: TrainingStep
+    policy: str
+    options: dict[str, Any]
+    devices: int = 8
+    """Of a host."""
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step."""
+        return self.step.parallel.dp * self.step.micro_batches * self.step.micro_batch
+
+    @property
+    def chunks(self) -> int:
+        """Stages of the model on each pipeline rank."""
+        folded = self.policy in ("zbv", "dualpipev")
+        return 2 if folded else self.options.get("chunks", 2) if self.policy == "interleaved" else 1
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Layers of each stage of the model."""
+        step, chunks = self.step, self.chunks
+        return step.stages if chunks == 1 else even_split(step.layers, chunks * step.parallel.pp)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether collectives of data parallelism run beside computation."""
+        return self.policy in ("early_gather", "centauri") or bool(
+            self.options.get("wgrad_overlap")
+        )
+
+    def missing(self, trainer: str, known: tuple[str, ...]) -> list[str]:
+        """Return notes on what the trainer does not have of the policy."""
+        notes = []
+        if self.policy not in known:
+            pipeline = " in a 1F1B pipeline" if self.step.parallel.pp > 1 else ""
+            more = _FLUX.get(self.policy, "plan `serial` to see what it costs")
+            notes.append(f"{trainer} has no {self.policy} and runs the step{pipeline} without; {more}")
+        if self.options.get("fused", "none") != "none":
+            notes.append("fused linear layers are Flux's: docs/use/layers.md")
+        return notes
+
+    def launch(self, program: str) -> str:
+        """Return how torchrun starts a program on the plan's ranks."""
+        world = self.step.parallel.world
+        here = gcd(world, self.devices)
+        return f"torchrun --nnodes {world // here} --nproc-per-node {here} {program}"
+
+
+class Exported(NamedTuple):
+    """What a trainer is started with: options or a file, and notes on what differs."""
+
+    text: str
+    notes: list[str]
+
+
+class Imported(NamedTuple):
+    """Options of a step by name, as of `flux plan simulate`, its policy, and notes."""
+
+    options: dict[str, Any]
+    policy: tuple[str, dict[str, Any]]
+    notes: list[str]
+
+    @property
+    def policies(self) -> Policies:
+        """The policy beside serial."""
+        serial: tuple[str, dict[str, Any]] = ("serial", {})
+        return (serial,) if self.policy == serial else (serial, self.policy)
+
+
+def gpus_in(options: Options, gpus: int | None, where: str) -> int:
+    """Return the ranks of a step: ``gpus``, or those that torchrun's options say.
+
+    Raises:
+        ValueError: neither says it.
+    """
+    if gpus is None and "nproc-per-node" not in options:
+        raise ValueError(
+            f"{where} does not say how many GPUs: give --gpus, or add torchrun's --nnodes and "
+            "--nproc-per-node"
+        )
+    return gpus or options.size("nnodes", 1) * options.size("nproc-per-node")
+
+
+def quotient(whole: int, what: str, part: int, of: str, where: str) -> int:
+    """Return a whole number; raise ValueError, with the names, if it is none."""
+    if whole % part or not whole:
+        raise ValueError(f"{where}: {of} = {part} must divide {what} = {whole}")
+    return whole // part
+
+
+def split_of(counts: tuple[int, ...] | list[int]) -> str:
+    """Return the option for these layers of each stage."""
+    even = tuple(counts) == even_split(sum(counts), len(counts))
+    return "" if even else ",".join(map(str, counts))

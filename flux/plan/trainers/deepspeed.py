@@ -1,0 +1,142 @@
+"""DeepSpeed's JSON configuration."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from flux.core.datafile import Table
+from flux.plan.trainers.common import Exported, Imported, Planned, quotient
+
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adam": {"type": "AdamW"},
+    "momentum": {"type": "SGD", "params": {"momentum": 0.9}},
+    "sgd": {"type": "SGD", "params": {"momentum": 0.0}},
+}
+
+
+def exported(plan: Planned) -> Exported:
+    """Return the configuration of a plan.
+
+    Raises:
+        ValueError: DeepSpeed cannot run the plan; the message says why.
+    """
+    step, p = plan.step, plan.step.parallel
+    _check(plan)
+    zero: dict[str, Any] = {"stage": step.zero, "overlap_comm": plan.overlaps}
+    if step.shard:
+        zero["zero_hpz_partition_size"] = step.shard
+    content: dict[str, Any] = {
+        "train_batch_size": plan.batch,
+        "train_micro_batch_size_per_gpu": step.micro_batch,
+        "gradient_accumulation_steps": step.micro_batches,
+        "optimizer": _OPTIMIZERS[step.optimizer],
+        "zero_optimization": zero,
+        "bf16": {"enabled": step.dtype == "bfloat16"},
+        "fp16": {"enabled": step.dtype == "float16"},
+    }
+    if step.fp32_gradients:
+        content |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    if p.tp > 1:
+        content["tensor_parallel"] = {"autotp_size": p.tp}
+    if p.cp > 1:
+        content |= {"sequence_parallel_size": p.cp, "data_parallel_size": p.dp}
+    if p.ep > 1:
+        content["expert_parallel"] = {"enabled": True, "autoep_size": p.ep}
+    if p.pp > 1:
+        interval = int(step.recompute == "full")
+        content["pipeline"] = {"stages": p.pp, "activation_checkpoint_interval": interval}
+    elif step.recompute == "full":
+        content["activation_checkpointing"] = {"number_checkpoints": step.layers}
+    notes = plan.missing("DeepSpeed", ("serial",)) + _differences(plan)
+    return Exported(json.dumps(content, indent=2), notes)
+
+
+def _check(plan: Planned) -> None:
+    step, p = plan.step, plan.step.parallel
+    problem = ""
+    if step.optimizer not in _OPTIMIZERS:
+        problem = f"optimizer = {step.optimizer}: moments in bfloat16 need weights in bfloat16"
+    elif step.gemm_dtype:
+        problem = f"gemm_dtype = {step.gemm_dtype}"
+    elif p.pp > 1 and step.zero > 1:
+        problem = f"pp = {p.pp} with zero = {step.zero}: pipelines take zero 0 and 1"
+    elif p.pp > 1 and plan.chunks > 1:
+        problem = f"{plan.policy}: its pipelines have one stage on a rank"
+    elif p.cp > 1 and step.layer.heads % (p.cp * p.tp):
+        problem = f"cp = {p.cp}: it splits heads, and cp tp must divide {step.layer.heads}"
+    if problem:
+        raise ValueError(f"DeepSpeed cannot run {problem}")
+
+
+def _differences(plan: Planned) -> list[str]:
+    step, p = plan.step, plan.step.parallel
+    world = p.world
+    start = f"deepspeed --num_nodes {-(-world // plan.devices)} --num_gpus {min(world, plan.devices)}"
+    notes = [
+        f"start: {start} YOUR_SCRIPT --deepspeed --deepspeed_config FILE",
+        f"the script makes the model, with sequences of {step.sequence}",
+    ]
+    if p.pp > 1:
+        split = f", and these layers of each stage: {step.stages}" if len(set(step.stages)) > 1 else ""
+        notes.append(f"the script calls deepspeed.pipe.PipelineModule(num_stages={p.pp}){split}")
+    if p.sequence and p.tp > 1:
+        notes.append("AutoTP has no sequence parallelism: more memory, AllReduce")
+    if p.cp > 1:
+        notes.append("sequences are split outside of attention and heads inside (Ulysses), not keys")
+    if step.shard:
+        notes.append(f"groups of {step.shard} share weights for backward alone (ZeRO++)")
+    if step.recompute not in ("none", "full"):
+        notes.append(f"recompute = {step.recompute} is up to the model's code")
+    elif step.recompute == "full" and p.pp == 1:
+        notes.append("the model's code calls deepspeed.checkpointing for each layer")
+    if plan.policy == "serial" and not plan.overlaps and step.zero == 3:
+        notes.append("ZeRO-3 gathers weights ahead: faster than planned")
+    return notes
+
+
+def imported(top: Table, gpus: int | None) -> Imported:
+    """Return the plan of a configuration: what it says; the model and sequences are the script's.
+
+    Raises:
+        ValueError: something is missing, or has another form.
+    """
+    where, notes = str(top.file), ["model and sequence: of --model and --sequence"]
+
+    def table(key: str) -> Table:
+        return top.table(key) if key in top.keys else Table(top.file, {})
+
+    zero, pipeline, states = table("zero_optimization"), table("pipeline"), table("optimizer")
+    tp = table("tensor_parallel").integer("autotp_size", 1)
+    cp = top.integer("sequence_parallel_size", 1)
+    stages = pipeline.integer("stages", 1)
+    taken: dict[str, Any] = {"tp": tp, "cp": cp, "pp": stages}
+    taken["ep"] = table("expert_parallel").integer("autoep_size", 1)
+    for key in ("offload_optimizer", "offload_param"):
+        if key in zero.keys:
+            notes.append(f"{key}: not planned")
+    micro = top.integer("train_micro_batch_size_per_gpu", 1)
+    count = top.integer("gradient_accumulation_steps", 1)
+    if "train_batch_size" in top.keys:
+        batch = top.integer("train_batch_size")
+        dp = quotient(batch, "train_batch_size", micro * count, "micro-batches", where)
+    elif gpus is None:
+        raise ValueError(f"{where} has no train_batch_size: give --gpus")
+    else:
+        dp = quotient(gpus, "GPUs", tp * cp * stages, "tp cp pp", where)
+    taken |= {"dp": dp, "micro_batch": micro, "micro_batches": count, "sequence_parallel": False}
+    taken["zero"] = stage = zero.integer("stage", 0, least=0, most=3)
+    overlaps = zero.flag("overlap_comm") if "overlap_comm" in zero.keys else stage == 3
+    taken["shard"] = zero.integer("zero_hpz_partition_size", 1) if stage == 3 else 0
+    taken["shard"] = 0 if taken["shard"] == 1 else taken["shard"]
+    taken["fp32_gradients"] = table("data_types").text("grad_accum_dtype", "") == "fp32"
+    whole = pipeline.integer("activation_checkpoint_interval", 0, least=0)
+    whole = whole or "number_checkpoints" in table("activation_checkpointing").keys
+    taken["recompute"] = "full" if whole else "none"
+    kind = states.text("type", "AdamW").lower()
+    if kind == "sgd":
+        params = states.table("params") if "params" in states.keys else states
+        taken["optimizer"] = "momentum" if params.number("momentum", 0.0) else "sgd"
+    elif "adam" not in kind:
+        notes.append(f"optimizer {kind}: planned as Adam")
+    return Imported(taken, ("serial", {"wgrad_overlap": True} if overlaps else {}), notes)

@@ -1,0 +1,319 @@
+"""Options of Megatron-LM's pretrain_gpt.py."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+from flux.bench.model_files import LISTS, Options, model_of
+from flux.plan.model import TrainingStep
+from flux.plan.trainers.common import Exported, Imported, Planned, gpus_in, quotient, split_of
+
+_SIZES = {
+    "micro_batch": "micro-batch-size",
+    "tp": "tensor-model-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "cp": "context-parallel-size",
+    "ep": "expert-model-parallel-size",
+}
+_FSDP = {2: "optim_grads", 3: "optim_grads_params"}
+_OPTIMIZERS: dict[str, dict[str, str]] = {
+    "adam": {},
+    "adam-bf16": {
+        "use-precision-aware-optimizer": "",
+        "exp-avg-dtype": "bf16",
+        "exp-avg-sq-dtype": "bf16",
+    },
+    "momentum": {"optimizer": "sgd"},
+    "sgd": {"optimizer": "sgd", "sgd-momentum": "0.0"},
+}
+_OPS = "layernorm mlp"
+"""The modules that come nearest to ``recompute = ops``."""
+_REFUSED = {
+    "hybrid-layer-pattern": "state-space layers",
+    "encoder-num-layers": "an encoder",
+    "heterogeneous-layers-config-path": "layers of several kinds",
+    "yaml-cfg": "options in another file",
+}
+_IGNORED = {
+    "mtp-num-layers": "layers for multi-token prediction",
+    "cpu-offloading-num-layers": "offloading of activations",
+    "fine-grained-activation-offloading": "offloading of activations",
+    "optimizer-cpu-offload": "the optimizer's steps on CPUs",
+    "distribute-saved-activations": "kept inputs shared by tensor parallel ranks",
+    "hierarchical-context-parallel-sizes": "context parallelism in two levels",
+    "moe-expert-capacity-factor": "dropped tokens",
+    "delay-wgrad-compute": "weight gradients that are delayed",
+}
+
+
+def exported(plan: Planned) -> Exported:
+    """Return the command line of a plan.
+
+    Raises:
+        ValueError: Megatron cannot run the plan; the message says why.
+    """
+    step, p = plan.step, plan.step.parallel
+    _check(plan)
+    notes = plan.missing("Megatron", ("serial", "interleaved", "combined"))
+    flags = _model(step)
+    sizes = {name: getattr(p, key, step.micro_batch) for key, name in _SIZES.items()}
+    flags |= {name: str(size) for name, size in sizes.items() if size > 1 or "micro" in name}
+    flags["global-batch-size"] = str(plan.batch)
+    if p.sequence and p.tp > 1:
+        flags["sequence-parallel"] = ""
+        if not step.regather:
+            notes.append("Megatron gathers inputs of column-parallel layers again: less memory")
+    flags |= _data_parallel(plan, notes) | _recompute(plan, notes) | _pipeline(plan, notes)
+    flags |= _OPTIMIZERS[step.optimizer]
+    flags |= {"fp8-format": "hybrid"} if step.gemm_dtype else {}
+    flags |= {"attention-backend": "unfused"} if step.unfused_attention else {}
+    if plan.options.get("fused", "none") != "none" and p.sequence and p.tp > 1:
+        flags["tp-comm-overlap"] = ""
+    elif p.tp > 1 and not plan.overlaps:
+        notes.append("Megatron runs a dgrad's collective beside the wgrad: faster than planned")
+    if p.cp > 1 and step.zero:
+        notes.append("the distributed optimizer shares over context parallel ranks, too")
+    notes.append("data, tokenizer, learning rate, positions, norms and biases are up to you")
+    parts = ((name, value.split() if name in LISTS else [value] * bool(value)) for name, value in flags.items())
+    words = [shlex.join((f"--{name}", *values)) for name, values in parts]
+    start = plan.launch("pretrain_gpt.py")
+    if (p.tp > 1 or p.cp > 1) and step.zero < 2 and plan.policy != "combined":
+        start = f"CUDA_DEVICE_MAX_CONNECTIONS=1 {start}"
+    return Exported(" \\\n  ".join([start, *words]), notes)
+
+
+def _check(plan: Planned) -> None:
+    step, p = plan.step, plan.step.parallel
+    problem = ""
+    if step.dtype not in ("bfloat16", "float16"):
+        problem = f"dtype = {step.dtype}: it trains in bfloat16 and float16"
+    elif p.cp > 1 and step.sequence % (2 * p.cp):
+        problem = f"sequence = {step.sequence}: 2 cp = {2 * p.cp} must divide it"
+    elif plan.policy == "interleaved" and step.micro_batches % p.pp:
+        problem = f"interleaved: pp = {p.pp} must divide micro_batches = {step.micro_batches}"
+    elif plan.policy == "combined" and p.pp > 1:
+        problem = "combined: with pp > 1 it needs interleaved stages"
+    elif plan.policy == "combined" and (step.recompute == "full" or step.recompute.isdecimal()):
+        problem = "combined: it computes no whole layers again"
+    elif step.optimizer == "adam-bf16" and not step.zero:
+        problem = "optimizer = adam-bf16: it needs zero of at least 1"
+    if problem:
+        raise ValueError(f"Megatron cannot run {problem}")
+
+
+def _model(step: TrainingStep) -> dict[str, str]:
+    layer, latent, moe = step.layer, step.layer.latent, step.layer.moe
+    sizes = {
+        "num-layers": step.layers,
+        "hidden-size": layer.hidden,
+        "num-attention-heads": layer.heads,
+        "ffn-hidden-size": layer.intermediate or (moe.intermediate if moe else 0),
+        "seq-length": step.sequence,
+        "max-position-embeddings": step.sequence,
+        "vocab-size": step.vocabulary,
+    }
+    names = [] if step.tied else ["untie-embeddings-and-output-weights"]
+    names += ["swiglu"] if layer.gated else []
+    names.append("bf16" if step.dtype == "bfloat16" else "fp16")
+    texts = {} if layer.dropout else {"hidden-dropout": "0.0", "attention-dropout": "0.0"}
+    if latent is not None:
+        names.append("multi-latent-attention")
+        sizes |= {
+            "q-lora-rank": latent.query_rank,
+            "kv-lora-rank": latent.kv_rank,
+            "qk-head-dim": layer.head_dim - latent.rope_dim,
+            "qk-pos-emb-head-dim": latent.rope_dim,
+            "v-head-dim": latent.value_dim,
+        }
+    else:
+        if layer.kv_heads != layer.heads:
+            names.append("group-query-attention")
+            sizes["num-query-groups"] = layer.kv_heads
+        if layer.head_dim * layer.heads != layer.hidden:
+            sizes["kv-channels"] = layer.head_dim
+    if layer.window:
+        texts["window-size"] = f"{layer.window},0"
+        sizes["window-attn-skip-freq"] = layer.full_every
+    if moe is not None:
+        names.append("moe-grouped-gemm")
+        texts |= {"moe-token-dispatcher-type": "alltoall", "expert-tensor-parallel-size": "1"}
+        sizes |= {
+            "num-experts": moe.experts,
+            "moe-router-topk": moe.top_k,
+            "moe-ffn-hidden-size": moe.intermediate,
+            "moe-shared-expert-intermediate-size": moe.shared,
+        }
+        if step.dense_layers:
+            rest = step.layers - step.dense_layers
+            texts["moe-layer-freq"] = f"([0]*{step.dense_layers}+[1]*{rest})"
+    given = {name: str(size) for name, size in sizes.items() if size}
+    return given | dict.fromkeys(names, "") | texts
+
+
+def _data_parallel(plan: Planned, notes: list[str]) -> dict[str, str]:
+    step = plan.step
+    flags: dict[str, str] = {}
+    if step.zero == 1:
+        flags["use-distributed-optimizer"] = ""
+    elif step.zero:
+        flags |= {"use-megatron-fsdp": "", "data-parallel-sharding-strategy": _FSDP[step.zero]}
+        flags |= {"ckpt-format": "fsdp_dtensor", "no-gradient-accumulation-fusion": ""}
+        if step.shard:
+            flags["num-distributed-optimizer-instances"] = str(step.parallel.dp // step.shard)
+    if plan.overlaps and step.parallel.dp > 1:
+        flags["overlap-grad-reduce"] = ""
+        flags |= {"overlap-param-gather": ""} if step.zero else {}
+    if step.dtype == "bfloat16" and not step.fp32_gradients:
+        flags["grad-reduce-in-bf16"] = ""
+    if step.dtype == "float16" and step.fp32_gradients:
+        flags["accumulate-allreduce-grads-in-fp32"] = ""
+    return flags
+
+
+def _recompute(plan: Planned, notes: list[str]) -> dict[str, str]:
+    asked = plan.step.recompute
+    if asked == "none":
+        return {}
+    if asked in ("selective", "ops"):
+        if asked == "ops":
+            notes.append(
+                f"Megatron cannot keep every second product: modules {_OPS} come nearest, and "
+                "multiply fc2 again"
+            )
+        modules = "core_attn" if asked == "selective" else _OPS
+        return {"recompute-granularity": "selective", "recompute-modules": modules}
+    method, count = ("uniform", 1) if asked == "full" else ("block", -(-int(asked) // plan.chunks))
+    if asked != "full" and count * plan.chunks != int(asked):
+        notes.append(f"{count} layers of each virtual stage are computed again, not {asked} in all")
+    return {
+        "recompute-granularity": "full",
+        "recompute-method": method,
+        "recompute-num-layers": str(count),
+    }
+
+
+def _pipeline(plan: Planned, notes: list[str]) -> dict[str, str]:
+    flags = {"overlap-moe-expert-parallel-comm": ""} if plan.policy == "combined" else {}
+    if plan.policy not in ("serial", "interleaved", "combined") and plan.chunks > 1:
+        plan = plan._replace(policy="serial", options={})
+    if len(set(plan.stages)) > 1:
+        parts = [f"t*{count}" for count in plan.stages]
+        return flags | {"pipeline-model-parallel-layout": f"E{'|'.join(parts)}L"}
+    if plan.chunks > 1:
+        flags["num-virtual-stages-per-pipeline-rank"] = str(plan.chunks)
+    return flags
+
+
+def imported(options: Options, model: str, gpus: int | None) -> Imported:
+    """Return the plan of a command line; the model is read by ``model_of``.
+
+    Raises:
+        ValueError: something is missing, or no plan can have it.
+    """
+    where, size = options.where, options.size
+    for name, what in _REFUSED.items():
+        if name in options:
+            raise ValueError(f"{where}: --{name}: plans do not know {what}")
+    notes = [f"--{name}: {what}: not planned" for name, what in _IGNORED.items() if name in options]
+    taken: dict[str, Any] = {key: size(name, 1) for key, name in _SIZES.items()}
+    ranks = taken["tp"] * taken["pp"] * taken["cp"]
+    world = gpus_in(options, gpus, where)
+    dp = taken["dp"] = quotient(world, "GPUs", ranks, "tp pp cp", where)
+    each = taken["micro_batch"] * dp
+    batch = size("global-batch-size", each)
+    taken["micro_batches"] = quotient(batch, "global-batch-size", each, "micro-batch-size dp", where)
+    taken["sequence_parallel"] = "sequence-parallel" in options and taken["tp"] > 1
+    taken["unfused_attention"] = options.get("attention-backend") == "unfused"
+    taken["gemm_dtype"] = "float8_e4m3fn" if "fp8-format" in options else ""
+    bf16, whole = "bf16" in options, "accumulate-allreduce-grads-in-fp32" in options
+    taken["fp32_gradients"] = whole or (bf16 and "grad-reduce-in-bf16" not in options)
+    if "num-experts" in options and size("expert-tensor-parallel-size", taken["tp"]) > 1:
+        notes.append("experts are split over tensor parallel ranks: planned whole")
+    taken |= _sharding(options, dp, where)
+    taken["optimizer"] = _optimizer(options)
+    described = model_of(model)
+    taken |= {"model": model, "sequence": described.sequence}
+    chunks, counts = _stages(options, described.layers, taken["pp"])
+    taken["split"] = split_of(counts) if chunks == 1 else ""
+    taken["recompute"] = _recomputed(options, chunks, notes)
+    policy: dict[str, Any] = {}
+    if taken["tp"] > 1 or dp > 1:
+        overlaps = "overlap-grad-reduce" in options if dp > 1 else taken["tp"] > 1
+        policy |= {"wgrad_overlap": True} if overlaps else {}
+        policy |= {"fused": "auto"} if "tp-comm-overlap" in options else {}
+    if chunks > 1:
+        if split_of(counts):
+            notes.append(f"stages of {counts} layers: planned as even as possible")
+        return Imported(taken, ("interleaved", {"chunks": chunks}), notes)
+    if "overlap-moe-expert-parallel-comm" in options:
+        return Imported(taken, ("combined", {}), notes)
+    return Imported(taken, ("serial", policy), notes)
+
+
+def _sharding(options: Options, dp: int, where: str) -> dict[str, int]:
+    zero = 1 if "use-distributed-optimizer" in options else 0
+    if "use-torch-fsdp2" in options:
+        zero = 2 if "torch-fsdp2-no-reshard-after-forward" in options else 3
+    if "use-megatron-fsdp" in options:
+        strategies = {"no_shard": 0, "optim": 1} | {name: zero for zero, name in _FSDP.items()}
+        zero = strategies.get(options.get("data-parallel-sharding-strategy", _FSDP[3]), 3)
+    instances = options.size("num-distributed-optimizer-instances", 1) if zero == 3 else 1
+    shard = quotient(dp, "dp", instances, "num-distributed-optimizer-instances", where)
+    return {"zero": zero, "shard": shard if instances > 1 else 0}
+
+
+def _optimizer(options: Options) -> str:
+    if options.get("optimizer") == "sgd":
+        return "sgd" if options.get("sgd-momentum") in ("0", "0.0") else "momentum"
+    return "adam-bf16" if options.get("exp-avg-dtype") == "bf16" else "adam"
+
+
+def _recomputed(options: Options, chunks: int, notes: list[str]) -> str:
+    granularity = options.get("recompute-granularity", "none")
+    if "recompute-activations" in options:
+        granularity = "selective"
+    if granularity == "selective":
+        modules = options.get("recompute-modules", "core_attn")
+        if set(modules.split()) == {"core_attn"}:
+            return granularity
+        notes.append(f"--recompute-modules {modules}: planned as recompute = ops")
+        return "ops"
+    if options.get("recompute-method") == "block":
+        return str(options.size("recompute-num-layers") * chunks)
+    return granularity
+
+
+def _stages(options: Options, layers: int, pp: int) -> tuple[int, tuple[int, ...]]:
+    """Return virtual stages of each rank, and layers of each stage."""
+    where, size = options.where, options.size
+    layout = options.get("pipeline-model-parallel-layout")
+    if layout is not None:
+        text = re.sub(r"\(([^()]*)\)\*(\d{1,4})", _repeated, layout[:1000].replace(",", ""))
+        counts = [
+            sum(int(count or 1) for count in re.findall(r"t(?:\*(\d{1,4}))?", part))
+            for part in text.split("|")
+        ]
+        if sum(counts) != layers or not min(counts):
+            raise ValueError(f"{where}: --pipeline-model-parallel-layout: {layout!r} is not known")
+        return quotient(len(counts), "stages", pp, "pp", where), tuple(counts)
+    chunks = size("num-virtual-stages-per-pipeline-rank", 1)
+    if "num-layers-per-virtual-pipeline-stage" in options:
+        each = size("num-layers-per-virtual-pipeline-stage") * pp
+        chunks = quotient(layers, "num-layers", each, "layers of virtual stages", where)
+    first, last = (size(f"decoder-{end}-pipeline-num-layers", 0) for end in ("first", "last"))
+    less = [int(f"account-for-{end}-in-pipeline-split" in options) for end in ("embedding", "loss")]
+    stages = chunks * pp
+    if pp > 1 and (first or last) and chunks == 1:
+        middle = pp - bool(first) - bool(last)
+        each = quotient(layers - first - last, "layers between", middle, "stages", where)
+        return 1, (*([first] if first else []), *[each] * middle, *([last] if last else []))
+    each = quotient(layers + sum(less), "layers", stages, "stages", where)
+    counts = [each] * stages
+    counts[0], counts[-1] = counts[0] - less[0], counts[-1] - less[1]
+    return chunks, tuple(counts)
+
+
+def _repeated(found: re.Match[str]) -> str:
+    return found[1] * int(found[2])

@@ -1,0 +1,255 @@
+"""Options of torchtitan: since 0.3 on its command line, before in TOML."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flux.bench.model_files import TORCHTITAN, Options, model_of, torchtitan_model
+from flux.core.datafile import Table
+from flux.plan.model import TrainingStep
+from flux.plan.trainers.common import Exported, Imported, Planned, gpus_in, quotient, split_of
+
+_DEGREES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
+_SCHEDULES = {
+    "serial": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+_RECOMPUTE = {"none": "none", "ops": "selective", "full": "full"}
+_FLOAT8 = ("llama3_405b",)
+"""Configurations that multiply in float8 and with async tensor parallelism."""
+_IGNORED = {
+    "compile.enable-async-tensor-parallel": "async tensor parallelism",
+    "parallelism.enable-async-tensor-parallel": "async tensor parallelism",
+    "training.enable-cpu-offload": "offloading to CPUs",
+    "parallelism.pipeline-parallel-schedule-csv": "a schedule of its own",
+}
+
+
+def exported(plan: Planned) -> Exported:
+    """Return the command line of a plan.
+
+    Raises:
+        ValueError: torchtitan cannot run the plan; the message says why.
+    """
+    step, p = plan.step, plan.step.parallel
+    _check(plan)
+    notes = plan.missing("torchtitan", tuple(_SCHEDULES))
+    config = next((name for name in TORCHTITAN if _same(name, step)), None)
+    if config is None:
+        notes.append("torchtitan has no configuration of these sizes: write one, and add --module and --config")
+    shard = (step.shard or p.dp) if step.zero else 1
+    options: dict[str, Any] = {
+        "training.seq_len": step.sequence,
+        "training.local_batch_size": step.micro_batch * (step.micro_batches if p.pp > 1 else 1),
+        "training.global_batch_size": plan.batch,
+        "parallelism.data_parallel_replicate_degree": p.dp // shard,
+        "parallelism.data_parallel_shard_degree": shard,
+    }
+    options |= {f"parallelism.{_DEGREES[key]}_parallel_degree": getattr(p, key) for key in _DEGREES}
+    if shard > 1:
+        reshards = "always" if step.zero == 3 else "never"
+        options["parallelism.fsdp_reshard_after_forward"] = reshards
+    if p.pp > 1:
+        options["parallelism.pipeline_parallel_schedule"] = _SCHEDULES.get(plan.policy, "1F1B")
+        options["parallelism.pipeline_parallel_microbatch_size"] = step.micro_batch
+        options |= _split(plan)
+    words = [f"--{name} {value}" for name, value in options.items()]
+    words += ["--parallelism.no-enable_sequence_parallel"] if p.tp > 1 and not p.sequence else []
+    words += ["--training.disable_cuda_graphs"] if p.pp > 1 or p.ep > 1 else []
+    words.append(f"--compile.{'no-' if step.eager else ''}enable")
+    if step.optimizer == "adam-bf16":
+        words.append("--optimizer.implementation fused_opt_states_bf16")
+    words.append(f"activation-checkpoint:{_RECOMPUTE.get(step.recompute, 'full')}")
+    if config is not None:
+        words.insert(0, f"--module {config.rpartition('_')[0].split('_30b')[0]} --config {config}")
+    notes += _differences(plan, config)
+    return Exported(" \\\n  ".join([plan.launch("-m torchtitan.train"), *words]), notes)
+
+
+def _same(name: str, step: TrainingStep) -> bool:
+    model = model_of(TORCHTITAN[name])
+    same = replace(model.layer, dropout=step.layer.dropout) == step.layer
+    return same and model.layers == step.layers
+
+
+def _check(plan: Planned) -> None:
+    step, p = plan.step, plan.step.parallel
+    problem = ""
+    if step.dtype != "bfloat16":
+        problem = f"dtype = {step.dtype}: it computes in bfloat16"
+    elif p.cp > 1 and step.sequence % (2 * p.cp):
+        problem = f"sequence = {step.sequence}: 2 cp = {2 * p.cp} must divide it"
+    elif step.optimizer in ("momentum", "sgd"):
+        problem = f"optimizer = {step.optimizer}: it has Adam"
+    elif step.unfused_attention:
+        problem = "unfused_attention"
+    elif p.ep > 1 and not step.zero and p.cp * p.tp % p.ep:
+        problem = f"ep = {p.ep} with zero = 0: it spreads experts over ranks that share weights"
+    if problem:
+        raise ValueError(f"torchtitan cannot run {problem}")
+
+
+def _differences(plan: Planned, config: str | None) -> list[str]:
+    step, p = plan.step, plan.step.parallel
+    notes = []
+    if step.zero in (1, 2) and p.dp > 1:
+        notes.append(
+            f"torchtitan has no ZeRO-{step.zero}: this is FSDP that keeps weights until backward ends, "
+            "and gathers them in each micro-batch"
+        )
+    if p.cp > 1:
+        notes.append("weights are shared over context parallel ranks, too: less memory")
+    if step.recompute not in _RECOMPUTE:
+        notes.append(f"torchtitan has no recompute = {step.recompute}: whole layers are computed again")
+    if p.sequence and p.tp > 1 and step.regather:
+        notes.append("inputs of column-parallel layers stay in memory: more than planned")
+    if not step.fp32_gradients:
+        notes.append("gradients are summed and reduced in float32: more memory and traffic")
+    if bool(step.gemm_dtype) != (config in _FLOAT8):
+        kind = f"{config} multiplies in float8" if config in _FLOAT8 else "float8 is chosen in code"
+        notes.append(f"{kind}: model_registry(..., converters=) in a configuration of your own changes it")
+    if plan.policy == "serial" and p.dp > 1 and not plan.overlaps:
+        notes.append("FSDP overlaps its collectives: faster than planned")
+    return notes
+
+
+def _spread(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
+    """Return layers of stages where embedding and head count as so many layers."""
+    each, more = divmod(layers + first + last, stages)
+    counts = [each + (place < more) for place in range(stages)]
+    counts[0], counts[-1] = counts[0] - first, counts[-1] - last
+    return tuple(counts)
+
+
+_LESS = "parallelism.pipeline_parallel_{}_stage_less_layers"
+
+
+def _split(plan: Planned) -> dict[str, Any]:
+    layers, stages = plan.step.layers, plan.stages
+    if plan.policy not in _SCHEDULES:
+        stages = plan.step.stages
+    for first, last in ((0, 0), (1, 1), (1, 0), (0, 1)):
+        if _spread(layers, len(stages), first, last) == stages:
+            chosen = {_LESS.format("first"): first, _LESS.format("last"): last}
+            each = -(-(layers + first + last) // len(stages))
+            if -(-(layers + first + last) // each) == len(stages):
+                return chosen | {"parallelism.pipeline_parallel_layers_per_stage": each}
+    names = [f"layers.{number}" for number in range(layers)]
+    parts, at = [], 0
+    for count in stages:
+        parts.append(names[at : at + count])
+        at += count
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "lm_head"]
+    return {"parallelism.module_fqns_per_model_part": " ".join(",".join(part) for part in parts)}
+
+
+def from_toml(file: Path) -> Options:
+    """Return the options of a job configuration, as on the command line.
+
+    Raises:
+        ValueError: wrong contents.
+    """
+    top, options = Table.load(file), Options(str(file))
+    for section in ("model", "training", "parallelism", "activation_checkpoint", "compile"):
+        for name, value in (top.scalars(section) if section in top.keys else {}).items():
+            if value is not False:
+                text = "" if value is True else str(value)
+                options[f"{section}.{name}".replace("_", "-")] = text
+            elif name == "enable_sequence_parallel":
+                options["parallelism.no-enable-sequence-parallel"] = ""
+    options["activation-checkpoint"] = options.pop("activation-checkpoint.mode", "selective")
+    if "model.name" in options:
+        options["config"] = f"{options['model.name']}_{options.get('model.flavor', '')}"
+    return options
+
+
+def imported(options: Options, gpus: int | None) -> Imported:
+    """Return the plan of a command line, or of a job configuration.
+
+    Raises:
+        ValueError: something is missing, or no plan can have it.
+    """
+    where = options.where
+    notes = [f"{name}: {what}: not planned" for name, what in _IGNORED.items() if name in options]
+
+    def degree(name: str, default: int = 1) -> int:
+        return options.size(f"parallelism.{name}", default)
+
+    taken: dict[str, Any] = {key: degree(f"{word}-parallel-degree") for key, word in _DEGREES.items()}
+    tp, pp = taken["tp"], taken["pp"]
+    replicas = degree("data-parallel-replicate-degree")
+    if options.get("parallelism.data-parallel-shard-degree", "-1") == "-1":
+        others = replicas * tp * pp * taken["cp"]
+        shard = quotient(gpus_in(options, gpus, where), "GPUs", others, "degrees", where)
+    else:
+        shard = degree("data-parallel-shard-degree")
+    config = options.get("config", "")
+    taken["model"] = torchtitan_model(config, where)
+    dp = taken["dp"] = replicas * shard
+    size, local = options.size, options.size("training.local-batch-size")
+    whole = size("training.global-batch-size", local * dp)
+    if options.get("training.global-batch-size") == "-1":
+        whole = local * dp
+    each = degree("pipeline-parallel-microbatch-size") if pp > 1 else local
+    passes = quotient(whole, "global_batch_size", local * dp, "local_batch_size dp", where)
+    if pp > 1 and passes > 1:
+        raise ValueError(f"{where}: plans know one pass through a pipeline in a step, got {passes}")
+    taken["micro_batch"] = each
+    taken["micro_batches"] = passes * quotient(local, "local_batch_size", each, "microbatch_size", where)
+    taken["sequence"] = size("training.seq-len")
+    taken["sequence_parallel"] = tp > 1 and "parallelism.no-enable-sequence-parallel" not in options
+    taken["regather"] = False
+    taken["zero"] = _zero(options, shard, pp) if dp > 1 else 1
+    taken["shard"] = shard if replicas > 1 and taken["zero"] == 3 else 0
+    taken["fp32_gradients"] = True
+    taken["eager"] = "compile.enable" not in options
+    states = options.get("optimizer.implementation")
+    taken["optimizer"] = "adam-bf16" if states == "fused_opt_states_bf16" else "adam"
+    taken["gemm_dtype"] = "float8_e4m3fn" if config in _FLOAT8 else ""
+    chosen = options.get("activation-checkpoint", "selective")
+    taken["recompute"] = {word: name for name, word in _RECOMPUTE.items()}.get(chosen, "full")
+    if chosen not in _RECOMPUTE.values():
+        notes.append(f"activation checkpoints {chosen}: planned as full")
+    return _pipeline(options, taken, notes)
+
+
+def _zero(options: Options, shard: int, pp: int) -> int:
+    if shard == 1:
+        return 0
+    reshards = options.get("parallelism.fsdp-reshard-after-forward", "default")
+    return 2 if reshards == "never" or (reshards == "default" and pp > 1) else 3
+
+
+def _pipeline(options: Options, taken: dict[str, Any], notes: list[str]) -> Imported:
+    pp, where = taken["pp"], options.where
+    policy: dict[str, Any] = {"wgrad_overlap": True} if taken["dp"] > 1 else {}
+    if pp == 1:
+        return Imported(taken, ("serial", policy), notes)
+    schedule = options.get("parallelism.pipeline-parallel-schedule", "1F1B")
+    names = {word.lower(): name for name, word in _SCHEDULES.items()}
+    if schedule.lower() not in names:
+        raise ValueError(f"{where}: {schedule} is not planned; {', '.join(_SCHEDULES.values())} are")
+    name = names[schedule.lower()]
+    layers = model_of(taken["model"]).layers
+    less = [options.size(_LESS.format(end).replace("_", "-"), 1) for end in ("first", "last")]
+    stages = pp if name == "serial" else 2 * pp
+    each = options.size("parallelism.pipeline-parallel-layers-per-stage", 0)
+    if each:
+        stages = -(-(layers + sum(less)) // each)
+    parts = options.get("parallelism.module-fqns-per-model-part")
+    if parts is None:
+        counts = _spread(layers, stages, *less)
+    else:
+        counts = tuple(part.count("layers.") for part in parts.split())
+    chunks = quotient(len(counts), "stages", pp, "pp", where)
+    if name == "serial":
+        taken["split"] = split_of(counts)
+        return Imported(taken, (name, policy), notes)
+    if split_of(counts):
+        notes.append(f"stages of {counts} layers: planned as even as possible")
+    return Imported(taken, (name, {"chunks": chunks} if name == "interleaved" else {}), notes)
