@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flux.bench.shapes import Latent, Layer, Model, Moe, model_in
-from flux.core.datafile import Table, data_root, find, load_json, read_bytes
+from flux.core.datafile import Table, data_root, find, load_json, read_bytes, shown
 
 DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo"),
@@ -239,7 +239,9 @@ def torchtitan_model(config: str, where: str) -> str:
     """
     known = TORCHTITAN.get(config.lower().replace("-", "_"))
     if known is None:
-        raise ValueError(f"{where}: {config} is not known; known are {', '.join(TORCHTITAN)}")
+        raise ValueError(
+            f"{where}: {shown(config)} is not known; known are {', '.join(TORCHTITAN)}"
+        )
     return known
 
 
@@ -254,19 +256,20 @@ class Options(dict[str, str]):
         super().__init__()
         self.where = where
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
         """Return a size; raise ValueError if it is missing, or none."""
-        text = self.get(key)
-        if text is None and default is not None:
+        if key not in self and default is not None:
             return default
-        if text is None or not re.fullmatch("[0-9]{1,10}", text) or not 1 <= int(text) <= 1 << 30:
-            raise ValueError(f"{self.where}: --{key}: expected a size, got {text!r}")
+        text = self.get(key, "")
+        if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= 1 << 30:
+            raise ValueError(f"{self.where}: --{key}: expected a size, got {shown(text)}")
         return int(text)
 
 
 _VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
 LISTS = ("recompute-modules", "parallelism.module-fqns-per-model-part")
 """Options with several values, which are kept with blanks between."""
+_CHECKPOINTS = ("activation-checkpoint:", "activation_checkpoint:")
 
 
 def options_in(file: Path) -> Options:
@@ -282,7 +285,9 @@ def options_in(file: Path) -> Options:
         raise ValueError(f"{file}: {error}") from error
     variables: dict[str, str] = {}
     for place, word in enumerate(words):
-        words[place] = _VARIABLE.sub(lambda it: variables.get(it[1], it[2] or it[0]), word)
+        words[place] = _VARIABLE.sub(lambda it: variables.get(it[1], it[2] or it[0]), word).rstrip(
+            ";"
+        )
         name, equals, value = words[place].partition("=")
         if equals and name.isidentifier() and len(value) < 100:
             variables[name] = value
@@ -292,11 +297,12 @@ def options_in(file: Path) -> Options:
             name, equals, value = word[2:].partition("=")
             name, values = name.replace("_", "-"), [value] if equals else []
             for after in words[place + 1 :] if not equals else ():
-                if after.startswith(("--", ")")) or (values and name not in LISTS):
+                ends = after.startswith(("--", ")", *_CHECKPOINTS))
+                if ends or (values and name not in LISTS):
                     break
                 values.append(after)
             options[name] = " ".join(values)
-        elif word.startswith(("activation-checkpoint:", "activation_checkpoint:")):
+        elif word.startswith(_CHECKPOINTS):
             options["activation-checkpoint"] = word.partition(":")[2]
     return options
 

@@ -143,7 +143,7 @@ def test_options_of_megatron_and_torchtitan_are_models(tmp_path: Path) -> None:
     job.write_text('[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 2048\n')
     assert model_of(job) == replace(model_of("llama3-8b"), sequence=2048)
     job.write_text('[model]\nname = "llama3"\nflavor = "9B"\n[training]\n')
-    with pytest.raises(ValueError, match="llama3 9B is not known; known are llama3 8B"):
+    with pytest.raises(ValueError, match="'llama3_9B' is not known; known are llama3_8b"):
         model_of(job)
 
 

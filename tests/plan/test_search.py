@@ -28,8 +28,9 @@ from flux.plan.search import (
     layouts,
     search,
 )
-from flux.plan.search_output import layout_of, winner_of
+from flux.plan.search_output import layout_of
 from flux.plan.shrink import changes_of, shrunk
+from flux.plan.trainers import read_plan
 from flux.runtime.command import SmallStepOptions, _config
 from flux.runtime.run import PlanRun
 
@@ -243,16 +244,16 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     assert bad.exit_code == 2 and "is not an outcome of flux plan search" in bad.output
     # All degrees are taken over, and checked.
     out.write_text(json.dumps(content | {"plans": [first | {"cp": 2, "dp": 4, "ep": 2}]}))
-    plan, policies = winner_of(str(out))
-    assert [plan[key] for key in ("cp", "dp", "ep")] == [2, 4, 2]
-    assert policies == (("serial", {}), ("domino", {"slices": 2}))
+    taken = read_plan(str(out))
+    assert [taken.options[key] for key in ("cp", "dp", "ep")] == [2, 4, 2]
+    assert taken.policies == (("serial", {}), ("domino", {"slices": 2}))
     for key, value in (("ep", "2"), ("zero", True), ("regather", 1)):
         out.write_text(json.dumps(content | {"plans": [first | {key: value}]}))
         with pytest.raises(ValueError, match=f"plans.json is not an outcome.*{key}: expected"):
-            winner_of(str(out))
+            read_plan(str(out))
     out.write_text("{")
     with pytest.raises(ValueError, match=r"plans.json: not JSON"):
-        winner_of(str(out))
+        read_plan(str(out))
 
 
 @pytest.mark.parametrize(
@@ -278,14 +279,16 @@ def test_a_plan_for_a_cluster_shrinks_to_the_ranks_here(
     plan["policy_options"] = {"name": name, **options}
     path = tmp_path / "plans.json"
     path.write_text(json.dumps({"model": "llama2-70b", "sequence": 4096, "plans": [plan]}))
-    plan, policies = winner_of(str(path))
-    assert policies[1] == (name, options)
+    taken = read_plan(str(path))
+    assert taken.policy == (name, options)
     settings = {"repeats": 1, "warmup": 0, "timeout_s": 9.0}
 
     def config_of(changes: dict[str, Any]) -> PlanRun:
         """Plans the step under the policy."""
-        return _config(replace(SmallStepOptions(), **plan | changes), policies, settings)
+        step = replace(SmallStepOptions(), **taken.options | changes)
+        return _config(step, taken.policies, settings)
 
+    plan = taken.options
     changes = shrunk(plan, ranks, False, config_of)
     world = changes["tp"] * changes["cp"] * changes["dp"] * changes["pp"]
     assert 1 < world <= ranks and changes["sequence"] <= 256

@@ -49,7 +49,7 @@ from flux.kernels.trust import UntrustedError
 from flux.machine import host
 from flux.machine.cluster import Cluster, load_cluster
 from flux.machine.detection import System
-from flux.plan.search_output import winner_of
+from flux.plan.trainers import read_plan
 from flux.runtime.profile import read_profile
 from flux.select.cache import read, read_export
 from flux.select.cost import predict
@@ -351,7 +351,23 @@ def kinds() -> list[Kind]:
         ),
         Kind(
             *("found plans", "f.json", fuzz_plans.plans_text(), "json"),
-            *(lambda path: winner_of(str(path)), (*bad, OSError), fuzz_plans.check_winner_of),
+            *(lambda path: read_plan(str(path)), (*bad, OSError), fuzz_plans.check_taken),
+        ),
+        Kind(
+            *("job of torchtitan", "j.toml", fuzz_plans.JOB, "toml"),
+            *(lambda path: read_plan(str(path), gpus=16), bad, fuzz_plans.check_taken),
+        ),
+        Kind(
+            *("configuration of DeepSpeed", "d.json", fuzz_plans.deepspeed_text(), "json"),
+            *(lambda path: read_plan(str(path), gpus=16), (*bad, OSError), fuzz_plans.check_taken),
+        ),
+        Kind(
+            *("script of Megatron", "m.sh", fuzz_plans.trainer_text("megatron"), "text"),
+            *(lambda path: read_plan(str(path)), (*bad, OSError), fuzz_plans.check_taken),
+        ),
+        Kind(
+            *("options of torchtitan", "t.sh", fuzz_plans.trainer_text("torchtitan"), "text"),
+            *(lambda path: read_plan(str(path)), (*bad, OSError), fuzz_plans.check_taken),
         ),
         Kind(
             *("space of the CPU", "s.toml", _tuning("spaces", "cpu"), "toml"),

@@ -8,7 +8,6 @@ import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from flux.bench.shapes import Model
 from flux.core.knobs import Knobs, Op
@@ -19,8 +18,10 @@ from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.model import Parallel, step_of
-from flux.plan.policies import Policies, planned, policy_of
+from flux.plan.options import StepOptions, step_with
+from flux.plan.policies import planned, policy_of
 from flux.plan.simulate import simulate
+from flux.plan.trainers import Imported, Planned, exported
 from flux.runtime.profile import Profile, ProfiledCost, key_of, layer_pairs
 
 SIZE = 2**30  # no M, N or K is larger
@@ -59,19 +60,44 @@ def plans_text() -> bytes:
     return (json.dumps(document, indent=1) + "\n").encode()
 
 
-def check_winner_of(winner: tuple[dict[str, Any], Policies]) -> None:
+JOB = b"""
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 4
+seq_len = 64
+[parallelism]
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 2
+pipeline_parallel_schedule = "Interleaved1F1B"
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+def trainer_text(trainer: str) -> bytes:
+    step = replace(STEP, micro_batches=4, layers=3, split=(1, 2), recompute="full")
+    if trainer == "torchtitan":
+        step = step_of("llama3-8b", step.parallel, sequence=64, micro_batches=4)
+    return exported(trainer, Planned(step, "interleaved", {})).text.encode()
+
+
+def deepspeed_text() -> bytes:
+    step = replace(STEP, parallel=Parallel(tp=2, dp=2), fp32_gradients=True)
+    return exported("deepspeed", Planned(step, "serial", {})).text.encode()
+
+
+def check_taken(plan: Imported) -> None:
     """Its step can be planned, or there is an error in words, as for options in the command."""
-    plan, (serial, chosen) = winner
-    assert serial == ("serial", {})
-    degrees = {name: plan[name] for name in ("tp", "cp", "dp", "pp", "ep")}
     try:
-        parallel = Parallel(**degrees, sequence=plan["sequence_parallel"])
-        names = ("sequence", "micro_batch", "micro_batches", "zero", "regather")
-        step = step_of(plan["model"], parallel, **{name: plan[name] for name in names})
-        policy = policy_of(*chosen)
-        if parallel.world * step.micro_batches <= 64:
-            fabric = Fabric(replace(FABRIC.cluster, hosts=64), parallel)
-            planned(policy, build_step(replace(step, layers=parallel.pp), fabric), fabric, COST)
+        step = step_with(replace(StepOptions(), **plan.options))
+        policy = policy_of(*plan.policy)
+        assert all(note.isprintable() for note in plan.notes)
+        if step.parallel.world * step.micro_batches <= 64:
+            fabric = Fabric(replace(FABRIC.cluster, hosts=64), step.parallel)
+            small = replace(step, layers=step.parallel.pp, split=(), dense_layers=0)
+            planned(policy, build_step(small, fabric), fabric, COST)
     except ValueError as error:
         assert str(error).isprintable()
 

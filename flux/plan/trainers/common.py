@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -53,16 +54,16 @@ class Planned(NamedTuple):
             self.options.get("wgrad_overlap")
         )
 
-    def missing(self, trainer: str, known: tuple[str, ...]) -> list[str]:
-        """Return notes on what the trainer does not have of the policy."""
-        notes = []
+    def for_trainer(self, trainer: str, known: Iterable[str]) -> tuple[Planned, list[str]]:
+        """Return the plan as the trainer can schedule it, and notes on what it does not have."""
+        plan, notes = self, []
         if self.policy not in known:
-            pipeline = " in a 1F1B pipeline" if self.step.parallel.pp > 1 else ""
-            more = _FLUX.get(self.policy, "plan `serial` to see what it costs")
-            notes.append(f"{trainer} has no {self.policy} and runs the step{pipeline} without; {more}")
+            plan = self._replace(policy="serial", options={"wgrad_overlap": self.overlaps})
+            more = _FLUX.get(self.policy, "--policy serial says how long that takes")
+            notes.append(f"{trainer} has no {self.policy}, and runs 1F1B without it; {more}")
         if self.options.get("fused", "none") != "none":
             notes.append("fused linear layers are Flux's: docs/use/layers.md")
-        return notes
+        return plan, notes
 
     def launch(self, program: str) -> str:
         """Return how torchrun starts a program on the plan's ranks."""

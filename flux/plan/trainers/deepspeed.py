@@ -23,6 +23,7 @@ def exported(plan: Planned) -> Exported:
     """
     step, p = plan.step, plan.step.parallel
     _check(plan)
+    plan, notes = plan.for_trainer("DeepSpeed", ("serial",))
     zero: dict[str, Any] = {"stage": step.zero, "overlap_comm": plan.overlaps}
     if step.shard:
         zero["zero_hpz_partition_size"] = step.shard
@@ -48,8 +49,7 @@ def exported(plan: Planned) -> Exported:
         content["pipeline"] = {"stages": p.pp, "activation_checkpoint_interval": interval}
     elif step.recompute == "full":
         content["activation_checkpointing"] = {"number_checkpoints": step.layers}
-    notes = plan.missing("DeepSpeed", ("serial",)) + _differences(plan)
-    return Exported(json.dumps(content, indent=2), notes)
+    return Exported(json.dumps(content, indent=2), notes + _differences(plan))
 
 
 def _check(plan: Planned) -> None:
@@ -57,14 +57,21 @@ def _check(plan: Planned) -> None:
     problem = ""
     if step.optimizer not in _OPTIMIZERS:
         problem = f"optimizer = {step.optimizer}: moments in bfloat16 need weights in bfloat16"
+    elif step.shard == 1:
+        problem = "shard = 1: a group of one shares nothing"
     elif step.gemm_dtype:
         problem = f"gemm_dtype = {step.gemm_dtype}"
+    elif sum(size > 1 for size in (p.tp, p.cp, p.pp)) > 1:
+        problem = (
+            f"tp = {p.tp}, cp = {p.cp}, pp = {p.pp}: its AutoTP, Ulysses and pipelines exclude "
+        )
+        problem += "each other"
     elif p.pp > 1 and step.zero > 1:
         problem = f"pp = {p.pp} with zero = {step.zero}: pipelines take zero 0 and 1"
     elif p.pp > 1 and plan.chunks > 1:
         problem = f"{plan.policy}: its pipelines have one stage on a rank"
-    elif p.cp > 1 and step.layer.heads % (p.cp * p.tp):
-        problem = f"cp = {p.cp}: it splits heads, and cp tp must divide {step.layer.heads}"
+    elif step.layer.heads % p.cp:
+        problem = f"cp = {p.cp}: it splits heads, and cp must divide {step.layer.heads}"
     if problem:
         raise ValueError(f"DeepSpeed cannot run {problem}")
 
@@ -72,18 +79,24 @@ def _check(plan: Planned) -> None:
 def _differences(plan: Planned) -> list[str]:
     step, p = plan.step, plan.step.parallel
     world = p.world
-    start = f"deepspeed --num_nodes {-(-world // plan.devices)} --num_gpus {min(world, plan.devices)}"
+    start = (
+        f"deepspeed --num_nodes {-(-world // plan.devices)} --num_gpus {min(world, plan.devices)}"
+    )
     notes = [
         f"start: {start} YOUR_SCRIPT --deepspeed --deepspeed_config FILE",
         f"the script makes the model, with sequences of {step.sequence}",
     ]
     if p.pp > 1:
-        split = f", and these layers of each stage: {step.stages}" if len(set(step.stages)) > 1 else ""
+        split = (
+            f", and these layers of each stage: {step.stages}" if len(set(step.stages)) > 1 else ""
+        )
         notes.append(f"the script calls deepspeed.pipe.PipelineModule(num_stages={p.pp}){split}")
     if p.sequence and p.tp > 1:
         notes.append("AutoTP has no sequence parallelism: more memory, AllReduce")
     if p.cp > 1:
-        notes.append("sequences are split outside of attention and heads inside (Ulysses), not keys")
+        notes.append(
+            "sequences are split outside of attention and heads inside (Ulysses), not keys"
+        )
     if step.shard:
         notes.append(f"groups of {step.shard} share weights for backward alone (ZeRO++)")
     if step.recompute not in ("none", "full"):

@@ -7,6 +7,7 @@ import shlex
 from typing import Any
 
 from flux.bench.model_files import LISTS, Options, model_of
+from flux.core.datafile import shown
 from flux.plan.model import TrainingStep
 from flux.plan.trainers.common import Exported, Imported, Planned, gpus_in, quotient, split_of
 
@@ -56,7 +57,7 @@ def exported(plan: Planned) -> Exported:
     """
     step, p = plan.step, plan.step.parallel
     _check(plan)
-    notes = plan.missing("Megatron", ("serial", "interleaved", "combined"))
+    plan, notes = plan.for_trainer("Megatron", ("serial", "interleaved", "combined"))
     flags = _model(step)
     sizes = {name: getattr(p, key, step.micro_batch) for key, name in _SIZES.items()}
     flags |= {name: str(size) for name, size in sizes.items() if size > 1 or "micro" in name}
@@ -65,7 +66,7 @@ def exported(plan: Planned) -> Exported:
         flags["sequence-parallel"] = ""
         if not step.regather:
             notes.append("Megatron gathers inputs of column-parallel layers again: less memory")
-    flags |= _data_parallel(plan, notes) | _recompute(plan, notes) | _pipeline(plan, notes)
+    flags |= _data_parallel(plan) | _recompute(plan, notes) | _pipeline(plan)
     flags |= _OPTIMIZERS[step.optimizer]
     flags |= {"fp8-format": "hybrid"} if step.gemm_dtype else {}
     flags |= {"attention-backend": "unfused"} if step.unfused_attention else {}
@@ -76,7 +77,10 @@ def exported(plan: Planned) -> Exported:
     if p.cp > 1 and step.zero:
         notes.append("the distributed optimizer shares over context parallel ranks, too")
     notes.append("data, tokenizer, learning rate, positions, norms and biases are up to you")
-    parts = ((name, value.split() if name in LISTS else [value] * bool(value)) for name, value in flags.items())
+    parts = (
+        (name, value.split() if name in LISTS else [value] * bool(value))
+        for name, value in flags.items()
+    )
     words = [shlex.join((f"--{name}", *values)) for name, values in parts]
     start = plan.launch("pretrain_gpt.py")
     if (p.tp > 1 or p.cp > 1) and step.zero < 2 and plan.policy != "combined":
@@ -152,7 +156,7 @@ def _model(step: TrainingStep) -> dict[str, str]:
     return given | dict.fromkeys(names, "") | texts
 
 
-def _data_parallel(plan: Planned, notes: list[str]) -> dict[str, str]:
+def _data_parallel(plan: Planned) -> dict[str, str]:
     step = plan.step
     flags: dict[str, str] = {}
     if step.zero == 1:
@@ -194,10 +198,8 @@ def _recompute(plan: Planned, notes: list[str]) -> dict[str, str]:
     }
 
 
-def _pipeline(plan: Planned, notes: list[str]) -> dict[str, str]:
+def _pipeline(plan: Planned) -> dict[str, str]:
     flags = {"overlap-moe-expert-parallel-comm": ""} if plan.policy == "combined" else {}
-    if plan.policy not in ("serial", "interleaved", "combined") and plan.chunks > 1:
-        plan = plan._replace(policy="serial", options={})
     if len(set(plan.stages)) > 1:
         parts = [f"t*{count}" for count in plan.stages]
         return flags | {"pipeline-model-parallel-layout": f"E{'|'.join(parts)}L"}
@@ -223,7 +225,9 @@ def imported(options: Options, model: str, gpus: int | None) -> Imported:
     dp = taken["dp"] = quotient(world, "GPUs", ranks, "tp pp cp", where)
     each = taken["micro_batch"] * dp
     batch = size("global-batch-size", each)
-    taken["micro_batches"] = quotient(batch, "global-batch-size", each, "micro-batch-size dp", where)
+    taken["micro_batches"] = quotient(
+        batch, "global-batch-size", each, "micro-batch-size dp", where
+    )
     taken["sequence_parallel"] = "sequence-parallel" in options and taken["tp"] > 1
     taken["unfused_attention"] = options.get("attention-backend") == "unfused"
     taken["gemm_dtype"] = "float8_e4m3fn" if "fp8-format" in options else ""
@@ -278,7 +282,7 @@ def _recomputed(options: Options, chunks: int, notes: list[str]) -> str:
         modules = options.get("recompute-modules", "core_attn")
         if set(modules.split()) == {"core_attn"}:
             return granularity
-        notes.append(f"--recompute-modules {modules}: planned as recompute = ops")
+        notes.append(f"--recompute-modules {shown(modules)}: planned as recompute = ops")
         return "ops"
     if options.get("recompute-method") == "block":
         return str(options.size("recompute-num-layers") * chunks)
@@ -296,7 +300,9 @@ def _stages(options: Options, layers: int, pp: int) -> tuple[int, tuple[int, ...
             for part in text.split("|")
         ]
         if sum(counts) != layers or not min(counts):
-            raise ValueError(f"{where}: --pipeline-model-parallel-layout: {layout!r} is not known")
+            raise ValueError(
+                f"{where}: --pipeline-model-parallel-layout: {shown(layout)} is not known"
+            )
         return quotient(len(counts), "stages", pp, "pp", where), tuple(counts)
     chunks = size("num-virtual-stages-per-pipeline-rank", 1)
     if "num-layers-per-virtual-pipeline-stage" in options:

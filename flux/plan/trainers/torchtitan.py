@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flux.bench.model_files import TORCHTITAN, Options, model_of, torchtitan_model
-from flux.core.datafile import Table
+from flux.core.datafile import Table, shown
 from flux.plan.model import TrainingStep
 from flux.plan.trainers.common import Exported, Imported, Planned, gpus_in, quotient, split_of
 
@@ -37,10 +37,12 @@ def exported(plan: Planned) -> Exported:
     """
     step, p = plan.step, plan.step.parallel
     _check(plan)
-    notes = plan.missing("torchtitan", tuple(_SCHEDULES))
+    plan, notes = plan.for_trainer("torchtitan", _SCHEDULES)
     config = next((name for name in TORCHTITAN if _same(name, step)), None)
     if config is None:
-        notes.append("torchtitan has no configuration of these sizes: write one, and add --module and --config")
+        notes.append(
+            "torchtitan has no configuration of these sizes: write one; add --module and --config"
+        )
     shard = (step.shard or p.dp) if step.zero else 1
     options: dict[str, Any] = {
         "training.seq_len": step.sequence,
@@ -54,7 +56,7 @@ def exported(plan: Planned) -> Exported:
         reshards = "always" if step.zero == 3 else "never"
         options["parallelism.fsdp_reshard_after_forward"] = reshards
     if p.pp > 1:
-        options["parallelism.pipeline_parallel_schedule"] = _SCHEDULES.get(plan.policy, "1F1B")
+        options["parallelism.pipeline_parallel_schedule"] = _SCHEDULES[plan.policy]
         options["parallelism.pipeline_parallel_microbatch_size"] = step.micro_batch
         options |= _split(plan)
     words = [f"--{name} {value}" for name, value in options.items()]
@@ -98,20 +100,24 @@ def _differences(plan: Planned, config: str | None) -> list[str]:
     notes = []
     if step.zero in (1, 2) and p.dp > 1:
         notes.append(
-            f"torchtitan has no ZeRO-{step.zero}: this is FSDP that keeps weights until backward ends, "
-            "and gathers them in each micro-batch"
+            f"torchtitan has no ZeRO-{step.zero}: this is FSDP that gathers weights once in each "
+            "micro-batch"
         )
     if p.cp > 1:
         notes.append("weights are shared over context parallel ranks, too: less memory")
     if step.recompute not in _RECOMPUTE:
-        notes.append(f"torchtitan has no recompute = {step.recompute}: whole layers are computed again")
+        notes.append(
+            f"torchtitan has no recompute = {step.recompute}: whole layers are computed again"
+        )
     if p.sequence and p.tp > 1 and step.regather:
         notes.append("inputs of column-parallel layers stay in memory: more than planned")
     if not step.fp32_gradients:
         notes.append("gradients are summed and reduced in float32: more memory and traffic")
     if bool(step.gemm_dtype) != (config in _FLOAT8):
         kind = f"{config} multiplies in float8" if config in _FLOAT8 else "float8 is chosen in code"
-        notes.append(f"{kind}: model_registry(..., converters=) in a configuration of your own changes it")
+        notes.append(
+            f"{kind}: model_registry(..., converters=) in a configuration of your own changes it"
+        )
     if plan.policy == "serial" and p.dp > 1 and not plan.overlaps:
         notes.append("FSDP overlaps its collectives: faster than planned")
     return notes
@@ -130,8 +136,6 @@ _LESS = "parallelism.pipeline_parallel_{}_stage_less_layers"
 
 def _split(plan: Planned) -> dict[str, Any]:
     layers, stages = plan.step.layers, plan.stages
-    if plan.policy not in _SCHEDULES:
-        stages = plan.step.stages
     for first, last in ((0, 0), (1, 1), (1, 0), (0, 1)):
         if _spread(layers, len(stages), first, last) == stages:
             chosen = {_LESS.format("first"): first, _LESS.format("last"): last}
@@ -180,7 +184,9 @@ def imported(options: Options, gpus: int | None) -> Imported:
     def degree(name: str, default: int = 1) -> int:
         return options.size(f"parallelism.{name}", default)
 
-    taken: dict[str, Any] = {key: degree(f"{word}-parallel-degree") for key, word in _DEGREES.items()}
+    taken: dict[str, Any] = {
+        key: degree(f"{word}-parallel-degree") for key, word in _DEGREES.items()
+    }
     tp, pp = taken["tp"], taken["pp"]
     replicas = degree("data-parallel-replicate-degree")
     if options.get("parallelism.data-parallel-shard-degree", "-1") == "-1":
@@ -200,7 +206,9 @@ def imported(options: Options, gpus: int | None) -> Imported:
     if pp > 1 and passes > 1:
         raise ValueError(f"{where}: plans know one pass through a pipeline in a step, got {passes}")
     taken["micro_batch"] = each
-    taken["micro_batches"] = passes * quotient(local, "local_batch_size", each, "microbatch_size", where)
+    taken["micro_batches"] = passes * quotient(
+        local, "local_batch_size", each, "microbatch_size", where
+    )
     taken["sequence"] = size("training.seq-len")
     taken["sequence_parallel"] = tp > 1 and "parallelism.no-enable-sequence-parallel" not in options
     taken["regather"] = False
@@ -214,7 +222,7 @@ def imported(options: Options, gpus: int | None) -> Imported:
     chosen = options.get("activation-checkpoint", "selective")
     taken["recompute"] = {word: name for name, word in _RECOMPUTE.items()}.get(chosen, "full")
     if chosen not in _RECOMPUTE.values():
-        notes.append(f"activation checkpoints {chosen}: planned as full")
+        notes.append(f"activation checkpoints {shown(chosen)}: planned as full")
     return _pipeline(options, taken, notes)
 
 
@@ -233,10 +241,12 @@ def _pipeline(options: Options, taken: dict[str, Any], notes: list[str]) -> Impo
     schedule = options.get("parallelism.pipeline-parallel-schedule", "1F1B")
     names = {word.lower(): name for name, word in _SCHEDULES.items()}
     if schedule.lower() not in names:
-        raise ValueError(f"{where}: {schedule} is not planned; {', '.join(_SCHEDULES.values())} are")
+        raise ValueError(
+            f"{where}: {shown(schedule)} is not planned; {', '.join(_SCHEDULES.values())} are"
+        )
     name = names[schedule.lower()]
     layers = model_of(taken["model"]).layers
-    less = [options.size(_LESS.format(end).replace("_", "-"), 1) for end in ("first", "last")]
+    less = [options.size(_LESS.format(end).replace("_", "-"), 1, 0) for end in ("first", "last")]
     stages = pp if name == "serial" else 2 * pp
     each = options.size("parallelism.pipeline-parallel-layers-per-stage", 0)
     if each:

@@ -1,0 +1,322 @@
+"""Plans for Megatron, torchtitan and DeepSpeed, and back: `flux plan export`, `--plan`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flux.bench.model_files import options_in
+from flux.bench.shapes import Latent, Layer, Moe
+from flux.cli.app import app
+from flux.plan.model import Parallel, TrainingStep, even_split, step_of
+from flux.plan.options import StepOptions, step_with
+from flux.plan.policies import policy_of
+from flux.plan.trainers import RELEASES, Planned, exported, read_plan
+
+DENSE = Layer(64, 256, 8, 4, 8, True)
+EXPERTS = Layer(64, 256, 8, 8, 8, True, Moe(8, 2, 32, 32))
+LATENT = Layer(64, 256, 8, 8, 12, True, Moe(8, 2, 32), Latent(16, 8, 4, 8), dropout=False)
+WINDOW = Layer(64, 256, 8, 4, 16, False, window=16, full_every=2)
+FACTS = Path(__file__).with_name("trainer_options.json")
+
+
+def plans(trainer: str, count: int) -> Iterator[Planned]:
+    """Yield plans of every kind of parallelism, ZeRO, recomputation, split and policy."""
+    rng = random.Random(43)
+    degrees = [{}, {"cp": 2, "dp": 4}, {"tp": 2, "cp": 2, "pp": 2}, {"pp": 4, "dp": 4}]
+    choices = itertools.product(
+        (*degrees, {"tp": 4, "dp": 2}, {"dp": 8, "ep": 4}),
+        (0, 1, 2, 3),
+        ("none", "selective", "ops", "full", "2"),
+        ("serial", "interleaved", "zbv", "domino", "centauri", "combined", "fused", "overlap"),
+        ("adam", "adam-bf16", "momentum", "sgd"),
+        (False, True),
+    )
+    own = {"fused": {"fused": "auto"}, "overlap": {"wgrad_overlap": True}}
+    known = step_of("llama3-8b", Parallel())
+    for parts, zero, recompute, policy, optimizer, flag in rng.sample(list(choices), count):
+        layer = rng.choice((DENSE, EXPERTS, LATENT, WINDOW)) if "ep" not in parts else EXPERTS
+        layers, split = rng.choice(((8, ()), (14, ()), (8, (1, 3, 3, 1))))
+        parallel = Parallel(**parts, sequence=flag)
+        sharded = zero == 3 and layer.moe is None and parallel.dp > 2
+        step = TrainingStep(
+            *("plan", layer, layers, "bfloat16", parallel, 64, 2, 8, zero),
+            regather=flag and parallel.tp > 1,
+            shard=parallel.dp // 2 if sharded else 0,
+            vocabulary=512,
+            tied=flag,
+            dense_layers=1 if layer.moe else 0,
+            recompute=recompute,
+            split=split if len(split) == parallel.pp else (),
+            optimizer=optimizer,
+            fp32_gradients=not flag,
+            unfused_attention=flag and trainer != "torchtitan",
+            gemm_dtype="float8_e4m3fn" if zero == 2 and trainer != "deepspeed" else "",
+        )
+        if trainer == "torchtitan" and layer.moe is None:
+            step = replace(step, layer=known.layer, layers=32, split=(), tied=False, eager=flag)
+            step = replace(step, vocabulary=known.vocabulary)
+        yield Planned(step, "serial" if policy in own else policy, own.get(policy, {}))
+
+
+def taken(trainer: str, plan: Planned, directory: Path) -> tuple[TrainingStep, Planned]:
+    """Return the step and the plan that come back from a trainer's file."""
+    file = directory / f"plan.{'json' if trainer == 'deepspeed' else 'sh'}"
+    file.write_text(exported(trainer, plan).text)
+    found = read_plan(str(file))
+    options = found.options
+    if trainer == "deepspeed":  # the model is not in its file
+        model = directory / "model.sh"
+        whole = replace(plan.step, zero=1, shard=0, recompute="none")
+        model.write_text(exported("megatron", Planned(whole, "serial", {})).text)
+        options = options | {"model": str(model)}
+    step = step_with(replace(StepOptions(), **options))
+    return step, Planned(step, found.policy[0], found.policy[1])
+
+
+def possible(trainer: str, plan: Planned) -> TrainingStep:
+    """Return the step as a trainer can run it: what its notes say, and no more."""
+    step, p = plan.step, plan.step.parallel
+    sequence = p.sequence and p.tp > 1 and trainer != "deepspeed"
+    changes: dict[str, Any] = {
+        "parallel": replace(p, sequence=sequence),
+        "regather": sequence and trainer == "megatron",
+    }
+    if step.stages == even_split(step.layers, p.pp) or plan.policy == "interleaved":
+        changes["split"] = ()
+    if trainer == "megatron" and step.recompute.isdecimal() and plan.policy == "interleaved":
+        changes["recompute"] = str(-(-int(step.recompute) // plan.chunks) * plan.chunks)
+    elif trainer == "torchtitan":
+        changes |= {"fp32_gradients": True, "gemm_dtype": ""}
+        changes["zero"] = (step.zero if step.zero != 1 else 2) if p.dp > 1 else 1
+        changes["shard"] = step.shard if p.dp > 1 else 0
+        changes |= {} if step.recompute in ("none", "ops", "full") else {"recompute": "full"}
+    elif trainer == "deepspeed":
+        changes |= {"split": (), "unfused_attention": False}
+        changes |= {} if step.recompute == "full" else {"recompute": "none"}
+    return replace(step, **changes)
+
+
+@pytest.mark.parametrize("trainer", RELEASES)
+def test_a_plan_comes_back_from_a_trainers_file(trainer: str, tmp_path: Path) -> None:
+    back = 0
+    for plan in plans(trainer, 100):
+        if trainer == "torchtitan" and plan.step.layer.moe is not None:
+            continue
+        try:
+            step, again = taken(trainer, plan, tmp_path)
+        except ValueError as error:
+            assert "cannot run" in str(error), plan
+            continue
+        back += 1
+        wanted = possible(trainer, plan)
+        assert replace(step, name="", layer=wanted.layer) == replace(wanted, name=""), plan
+        assert replace(step.layer, dropout=wanted.layer.dropout) == wanted.layer
+        policy_of(again.policy, again.options)
+        if again.policy != "serial":
+            assert (again.policy, again.chunks) == (plan.policy, plan.chunks)
+        elif plan.policy == "serial" and (step.parallel.dp > 1 or step.parallel.tp > 1):
+            always = step.parallel.dp == 1 or trainer == "torchtitan"
+            assert again.overlaps == (plan.overlaps or always)
+    assert back > 20
+
+
+def options_of(trainer: str, text: str, directory: Path) -> dict[str, str]:
+    """Return what an exported text sets, "" for flags, by the names of the table."""
+    if trainer != "deepspeed":
+        file = directory / "words.sh"
+        file.write_text(text[text.index(".train" if trainer == "torchtitan" else "_gpt.py") :])
+        return options_in(file)
+    flat: dict[str, str] = {}
+
+    def walk(table: dict[str, Any], prefix: str) -> None:
+        for name, value in table.items():
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{name}.")
+            else:
+                flat[prefix + name] = "" if isinstance(value, bool) else str(value)
+
+    walk(json.loads(text), "")
+    return flat
+
+
+@pytest.mark.parametrize("trainer", RELEASES)
+def test_options_are_those_of_the_release(trainer: str, tmp_path: Path) -> None:
+    known: dict[str, Any] = json.loads(FACTS.read_text())[trainer]
+    assert RELEASES[trainer] in known.pop("release")
+    if trainer != "deepspeed":
+        known = {key.replace("_", "-"): kind for key, kind in known.items()}
+    kinds = {"int": "[0-9]+", "float": r"[0-9]+\.[0-9]+", "flag": ""}
+    used = set()
+    for plan in plans(trainer, 400):
+        with suppress(ValueError):
+            for key, value in options_of(trainer, exported(trainer, plan).text, tmp_path).items():
+                kind = known[key]
+                pattern = kinds.get(kind, kind) if isinstance(kind, str) else "|".join(kind)
+                assert re.fullmatch(pattern, value), (key, value)
+                used.add(key)
+    unused = {"fp16", "accumulate-allreduce-grads-in-fp32", "parallelism.context-parallel-degree"}
+    assert set(known) - used <= unused
+
+
+SHOWN = {
+    "megatron": (
+        "gpt3-175b --tp 8 --pp 8 --dp 2 --sequence-parallel --micro-batch 1 --micro-batches 64 "
+        "--recompute full --policy interleaved:chunks=2"
+    ),
+    "torchtitan": (
+        "llama3-8b --tp 2 --cp 2 --dp 8 --zero 3 --sequence-parallel --micro-batch 1 "
+        "--micro-batches 2 --recompute ops --policy serial:wgrad_overlap=true"
+    ),
+    "deepspeed": (
+        "llama3-8b --tp 1 --dp 16 --zero 3 --micro-batch 2 --micro-batches 2 --recompute full "
+        "--policy serial:wgrad_overlap=true"
+    ),
+}
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *words])
+
+
+def shown(trainer: str) -> str:
+    result = run("export", "--to", trainer, "--model", *SHOWN[trainer].split())
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
+
+
+def words_after(program: str, text: str) -> list[str]:
+    words = shlex.split(text.replace("\\\n", " "), comments=True)
+    return words[words.index(program) + 1 :]
+
+
+def test_megatrons_parser_takes_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = pytest.importorskip("megatron.training.arguments", exc_type=ImportError)
+    words = words_after("pretrain_gpt.py", shown("megatron"))
+    words += ["--mock-data", "--train-iters", "1", "--lr", "1", "--tokenizer-type", "NullTokenizer"]
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
+    for name, value in {
+        "WORLD_SIZE": "128",
+        "RANK": "0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 9)
+    args = arguments.validate_args(arguments.parse_args())
+    assert (args.data_parallel_size, args.global_batch_size) == (2, 128)
+    assert args.virtual_pipeline_model_parallel_size == 2
+    made = arguments.core_transformer_config_from_args(args)
+    assert (made.recompute_granularity, made.sequence_parallel) == ("full", True)
+
+
+def test_torchtitans_parser_takes_a_plan() -> None:
+    manager = pytest.importorskip("torchtitan.config.manager", exc_type=ImportError)
+    dims = pytest.importorskip("torchtitan.distributed.parallel_dims", exc_type=ImportError)
+    made = manager.ConfigManager().parse_args(words_after("torchtitan.train", shown("torchtitan")))
+    degrees = dims.ParallelDims.from_config(made.parallelism, 32)
+    assert (degrees.dp_shard, degrees.cp, degrees.tp, degrees.pp) == (8, 2, 2, 1)
+    assert (made.training.local_batch_size, made.training.global_batch_size) == (1, 16)
+    assert type(made.activation_checkpoint).__qualname__ == "SelectiveAC.Config"
+
+
+def test_deepspeeds_parser_takes_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = pytest.importorskip("deepspeed.runtime.config", exc_type=ImportError)
+    monkeypatch.setattr(config.dist, "get_rank", lambda: 0)
+    ranks = SimpleNamespace(get_data_parallel_world_size=lambda: 16)
+    made = config.DeepSpeedConfig(json.loads(shown("deepspeed")), mpu=ranks)
+    assert (made.train_batch_size, made.gradient_accumulation_steps) == (64, 2)
+    assert made.zero_config.stage == 3 and made.zero_config.overlap_comm
+
+
+def test_commands_take_plans_of_a_search_and_of_trainers(tmp_path: Path) -> None:
+    plan = {"tp": 2, "cp": 1, "dp": 2, "pp": 2, "ep": 1, "micro_batch": 1, "micro_batches": 8}
+    plan |= {"zero": 1, "sequence_parallel": True, "regather": True}
+    other = plan | {"pp": 1, "dp": 4, "policy_options": {"name": "domino", "slices": 2}}
+    plan["policy_options"] = {"name": "zbv"}
+    file = tmp_path / "plans.json"
+    file.write_text(json.dumps({"model": "llama3-8b", "sequence": 4096, "plans": [plan, other]}))
+    first = run("export", "--to", "megatron", "--plan", str(file))
+    assert "# Megatron has no zbv, and runs 1F1B without it" in first.stdout
+    script = tmp_path / "train.sh"
+    text = first.stdout.replace("tensor-model-parallel-size 2", "tensor-model-parallel-size ${TP}")
+    script.write_text("TP=2\n" + text)
+    priced = run("simulate", "--plan", str(script), "--cluster", "selene", "--json", "-")
+    assert priced.exit_code == 0, priced.output
+    rows = json.loads(priced.stdout)
+    row = rows if isinstance(rows, dict) else rows[0]
+    assert [row[key] for key in ("tp", "dp", "pp", "policy")] == [2, 2, 2, "serial"]
+    second = run("export", "--to", "torchtitan", "--plan", str(file), "--row", "2")
+    assert "docs/use/domino.md has the runtime for it" in second.stdout
+    for words, problem in (
+        (["--to", "megatron", "--plan", str(file), "--row", "3"], "row must be from 1 to 2, got 3"),
+        (["--to", "nemo"], "--to must be one of megatron, torchtitan, deepspeed, got 'nemo'"),
+        (
+            ["--to", "deepspeed", "--pp", "2", "--tp", "1", "--zero", "2"],
+            "pipelines take zero 0 and 1",
+        ),
+        (
+            ["--to", "megatron", "--policy", "serial", "--policy", "zbv"],
+            "export takes one --policy",
+        ),
+        (["--to", "megatron", "--plan", str(tmp_path / "train.py")], "a plan's file ends in .json"),
+    ):
+        refused = run("export", *words)
+        assert refused.exit_code == 2 and problem in " ".join(refused.stderr.split())
+    script.write_text("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64")
+    refused = run("simulate", "--plan", str(script))
+    assert "give --gpus" in refused.stderr
+    script.write_text(script.read_text() + " --hybrid-layer-pattern M*M-")
+    assert "do not know state-space layers" in run("simulate", "--plan", str(script)).stderr
+
+
+def test_what_other_files_say_becomes_a_plan(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(
+        '[model]\nname = "llama3"\nflavor = "8B"\n'
+        "[training]\nlocal_batch_size = 4\nseq_len = 4096\n"
+        "[parallelism]\ntensor_parallel_degree = 2\npipeline_parallel_degree = 4\n"
+        'pipeline_parallel_schedule = "Interleaved1F1B"\n[activation_checkpoint]\nmode = "full"\n'
+    )
+    found = read_plan(str(job), gpus=32)
+    names = ("model", "tp", "pp", "dp", "micro_batches", "zero", "recompute", "sequence", "eager")
+    wanted = ["llama3-8b", 2, 4, 4, 4, 2, "full", 4096, True]
+    assert [found.options[name] for name in names] == wanted
+    assert found.policy == ("interleaved", {"chunks": 2})
+    script = tmp_path / "train.sh"
+    text = (
+        "N=16; torchrun --nproc_per_node=$N pretrain_gpt.py --num-layers 14 --hidden-size 64 \\\n"
+        "--num-attention-heads 4 --seq-length 64 --bf16 --use-torch-fsdp2 --micro-batch-size 2 "
+        "--global-batch-size 64 --pipeline-model-parallel-size 4 --recompute-activations "
+        "--optimizer-cpu-offload "
+    )
+    less = "--account-for-loss-in-pipeline-split --account-for-embedding-in-pipeline-split"
+    script.write_text(text + less)
+    found = read_plan(str(script))
+    names = ("dp", "pp", "micro_batches", "zero", "recompute", "fp32_gradients", "split")
+    assert [found.options[name] for name in names] == [4, 4, 8, 3, "selective", True, ""]
+    assert found.notes == ["--optimizer-cpu-offload: the optimizer's steps on CPUs: not planned"]
+    for more in (
+        "--decoder-first-pipeline-num-layers 2",
+        "--pipeline-model-parallel-layout 'Ett|(t*4|)*2ttttL'",
+    ):
+        script.write_text(text + more)
+        assert read_plan(str(script)).options["split"] == "2,4,4,4"
+    config = tmp_path / "ds.json"
+    config.write_text('{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}')
+    with pytest.raises(ValueError, match="has no train_batch_size: give --gpus"):
+        read_plan(str(config))
+    found = read_plan(str(config), gpus=8)
+    assert [found.options[name] for name in ("dp", "zero", "micro_batches")] == [8, 3, 1]
+    assert found.policy == ("serial", {"wgrad_overlap": True})
