@@ -245,7 +245,7 @@ def torchtitan_model(config: str, where: str) -> str:
     return known
 
 
-class Options(dict[str, str]):
+class CommandOptions(dict[str, str]):
     """Options of a command line by name, with hyphens; "" of those without a value.
 
     Attributes:
@@ -272,7 +272,7 @@ LISTS = ("recompute-modules", "parallelism.module-fqns-per-model-part")
 _CHECKPOINTS = ("activation-checkpoint:", "activation_checkpoint:")
 
 
-def options_in(file: Path) -> Options:
+def options_in(file: Path) -> CommandOptions:
     """Return the options in a text, such as a script, with variables that it sets.
 
     Raises:
@@ -291,7 +291,7 @@ def options_in(file: Path) -> Options:
         name, equals, value = words[place].partition("=")
         if equals and name.isidentifier() and len(value) < 100:
             variables[name] = value
-    options = Options(str(file))
+    options = CommandOptions(str(file))
     for place, word in enumerate(words):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")

@@ -90,12 +90,12 @@ def _step_of(options: StepOptions, default: Policies) -> tuple[TrainingStep, Pol
 
     Without --policy they are the plan's, or else ``default``.
     """
-    from flux.plan.trainers import read_plan
-
     try:
         policies = tuple(map(parse_policy, options.policy or ()))
         if options.plan is None:
             return step_with(options), policies or default
+        from flux.plan.trainers import read_plan
+
         plan = read_plan(options.plan, options.row, options.gpus)
         step = step_with(replace(options, **plan.options))
     except OSError as error:
@@ -190,10 +190,7 @@ def export_command(
     to: Annotated[str, typer.Option(help="megatron, torchtitan or deepspeed.")],
     step_options: StepOptions,
 ) -> None:
-    """Print a trainer's options for a plan: of a file, or of these options with one --policy.
-
-    Notes say what the trainer does otherwise: comments in a command line, else on stderr.
-    """
+    """Print a trainer's options for a plan, and what it does otherwise."""
     from flux.machine.cluster import load_cluster
     from flux.plan.policies import label_of, policy_of
     from flux.plan.trainers import RELEASES, Planned, exported

@@ -92,13 +92,11 @@ PlanFile = Annotated[
     typer.Option(
         "--plan",
         metavar="FILE",
-        help="Take step and policy of flux plan search's file, or of a trainer's (plan.md).",
+        help="Take step and policy from a file of flux plan search, or a trainer's (plan.md).",
     ),
 ]
-Row = Annotated[int, typer.Option(help="Which of a search's plans, from 1 on.")]
-Gpus = Annotated[
-    int | None, typer.Option(help="With --plan: ranks, if the trainer's file does not say it.")
-]
+Row = Annotated[int, typer.Option(help="With --plan: which of a search's plans.")]
+Gpus = Annotated[int | None, typer.Option(help="With --plan: ranks, if the file lacks them.")]
 MemoryGb = Annotated[
     float | None, typer.Option(help="GB of a device that a plan may use (default: the device's).")
 ]

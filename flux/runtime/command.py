@@ -20,6 +20,7 @@ from flux.plan.options import (
     Layers,
     Model,
     PictureFile,
+    PlanFile,
     RankStepOptions,
     Sequence,
     Tp,
@@ -53,15 +54,7 @@ def run_command(
     profile: Annotated[
         str | None, typer.Option(metavar="FILE", help="Use this profile; measure none.")
     ] = None,
-    searched: Annotated[
-        str | None,
-        typer.Option(
-            "--plan",
-            metavar="FILE",
-            help="Run the best plan of flux plan search, or a trainer's (plan.md), beside serial; "
-            "model, degrees, sequence, batch and policy are the plan's.",
-        ),
-    ] = None,
+    plan: PlanFile = None,
     shrink: Annotated[
         bool,
         typer.Option(
@@ -95,13 +88,13 @@ def run_command(
     }
     policies: Policies | None = None
     smaller: dict[str, list[Any]] = {}
-    if searched is not None:
-        step, policies, smaller = _take_plan(searched, shrink, step, settings)
+    if plan is not None:
+        step, policies, smaller = _take_plan(plan, shrink, step, settings)
     elif shrink:
         refuse("--shrink needs --plan FILE")
     if speaks():
         check_writable(trace, picture, json_target)
-    hint = "" if searched is None else "; --shrink makes the plan smaller"
+    hint = "" if plan is None else "; --shrink makes the plan smaller"
     silent = quiet or json_target == "-"
     config, (_, runs) = _on_ranks(step, policies, settings, hint=hint, silent=silent)
     if not speaks():

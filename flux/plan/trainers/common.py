@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import gcd
 from typing import Any, NamedTuple
 
-from flux.bench.model_files import Options
+from flux.bench.model_files import CommandOptions
 from flux.plan.model import TrainingStep, even_split
 from flux.plan.policies import Policies
 
@@ -80,7 +80,7 @@ class Exported(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """Options of a step by name, as of `flux plan simulate`, its policy, and notes."""
+    """CommandOptions of a step by name, as of `flux plan simulate`, its policy, and notes."""
 
     options: dict[str, Any]
     policy: tuple[str, dict[str, Any]]
@@ -93,7 +93,7 @@ class Imported(NamedTuple):
         return (serial,) if self.policy == serial else (serial, self.policy)
 
 
-def gpus_in(options: Options, gpus: int | None, where: str) -> int:
+def gpus_in(options: CommandOptions, gpus: int | None, where: str) -> int:
     """Return the ranks of a step: ``gpus``, or those that torchrun's options say.
 
     Raises:

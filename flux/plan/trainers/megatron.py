@@ -1,4 +1,4 @@
-"""Options of Megatron-LM's pretrain_gpt.py."""
+"""CommandOptions of Megatron-LM's pretrain_gpt.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import shlex
 from typing import Any
 
-from flux.bench.model_files import LISTS, Options, model_of
+from flux.bench.model_files import LISTS, CommandOptions, model_of
 from flux.core.datafile import shown
 from flux.plan.model import TrainingStep
 from flux.plan.trainers.common import Exported, Imported, Planned, gpus_in, quotient, split_of
@@ -208,7 +208,7 @@ def _pipeline(plan: Planned) -> dict[str, str]:
     return flags
 
 
-def imported(options: Options, model: str, gpus: int | None) -> Imported:
+def imported(options: CommandOptions, model: str, gpus: int | None) -> Imported:
     """Return the plan of a command line; the model is read by ``model_of``.
 
     Raises:
@@ -256,7 +256,7 @@ def imported(options: Options, model: str, gpus: int | None) -> Imported:
     return Imported(taken, ("serial", policy), notes)
 
 
-def _sharding(options: Options, dp: int, where: str) -> dict[str, int]:
+def _sharding(options: CommandOptions, dp: int, where: str) -> dict[str, int]:
     zero = 1 if "use-distributed-optimizer" in options else 0
     if "use-torch-fsdp2" in options:
         zero = 2 if "torch-fsdp2-no-reshard-after-forward" in options else 3
@@ -268,13 +268,13 @@ def _sharding(options: Options, dp: int, where: str) -> dict[str, int]:
     return {"zero": zero, "shard": shard if instances > 1 else 0}
 
 
-def _optimizer(options: Options) -> str:
+def _optimizer(options: CommandOptions) -> str:
     if options.get("optimizer") == "sgd":
         return "sgd" if options.get("sgd-momentum") in ("0", "0.0") else "momentum"
     return "adam-bf16" if options.get("exp-avg-dtype") == "bf16" else "adam"
 
 
-def _recomputed(options: Options, chunks: int, notes: list[str]) -> str:
+def _recomputed(options: CommandOptions, chunks: int, notes: list[str]) -> str:
     granularity = options.get("recompute-granularity", "none")
     if "recompute-activations" in options:
         granularity = "selective"
@@ -289,7 +289,7 @@ def _recomputed(options: Options, chunks: int, notes: list[str]) -> str:
     return granularity
 
 
-def _stages(options: Options, layers: int, pp: int) -> tuple[int, tuple[int, ...]]:
+def _stages(options: CommandOptions, layers: int, pp: int) -> tuple[int, tuple[int, ...]]:
     """Return virtual stages of each rank, and layers of each stage."""
     where, size = options.where, options.size
     layout = options.get("pipeline-model-parallel-layout")

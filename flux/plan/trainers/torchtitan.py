@@ -1,4 +1,4 @@
-"""Options of torchtitan: since 0.3 on its command line, before in TOML."""
+"""CommandOptions of torchtitan: since 0.3 on its command line, before in TOML."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flux.bench.model_files import TORCHTITAN, Options, model_of, torchtitan_model
+from flux.bench.model_files import TORCHTITAN, CommandOptions, model_of, torchtitan_model
 from flux.core.datafile import Table, shown
 from flux.plan.model import TrainingStep
 from flux.plan.trainers.common import Exported, Imported, Planned, gpus_in, quotient, split_of
@@ -152,13 +152,13 @@ def _split(plan: Planned) -> dict[str, Any]:
     return {"parallelism.module_fqns_per_model_part": " ".join(",".join(part) for part in parts)}
 
 
-def from_toml(file: Path) -> Options:
+def from_toml(file: Path) -> CommandOptions:
     """Return the options of a job configuration, as on the command line.
 
     Raises:
         ValueError: wrong contents.
     """
-    top, options = Table.load(file), Options(str(file))
+    top, options = Table.load(file), CommandOptions(str(file))
     for section in ("model", "training", "parallelism", "activation_checkpoint", "compile"):
         for name, value in (top.scalars(section) if section in top.keys else {}).items():
             if value is not False:
@@ -172,7 +172,7 @@ def from_toml(file: Path) -> Options:
     return options
 
 
-def imported(options: Options, gpus: int | None) -> Imported:
+def imported(options: CommandOptions, gpus: int | None) -> Imported:
     """Return the plan of a command line, or of a job configuration.
 
     Raises:
@@ -226,14 +226,14 @@ def imported(options: Options, gpus: int | None) -> Imported:
     return _pipeline(options, taken, notes)
 
 
-def _zero(options: Options, shard: int, pp: int) -> int:
+def _zero(options: CommandOptions, shard: int, pp: int) -> int:
     if shard == 1:
         return 0
     reshards = options.get("parallelism.fsdp-reshard-after-forward", "default")
     return 2 if reshards == "never" or (reshards == "default" and pp > 1) else 3
 
 
-def _pipeline(options: Options, taken: dict[str, Any], notes: list[str]) -> Imported:
+def _pipeline(options: CommandOptions, taken: dict[str, Any], notes: list[str]) -> Imported:
     pp, where = taken["pp"], options.where
     policy: dict[str, Any] = {"wgrad_overlap": True} if taken["dp"] > 1 else {}
     if pp == 1:
