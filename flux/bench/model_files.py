@@ -6,14 +6,12 @@ sound, state-space layers. Attention is causal, and norms, biases and positions 
 
 from __future__ import annotations
 
-import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flux.bench.shapes import Latent, Layer, Model, Moe, model_in
-from flux.core.datafile import Table, data_root, find, load_json, read_bytes, shown
+from flux.core.datafile import Table, data_root, find, load_json, shown
 
 DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo"),
@@ -245,74 +243,14 @@ def torchtitan_model(config: str, where: str) -> str:
     return known
 
 
-class CommandOptions(dict[str, str]):
-    """Options of a command line by name, with hyphens; "" of those without a value.
-
-    Attributes:
-        where: they are from, for errors.
-    """
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where = where
-
-    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Return a size; raise ValueError if it is missing, or none."""
-        if key not in self and default is not None:
-            return default
-        text = self.get(key, "")
-        if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= 1 << 30:
-            raise ValueError(f"{self.where}: --{key}: expected a size, got {shown(text)}")
-        return int(text)
-
-
-_VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
-LISTS = ("recompute-modules", "parallelism.module-fqns-per-model-part")
-"""Options with several values, which are kept with blanks between."""
-_CHECKPOINTS = ("activation-checkpoint:", "activation_checkpoint:")
-
-
-def options_in(file: Path) -> CommandOptions:
-    """Return the options in a text, such as a script, with variables that it sets.
-
-    Raises:
-        ValueError: the file cannot be read, or a quotation does not end.
-    """
-    try:
-        text = read_bytes(file, 1 << 20).decode("utf-8")
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: {error}") from error
-    variables: dict[str, str] = {}
-    for place, word in enumerate(words):
-        words[place] = _VARIABLE.sub(lambda it: variables.get(it[1], it[2] or it[0]), word).rstrip(
-            ";"
-        )
-        name, equals, value = words[place].partition("=")
-        if equals and name.isidentifier() and len(value) < 100:
-            variables[name] = value
-    options = CommandOptions(str(file))
-    for place, word in enumerate(words):
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            name, values = name.replace("_", "-"), [value] if equals else []
-            for after in words[place + 1 :] if not equals else ():
-                ends = after.startswith(("--", ")", *_CHECKPOINTS))
-                if ends or (values and name not in LISTS):
-                    break
-                values.append(after)
-            options[name] = " ".join(values)
-        elif word.startswith(_CHECKPOINTS):
-            options["activation-checkpoint"] = word.partition(":")[2]
-    return options
-
-
 def from_megatron(file: Path) -> Model:
     """Return the model of a text with Megatron's options, such as a script that starts it.
 
     Raises:
         ValueError: a size is missing, or no number.
     """
+    from flux.bench.scripts import options_in  # of scripts alone
+
     options = options_in(file)
     size = options.size
     hidden, heads = size("hidden-size"), size("num-attention-heads")

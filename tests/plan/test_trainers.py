@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flux.bench.model_files import options_in
+from flux.bench.scripts import options_in
 from flux.bench.shapes import Latent, Layer, Moe
 from flux.cli.app import app
 from flux.plan.model import Parallel, TrainingStep, even_split, step_of

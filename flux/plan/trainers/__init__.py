@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flux.bench.model_files import SCRIPTS, options_in
+from flux.bench.model_files import SCRIPTS
+from flux.bench.scripts import options_in
 from flux.core.datafile import Table
 from flux.plan.trainers import deepspeed, megatron, torchtitan
 from flux.plan.trainers.common import RELEASES, Exported, Imported, Planned

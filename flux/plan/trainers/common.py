@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import gcd
 from typing import Any, NamedTuple
 
-from flux.bench.model_files import CommandOptions
+from flux.bench.scripts import CommandOptions
 from flux.plan.model import TrainingStep, even_split
 from flux.plan.policies import Policies
 

@@ -6,7 +6,8 @@ import re
 import shlex
 from typing import Any
 
-from flux.bench.model_files import LISTS, CommandOptions, model_of
+from flux.bench.model_files import model_of
+from flux.bench.scripts import LISTS, CommandOptions
 from flux.core.datafile import shown
 from flux.plan.model import TrainingStep
 from flux.plan.trainers.common import Exported, Imported, Planned, gpus_in, quotient, split_of

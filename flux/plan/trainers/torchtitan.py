@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flux.bench.model_files import TORCHTITAN, CommandOptions, model_of, torchtitan_model
+from flux.bench.model_files import TORCHTITAN, model_of, torchtitan_model
+from flux.bench.scripts import CommandOptions
 from flux.core.datafile import Table, shown
 from flux.plan.model import TrainingStep
 from flux.plan.trainers.common import Exported, Imported, Planned, gpus_in, quotient, split_of
