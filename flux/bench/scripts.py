@@ -19,7 +19,10 @@ class CommandOptions(dict[str, str]):
 
     Attributes:
         where: they are from, for errors.
+        program: the first word that ends in ``.py``, or "".
     """
+
+    program = ""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -46,6 +49,9 @@ def options_in(file: Path) -> CommandOptions:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
+    # Bash's lists may quote an option with its value: ("--fp8-format hybrid").
+    lists = [word.split() if word[:2] == "--" and "=" not in word else [word] for word in words]
+    words = [word for several in lists for word in several]
     variables: dict[str, str] = {}
     for place, word in enumerate(words):
         word = _VARIABLE.sub(lambda it: variables.get(it[1], it[2] or it[0]), word).rstrip(";")
@@ -68,5 +74,6 @@ def options_in(file: Path) -> CommandOptions:
             values[last].append(word)
             last = last if last in LISTS else ""
     options = CommandOptions(str(file))
+    options.program = next((word for word in words if word.endswith(".py")), "")
     options.update((name, " ".join(words)) for name, words in values.items())
     return options

@@ -206,7 +206,8 @@ def export_command(
         made = exported(to, Planned(step, name, dict(chosen), devices))
     except ValueError as error:
         refuse(str(error))
-    lines = [f"{title_of(step, to)}; {label_of(name, chosen)}; {RELEASES[to]}"]
+    gpus = f"{step.name} on {step.parallel.world} GPUs"
+    lines = [f"{gpus}, {label_of(name, chosen)}; options of {RELEASES[to]}"]
     if made.text.startswith("{"):
         for note in made.notes:
             _note(note)

@@ -299,13 +299,17 @@ def test_what_other_files_say_becomes_a_plan(tmp_path: Path) -> None:
         "N=16; torchrun --nproc_per_node=$N pretrain_gpt.py --num-layers 14 --hidden-size 64 \\\n"
         "--num-attention-heads 4 --seq-length 64 --bf16 --use-torch-fsdp2 --micro-batch-size 2 "
         "--global-batch-size 64 --pipeline-model-parallel-size 4 --recompute-activations "
-        "--optimizer-cpu-offload "
+        '"--optimizer-cpu-offload" "--fp8-format hybrid" '
     )
     less = "--account-for-loss-in-pipeline-split --account-for-embedding-in-pipeline-split"
     script.write_text(text + less)
     found = read_plan(str(script))
-    names = ("dp", "pp", "micro_batches", "zero", "recompute", "fp32_gradients", "split")
-    assert [found.options[name] for name in names] == [4, 4, 8, 3, "selective", True, ""]
+    names = ("dp", "pp", "micro_batches", "zero", "recompute", "gemm_dtype", "split")
+    wanted = [4, 4, 8, 3, "selective", "float8_e4m3fn", ""]
+    assert [found.options[name] for name in names] == wanted
+    script.write_text(text.replace("pretrain_gpt", "pretrain_bert"))
+    with pytest.raises(ValueError, match="pretrain_bert.* trains no GPT"):
+        read_plan(str(script))
     assert found.notes == ["--optimizer-cpu-offload: the optimizer's steps on CPUs: not planned"]
     for more in (
         "--decoder-first-pipeline-num-layers 2",

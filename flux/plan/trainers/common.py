@@ -10,7 +10,11 @@ from flux.bench.scripts import CommandOptions
 from flux.plan.model import TrainingStep, even_split
 from flux.plan.policies import Policies
 
-RELEASES = {"megatron": "megatron-core 0.19.2", "torchtitan": "0.3.0", "deepspeed": "0.19.8"}
+RELEASES = {
+    "megatron": "megatron-core 0.19.2",
+    "torchtitan": "torchtitan 0.3.0",
+    "deepspeed": "deepspeed 0.19.8",
+}
 """Whose options are written."""
 
 _FLUX = {
@@ -62,7 +66,9 @@ class Planned(NamedTuple):
             more = _FLUX.get(self.policy, "--policy serial says how long that takes")
             notes.append(f"{trainer} has no {self.policy}, and runs 1F1B without it; {more}")
         if self.options.get("fused", "none") != "none":
-            notes.append("fused linear layers are Flux's: docs/use/layers.md")
+            notes.append(
+                "fused linear layers are Flux's (docs/use/layers.md); else the trainer's own"
+            )
         return plan, notes
 
     def launch(self, program: str) -> str:

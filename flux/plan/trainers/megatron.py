@@ -216,6 +216,8 @@ def imported(options: CommandOptions, model: str, gpus: int | None) -> Imported:
         ValueError: something is missing, or no plan can have it.
     """
     where, size = options.where, options.size
+    if re.search("(bert|t5|mamba|hybrid|vlm|vision|retro|ict)[^/]*$", options.program):
+        raise ValueError(f"{where}: {shown(options.program)} trains no GPT")
     for name, what in _REFUSED.items():
         if name in options:
             raise ValueError(f"{where}: --{name}: plans do not know {what}")

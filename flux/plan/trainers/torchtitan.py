@@ -23,8 +23,6 @@ _RECOMPUTE = {"none": "none", "ops": "selective", "full": "full"}
 _FLOAT8 = ("llama3_405b",)
 """Configurations that multiply in float8 and with async tensor parallelism."""
 _IGNORED = {
-    "compile.enable-async-tensor-parallel": "async tensor parallelism",
-    "parallelism.enable-async-tensor-parallel": "async tensor parallelism",
     "training.enable-cpu-offload": "offloading to CPUs",
     "parallelism.pipeline-parallel-schedule-csv": "a schedule of its own",
 }
@@ -62,6 +60,8 @@ def exported(plan: Planned) -> Exported:
         options |= _split(plan)
     words = [f"--{name} {value}" for name, value in options.items()]
     words += ["--parallelism.no-enable_sequence_parallel"] if p.tp > 1 and not p.sequence else []
+    fused = plan.options.get("fused", "none") != "none" and p.sequence and p.tp > 1
+    words += ["--compile.enable_async_tensor_parallel"] if fused and not step.eager else []
     words += ["--training.disable_cuda_graphs"] if p.pp > 1 or p.ep > 1 else []
     words.append(f"--compile.{'no-' if step.eager else ''}enable")
     if step.optimizer == "adam-bf16":
@@ -76,7 +76,7 @@ def exported(plan: Planned) -> Exported:
 def _same(name: str, step: TrainingStep) -> bool:
     model = model_of(TORCHTITAN[name])
     same = replace(model.layer, dropout=step.layer.dropout) == step.layer
-    return same and model.layers == step.layers
+    return same and model.layers == step.layers and step.vocabulary in (0, model.vocabulary)
 
 
 def _check(plan: Planned) -> None:
@@ -119,6 +119,8 @@ def _differences(plan: Planned, config: str | None) -> list[str]:
         notes.append(
             f"{kind}: model_registry(..., converters=) in a configuration of your own changes it"
         )
+    if p.tp > 1 and plan.options.get("wgrad_overlap"):
+        notes.append("tensor parallel collectives hide behind no wgrads")
     if plan.policy == "serial" and p.dp > 1 and not plan.overlaps:
         notes.append("FSDP overlaps its collectives: faster than planned")
     return notes
@@ -237,6 +239,8 @@ def _zero(options: CommandOptions, shard: int, pp: int) -> int:
 def _pipeline(options: CommandOptions, taken: dict[str, Any], notes: list[str]) -> Imported:
     pp, where = taken["pp"], options.where
     policy: dict[str, Any] = {"wgrad_overlap": True} if taken["dp"] > 1 else {}
+    if any(name.endswith("enable-async-tensor-parallel") for name in options):
+        policy["fused"] = "auto"
     if pp == 1:
         return Imported(taken, ("serial", policy), notes)
     schedule = options.get("parallelism.pipeline-parallel-schedule", "1F1B")
