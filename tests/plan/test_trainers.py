@@ -308,7 +308,7 @@ def test_what_other_files_say_becomes_a_plan(tmp_path: Path) -> None:
     wanted = [4, 4, 8, 3, "selective", "float8_e4m3fn", ""]
     assert [found.options[name] for name in names] == wanted
     script.write_text(text.replace("pretrain_gpt", "pretrain_bert"))
-    with pytest.raises(ValueError, match="pretrain_bert.* trains no GPT"):
+    with pytest.raises(ValueError, match="trains no GPT"):
         read_plan(str(script))
     assert found.notes == ["--optimizer-cpu-offload: the optimizer's steps on CPUs: not planned"]
     for more in (
