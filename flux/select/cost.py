@@ -146,7 +146,7 @@ def kernel_ms(
         elements: of one of its tensors.
         backward: of the function's backward.
     """
-    if device.measured is not None:
+    if device.measured is not None and device.measured.knows("elementwise"):
         return device.measured.kernel_ms(function, elements, nbytes, backward)
     return memory_ms(device, nbytes, device.memory_share or ELEMENTWISE_SHARE)
 
@@ -183,7 +183,7 @@ def attention_ms(
         device: of one rank.
         backward: of its backward.
     """
-    if device.measured is not None:
+    if device.measured is not None and device.measured.knows("attention"):
         return device.measured.attention_ms(shape, backward)
     batch, heads, queries, keys, dim = shape
     operations = 4.0 * batch * heads * queries * keys * dim / 2
