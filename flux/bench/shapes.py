@@ -121,16 +121,15 @@ class Layer:
         """Return elements of the weights of an MLP, or of an expert."""
         return (3 if self.gated else 2) * self.hidden * intermediate
 
+    def reach(self, layer: int, sequence: int) -> int:
+        """Return keys that attention of a layer computes for the last token of a sequence."""
+        full = not self.window or (self.full_every and (layer + 1) % self.full_every == 0)
+        return sequence if full else min(self.window, sequence)
+
     def visible(self, layer: int, sequence: int) -> float:
         """Return pairs of a query and a key that attention computes, of one sequence and head."""
-        window = self.window
-        if (
-            not window
-            or window >= sequence
-            or (self.full_every and (layer + 1) % self.full_every == 0)
-        ):
-            return sequence * sequence / 2
-        return sequence * window - window * window / 2
+        reach = self.reach(layer, sequence)
+        return sequence * reach - reach * reach / 2
 
     def gemms(self, decodes: bool) -> Iterator[tuple[str, int, int]]:
         """Yield (op, N, K) of each GEMM with communication."""

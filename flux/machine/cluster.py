@@ -197,10 +197,13 @@ def _two_digits(value: float) -> float:
     return float(f"{value:.2g}")
 
 
-def load_cluster(name: str | Path, calibration: str | Path | None = None) -> Cluster:
+def load_cluster(
+    name: str | Path, calibration: str | Path | None = None, hosts: int | None = None
+) -> Cluster:
     """Return the cluster that a file describes: a path, or the name of one in `tuning/clusters`.
 
     ``calibration``: a file of `flux plan calibrate`, in place of the one that the cluster names.
+    ``hosts``: to assume, in place of the file's.
 
     Raises:
         ValueError: no such file, or wrong contents; the message names file and key.
@@ -224,10 +227,8 @@ def load_cluster(name: str | Path, calibration: str | Path | None = None) -> Clu
     named = table.text("calibration", "")
     if calibration is None and named:
         calibration = file.parent / named
-    described = ""
     if calibration is not None:
         device = calibrated(device, Path(calibration))
-        described = f", {device.measured.kinds if device.measured else ''} of {calibration}"
     devices = table.integer("per_host")
     if not device.tflops:
         table.fail("tflops", "expected at least one dtype")
@@ -258,7 +259,7 @@ def load_cluster(name: str | Path, calibration: str | Path | None = None) -> Clu
     )
     table.done()
     cluster = Cluster(
-        name=top.text("name") + described,
+        name=top.text("name") + (f", kernels of {calibration}" if calibration else ""),
         device=device,
         devices=devices,
         hosts=top.integer("hosts"),
@@ -272,7 +273,11 @@ def load_cluster(name: str | Path, calibration: str | Path | None = None) -> Clu
     top.done()
     if cluster.hosts > 1 and network.kind == "none":
         top.fail("network.kind", f"{cluster.hosts} hosts need a network, got 'none'")
-    return cluster
+    if hosts is None:
+        return cluster
+    if hosts < 1:
+        raise ValueError(f"hosts must be at least 1, got {hosts}")
+    return replace(cluster, hosts=hosts)
 
 
 def calibrated(device: DeviceSpec, path: Path) -> DeviceSpec:
@@ -292,7 +297,7 @@ def calibrated(device: DeviceSpec, path: Path) -> DeviceSpec:
         device,
         measured=measured,
         gemm_share=operations / (1e12 * peak),
-        memory_share=nbytes / (1e9 * device.memory_gbs) or device.memory_share,
+        memory_share=nbytes / (1e9 * device.memory_gbs),
     )
 
 

@@ -1,4 +1,4 @@
-"""Build the operators of a training step of a transformer, dense or with experts.
+"""Build the operators of a training step of a transformer, dense or with experts; or its inference.
 
 Of one layer, with sequence parallelism. Without it, AllReduce takes the place of ReduceScatter, and
 there is no AllGather; without tensor parallelism there is neither. DHelix (arXiv 2411.15871,
@@ -82,11 +82,12 @@ class _Step:
             for stage in range(step.parallel.pp):
                 self._forward(stage)
                 ends[-1].append(self.last)
-        for micro in range(step.micro_batches):
+        for micro in range(0 if step.serves else step.micro_batches):
             self.micro, self.last = micro, ends[micro][-1]
             for stage in reversed(range(step.parallel.pp)):
                 self._backward(stage)
-        self._optimize()
+        if not step.serves:
+            self._optimize()
         resident = [sum(step.resident(stage).values()) for stage in range(step.parallel.pp)]
         return self.builder.build(resident)
 
@@ -141,7 +142,7 @@ class _Step:
             *(op.part, op.kind, op.shape),
             role=role,
             group=op.group,
-            keeps=keeps,
+            keeps=0.0 if self.step.serves else keeps,
             behind=self._behind(op.part) if op.kind == "gemm" else None,
         )
         if op.kind == "norm":
@@ -194,17 +195,19 @@ class _Step:
         self.stage = stage
         for index in range(self.step.stages[stage]):
             self.layer = self.starts[stage] + index
-            self._gather_weights("fwd")
+            if self.step.zero == 3:
+                self._gather_weights("fwd")
             if self.layer == 0 and self.step.vocabulary:
                 self._embed()
             ops = self.layers.of(self.layer)
-            dropped = self._dropped(index, ops)
+            dropped = self._dropped(index, ops) if self.step.recompute != "none" else {}
             for place, op in enumerate(ops):
                 if op.forward:
                     self._run(op, op.keeps - dropped.get(place, (0, 0.0))[1])
             if self.layer == self.step.layers - 1 and self.step.vocabulary:
                 self._head()
-            self._free_weights()
+            if self.step.zero == 3:
+                self._free_weights()
         if stage < self.step.parallel.pp - 1:
             self._send("send_act", "fwd")
 
@@ -213,16 +216,19 @@ class _Step:
         for index in reversed(range(self.step.stages[stage])):
             self.layer = self.starts[stage] + index
             first = len(self.builder.ops)
-            self._gather_weights("dgrad")
+            if self.step.zero == 3:
+                self._gather_weights("dgrad")
             if self.layer == self.step.layers - 1 and self.step.vocabulary:
                 self._head_backward()
             ops = self.layers.of(self.layer)
-            self._recompute(index, ops)
+            if self.step.recompute != "none":
+                self._recompute(index, ops)
             for op in reversed(ops):
                 self._run_backward(op)
             if self.layer == 0 and self.step.vocabulary:
                 self._embed_backward()
-            self._scatter_gradients(first)
+            if self.step.zero >= 2:
+                self._scatter_gradients(first)
         if stage > 0:
             self._send("send_grad", "dgrad")
 
@@ -283,10 +289,22 @@ class _Step:
         self._record(self._add("embed", "elementwise", shape, role="wgrad", leads=False))
 
     def _head_ops(self) -> list[LayerOp]:
-        """Return the operators after the last layer. The loss keeps logits in float32."""
+        """Return the operators after the last layer. The loss keeps logits in float32.
+
+        In inference, of each sequence's last token.
+        """
         layers, hidden = self.layers, self.step.layer.hidden
         width = self.step.vocabulary // layers.tp
         logits = layers.rows * width
+        if self.step.serves:
+            sequences, whole = self.step.micro_batch, self.step.vocabulary
+            gathers = [LayerOp("ag_logits", "all_gather", (sequences, whole), group="tp")]
+            return [
+                layers.norm("ln_f"),
+                layers.gemm("head", sequences, width, hidden),
+                *(gathers if layers.tp > 1 else []),
+                layers.elementwise("sample", sequences, whole, 0.0, 1, 1),
+            ]
         return [
             layers.norm("ln_f"),
             *layers.column("_head", hidden),
@@ -298,7 +316,8 @@ class _Step:
         """Add the head; the loss frees the logits that the head has made, and keeps its own."""
         for op in self._head_ops():
             self._run(op, op.keeps + (op.shape[0] * op.shape[1] if op.part == "head" else 0.0))
-        self._free(self._head_ops()[-1])
+        if not self.step.serves:
+            self._free(self._head_ops()[-1])
 
     def _head_backward(self) -> None:
         """Add backward of the head; the loss makes gradients of logits, which the head frees."""
@@ -346,16 +365,11 @@ class _Step:
     def _sharded_weights(self, *, used: bool = False) -> list[tuple[str, str, float]]:
         """Return (suffix, group, elements) of a layer's weights whose gradients are scattered."""
         step = self.step
-        if step.zero < 2:
-            return []
         parts = self._weights(self.layer, used=used)
         if step.shard:
             mesh = (step.parallel.dp // step.shard, step.shard)
             parts = [(suffix, SubGroup(g, mesh, 1).name, weights) for suffix, g, weights in parts]
         return [part for part in parts if self.fabric.span(part[1]).size > 1]
-
-    def _gathered_weights(self) -> list[tuple[str, str, float]]:
-        return self._sharded_weights(used=True) if self.step.zero == 3 else []
 
     def _uses(self, suffix: str) -> tuple[str, ...]:
         """Return the operators whose weights one gather brings."""
@@ -372,7 +386,7 @@ class _Step:
         """Add the gathers before a layer; backward allocates its gradients as well."""
         self.parameters = {}
         gradients = self.gradient if role == "dgrad" else 0.0
-        for suffix, group, weights in self._gathered_weights():
+        for suffix, group, weights in self._sharded_weights(used=True):
             added = self._add(
                 f"weights{suffix}",
                 "all_gather",
@@ -387,16 +401,15 @@ class _Step:
 
     def _free_weights(self) -> None:
         """Let the last operator of a layer's forward free the weights gathered for it."""
-        held = sum(int(weights) for _, _, weights in self._gathered_weights())
+        held = sum(int(weights) for _, _, weights in self._sharded_weights(used=True))
         if held:
             self._change(self.last, frees=held)
 
     def _scatter_gradients(self, first: int) -> None:
         """Add, after a layer's backward, ReduceScatter of its gradients."""
-        if self.step.zero < 2:
-            return
         whole, reduced = self.step.zero == 3, []
-        held = {suffix: int(weights) for suffix, _, weights in self._gathered_weights()}
+        gathered = self._sharded_weights(used=True) if whole else []
+        held = {suffix: int(weights) for suffix, _, weights in gathered}
         wgrads = self.wgrads.pop(self.layer)
         for suffix, group, weights in self._sharded_weights():
             uses, freed = self._uses(suffix), int(weights) * self.gradient

@@ -1,9 +1,10 @@
-"""The commands `flux plan simulate` and `explain`, and the output of all plan commands."""
+"""Commands of `flux plan`: simulate, explain, export and serve; and the output of all others."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +27,14 @@ from flux.cli.terminal import (
     writing,
 )
 from flux.plan.command_calibrate import calibrate_command
-from flux.plan.options import PictureFile, StepOptions, TraceFile, parse_policy, step_with
+from flux.plan.options import (
+    PictureFile,
+    ServeOptions,
+    StepOptions,
+    TraceFile,
+    parse_policy,
+    step_with,
+)
 
 if TYPE_CHECKING:
     from flux.machine.cluster import Cluster
@@ -114,19 +122,15 @@ def _note(text: str) -> None:
 def _compare(options: StepOptions) -> tuple[TrainingStep, Cluster, list[Compared]]:
     """Return the step, the cluster and the outcome of each policy; exit for bad input."""
     from flux.machine.cluster import load_cluster
-    from flux.plan.compare import compared, usable
+    from flux.plan.compare import compared
 
     step, policies = _step_of(options, (("serial", {}), ("domino", {})))
     try:
-        cluster = load_cluster(options.cluster, options.calibration)
-        if options.hosts is not None:
-            if options.hosts < 1:
-                raise ValueError(f"hosts must be at least 1, got {options.hosts}")
-            cluster = replace(cluster, hosts=options.hosts)
+        cluster = load_cluster(options.cluster, options.calibration, options.hosts)
         outcomes = compared(policies, step, cluster, options.memory_gb, options.headroom)
     except ValueError as error:
         refuse(str(error))
-    if not usable(outcomes):
+    if all(outcome.reason for outcome in outcomes):
         refuse("\n".join(f"{outcome.label}: {outcome.reason}" for outcome in outcomes))
     return step, cluster, outcomes
 
@@ -157,12 +161,11 @@ def simulate_command(
     if json_target != "-":
         report.show(rows, title_of(step, cluster.name), open_console())
     write(rows[0] if len(rows) == 1 else rows, json_target)
-    timelines = usable(outcomes)
     if trace is not None:
-        write_trace(timelines, trace)
+        write_trace(usable(outcomes), trace)
     if picture is not None:
-        draw(title_of(step, cluster.name), timelines, picture)
-    _fail_if_any(outcomes)
+        draw(title_of(step, cluster.name), usable(outcomes), picture)
+    _fail_if((label, reason) for label, _, reason in outcomes if reason)
 
 
 @plan.command("explain")
@@ -181,7 +184,7 @@ def explain_command(step_options: StepOptions) -> None:
         console.print(f"\n[bold]{label}[/]: {timeline.iteration_ms:.2f} ms", **PLAIN)
         for line in explain(timeline):
             console.print(line, **PLAIN)
-    _fail_if_any(outcomes)
+    _fail_if((label, reason) for label, _, reason in outcomes if reason)
 
 
 @plan.command("export")
@@ -217,10 +220,45 @@ def export_command(
     print(made.text)
 
 
-def _fail_if_any(outcomes: list[Compared]) -> None:
-    """Exit with status 1 if the plan of a policy cannot be used, and name these on stderr."""
-    failed = [outcome for outcome in outcomes if outcome.reason]
-    for outcome in failed:
-        complain(f"{outcome.label}: {outcome.reason}")
+@plan.command("serve")
+@with_options
+def serve_command(asked: ServeOptions, json_target: options.JsonTarget = None) -> None:
+    """Predict what a model serves: time to first token, time per token, memory, tokens per second.
+
+    Nothing is run. --policy is one of serial, domino and intra_batch; the default compares serial
+    with Flux's fused ops. --gemm-dtype is that of stored weights, too.
+    """
+    from flux.machine.cluster import load_cluster
+    from flux.plan import serve
+    from flux.plan.model import Parallel, step_of
+
+    check_writable(json_target)
+    degrees = {name: getattr(asked, name) for name in ("tp", "dp", "pp", "ep")}
+    try:
+        cluster = load_cluster(asked.cluster, asked.calibration, asked.hosts)
+        step = step_of(
+            asked.model,
+            Parallel(**degrees, sequence=asked.sequence_parallel),
+            sequence=asked.prompt,
+            micro_batch=asked.prompts,
+            layers=asked.layers,
+            gemm_dtype=asked.gemm_dtype,
+        )
+        served = serve.Deployment.of(step, asked.batch, asked.output, asked.kv_dtype)
+        policies = tuple(map(parse_policy, asked.policy or ())) or serve.DEFAULT
+        rows = serve.rows(policies, served, cluster, asked.memory_gb, asked.headroom)
+    except ValueError as error:
+        refuse(str(error))
+    if json_target != "-":
+        serve.show(rows, served.title(cluster), open_console())
+    write(rows, json_target)
+    _fail_if((row["policy"], row["error"]) for row in rows if "error" in row)
+
+
+def _fail_if(reasons: Iterable[tuple[str, str]]) -> None:
+    """Exit with status 1 if a plan cannot be used, and print the label and reason of each."""
+    failed = list(reasons)
+    for label, reason in failed:
+        complain(f"{label}: {reason}")
     if failed:
         raise typer.Exit(EXIT_FAILED)

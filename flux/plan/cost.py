@@ -72,6 +72,8 @@ class AnalyticCost:
         gemm_dtype: of the layers' GEMMs; "": that of operators. Operands are cast for each GEMM.
         functions: of torch that run norms, the optimizer and others, by part or kind; the rest are
             kernels that stream bytes.
+        serves: inference: weights are stored in ``gemm_dtype``, GEMMs whose tiles do not fill the
+            device are cut along K, and small messages have the library's protocol for them.
     """
 
     fabric: Fabric
@@ -80,6 +82,7 @@ class AnalyticCost:
     start_us: float | None = None
     gemm_dtype: str = ""
     functions: Mapping[str, str] = field(default_factory=dict)
+    serves: bool = False
     _times: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
 
     def solo(self, op: Operator) -> float:
@@ -102,27 +105,29 @@ class AnalyticCost:
         assumed = OEF[self.fabric.cluster.device.kind][comm.resource]
         if comp.kind not in FUSED or comm.resource != self.fabric.resource(comp.group):
             return assumed
-        busy = library_ms(self._problem(comp), self.fabric.cluster) / self.solo(comp)
+        busy = library_ms(self.problem_of(comp), self.fabric.cluster) / self.solo(comp)
         return assumed * max(0.0, 1.0 - busy)
 
     def _time(self, op: Operator) -> float:
         if op.is_collective:
             return self._collective_ms(op)
         device, backward = self.fabric.cluster.device, op.role == "dgrad"
-        kind = "gemm" if op.kind in FUSED else op.kind
-        included = device.measured is not None and device.measured.knows(kind)
-        launch = 0.0 if included else 1e-3 * LAUNCH_US[device.kind]
+        launch = 0.0 if device.measured else 1e-3 * LAUNCH_US[device.kind]  # measured with the rest
         if op.kind == "attention":
-            batch, heads, queries, keys, dim = op.shape
-            shape = batch, heads, queries, keys, dim
-            return launch + attention_ms(shape, self.dtype, device, backward=backward)
-        if op.kind == "gemm" or op.kind in FUSED:
-            m, n, k = op.shape
+            return launch + attention_ms(op.shape, self.dtype, device, backward=backward)
+        if op.kind == "cached_attention":
+            batch, heads, keys, width, nbytes = op.shape
+            shape, read = (batch, heads, 1, keys, width), float(batch) * keys * nbytes
+            return launch + attention_ms(shape, self.dtype, device, read=read)
+        if "gemm" in op.kind:
+            m, n, k = op.shape[:3]
             cast = self._is_cast(op)
             dtype = self.gemm_dtype if cast else self.dtype
-            gemm = launch + sliced_gemm_ms((m, n, k), dtype, self.itemsize, device, op.role)
+            gemm = launch + sliced_gemm_ms(
+                op.shape, dtype, self.itemsize, device, op.role, serves=self.serves
+            )
             if cast:  # a pass over both operands for the scale, one that reads and writes them
-                moved = (m * k + k * n) * (2 * self.itemsize + 1)
+                moved = (m * k + (0 if self.serves else k * n)) * (2 * self.itemsize + 1)
                 gemm += 2 * launch + kernel_ms(device, moved)
             return gemm + self._exposed_ms(op) if op.kind in FUSED else gemm
         rows, width, tensors = op.shape
@@ -138,16 +143,16 @@ class AnalyticCost:
 
     def _is_cast(self, op: Operator) -> bool:
         """Return whether a GEMM has operands in ``gemm_dtype``: router and head have not."""
-        computes = op.kind == "gemm" or op.kind in FUSED
-        return bool(self.gemm_dtype) and computes and op.part not in ("head", "router")
+        return bool(self.gemm_dtype) and "gemm" in op.kind and op.part not in ("head", "router")
 
     def _exposed_ms(self, op: Operator) -> float:
         """Return what a fused op takes beyond its GEMM, with the knobs that the op would choose."""
-        problem = self._problem(op)
+        problem = self.problem_of(op)
         cluster = self.fabric.cluster
         return predict(problem, cluster, choose(problem, cluster)).exposed_ms
 
-    def _problem(self, op: Operator) -> Problem:
+    def problem_of(self, op: Operator) -> Problem:
+        """Return the problem that a fused op solves."""
         span, (m, n, k) = self.fabric.span(op.group), op.shape
         kind = FusedOp.named(op.kind)
         n, k = (n * span.size, k) if kind.gathers else (n, k * span.size)
@@ -163,7 +168,8 @@ class AnalyticCost:
             return all_to_all_ms(payload, span.size, span.per_host, cluster, ports_gbs)
         kind, shard = _LIBRARY[op.kind], payload / span.size
         return collective_ms(
-            kind, shard, span.size, span.per_host, cluster, ports_gbs, self.start_us
+            *(kind, shard, span.size, span.per_host, cluster, ports_gbs, self.start_us),
+            low_latency=self.serves,
         )
 
 

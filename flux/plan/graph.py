@@ -19,7 +19,9 @@ from flux.plan.mesh import parse_group
 
 FUSED = ("ag_gemm", "gemm_rs", "gemm_ar")
 """A GEMM and the collective before or after it, as one op of Flux."""
-COMPUTE = ("gemm", "attention", "norm", "elementwise", "optimizer", *FUSED)
+SERVING = ("grouped_gemm", "cached_attention")
+"""Operators of inference alone: of experts whose weights are read, and of queries and a cache."""
+COMPUTE = ("gemm", "attention", "norm", "elementwise", "optimizer", *FUSED, *SERVING)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 RESOURCES = ("comp", "intra", "inter")
 """Resources that an operator occupies: multiprocessors, links inside a host, network ports."""
@@ -27,6 +29,7 @@ ROLES = ("fwd", "recompute", "dgrad", "wgrad", "step")
 OUTER = frozenset(
     (
         *("embed", "rs_embed", "ar_embed", "ln_f", "ag_head", "ar_dx_head", "head", "loss"),
+        *("ag_logits", "sample"),
         *("weights_embed", "weights_head", "grads_embed", "grads_head"),
     )
 )
@@ -48,8 +51,10 @@ class Operator(NamedTuple):
         piece: number among the pieces that a policy has cut an operator into.
         pieces: how many of them there are.
         strand: number of the strand that a policy has put it on.
-        shape: gemm and fused ops: (m, n, k) of this rank. attention: (batch, heads, queries, keys,
-            head_dim). norm, elementwise and optimizer: (rows, width, tensors read and written).
+        shape: gemm and fused ops: (m, n, k) of this rank. grouped_gemm: (m, n, k, experts read).
+            attention: (batch, heads, queries, keys, head_dim). cached_attention: (batch, heads,
+            keys, width of a head's keys and values, bytes of a cached token). norm, elementwise and
+            optimizer: (rows, width, tensors read and written).
             Collectives: (rows, width) of the whole tensor; all_to_all and send: of one rank's.
         group: of a collective or a fused op: one of GROUPS, or a part of it (flux/plan/mesh.py).
         allocates: bytes that it allocates when it starts.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flux.core.problem import ceil_div
-from flux.plan.model import TrainingStep
+from flux.plan.model import ServingStep, TrainingStep
 
 _FUSED = {"norm": (2, 4), "bda": (3, 2), "loss": (5, 3)}
 _EAGER = {"norm": (18, 36), "bda": (3, 3), "loss": (7, 11), "rope": (10, 10)}
@@ -66,11 +66,11 @@ class Layers:
 
     def of(self, number: int) -> list[LayerOp]:
         """Return the operators of a layer, in the order of forward."""
-        pairs = self.step.layer.visible(number, self.step.sequence)
-        key = self.step.moe_of(number) is None, pairs
+        keys = self.step.keys(number)
+        key = self.step.moe_of(number) is None, keys
         if key not in self._made:
             mlp = self._mlp() if key[0] else self._experts()
-            self._made[key] = [*self._attention(pairs), *mlp]
+            self._made[key] = [*self._attention(keys), *mlp]
         return self._made[key]
 
     def gemm(self, part: str, rows: int, n: int, k: int) -> LayerOp:
@@ -113,7 +113,7 @@ class Layers:
         mask = own * hidden / 2 if self.step.layer.dropout else 0.0
         return self.elementwise(f"bda{number}", own, hidden, mask, forward + more, backward)
 
-    def _attention(self, pairs: float) -> Iterator[LayerOp]:
+    def _attention(self, keys: float) -> Iterator[LayerOp]:
         step, layer, rows = self.step, self.step.layer, self.rows
         latent = layer.latent
         yield self.norm("ln1")
@@ -133,21 +133,31 @@ class Layers:
         if self.cp > 1:
             shape = rows * self.cp, self.kv
             yield LayerOp("ag_kv", "all_gather", shape, 0, shape, "cp")
-        shape5 = (
-            *(step.micro_batch, layer.heads // self.tp, step.sequence // self.cp),
-            *(round(2 * pairs / step.sequence), (layer.head_dim + layer.value_dim) // 2),
-        )
-        if step.unfused_attention:  # of twice as many keys, half the pairs are all
-            shape5 = (*shape5[:3], 2 * step.sequence, shape5[4])
-        yield LayerOp("attention", "attention", shape5, rows * (self.inner + self.kv), shape5)
-        if step.unfused_attention:
-            scores = shape5[0] * shape5[1] * shape5[2], step.sequence
-            # Softmax, dropout with its mask, and what the two products write and read.
-            kept = 2.5 * scores[0] * scores[1]
-            yield self.elementwise("softmax", *scores, kept, 6, 10)
+        if isinstance(step, ServingStep) and step.decodes:
+            yield self._cached_attention(step, keys)
+        else:
+            shape5 = (
+                *(step.micro_batch, layer.heads // self.tp, step.sequence // self.cp),
+                *(round(2 * keys), (layer.head_dim + layer.value_dim) // 2),
+            )
+            if step.unfused_attention:  # of twice as many keys, half the pairs are all
+                shape5 = (*shape5[:3], 2 * step.sequence, shape5[4])
+            yield LayerOp("attention", "attention", shape5, rows * (self.inner + self.kv), shape5)
+            if step.unfused_attention:
+                scores = shape5[0] * shape5[1] * shape5[2], step.sequence
+                # Softmax, dropout with its mask, and what the two products write and read.
+                kept = 2.5 * scores[0] * scores[1]
+                yield self.elementwise("softmax", *scores, kept, 6, 10)
         yield self.gemm("proj", rows, layer.hidden, layer.heads * layer.value_dim // self.tp)
         yield from self.row("1")
         yield self._bda("1")
+
+    def _cached_attention(self, step: ServingStep, keys: float) -> LayerOp:
+        layer, width = step.layer, step.layer.head_dim + step.layer.value_dim
+        if layer.latent is not None:  # keys are also values, of all heads
+            width = 2 * layer.latent.kv_rank + layer.latent.rope_dim
+        shape = step.micro_batch, layer.heads // self.tp, int(keys), width, step.kv_bytes
+        return LayerOp("attention", "cached_attention", shape)
 
     def _act(self, part: str, rows: int, width: int) -> LayerOp:
         counts = (self.up + 1, 2 * self.up + 1)
@@ -166,23 +176,33 @@ class Layers:
         yield self._bda("2")
 
     def _experts(self) -> Iterator[LayerOp]:
-        moe, own, hidden = self.step.layer.moe, self.own, self.step.layer.hidden
+        moe, hidden, ep = self.step.layer.moe, self.step.layer.hidden, self.step.parallel.ep
         assert moe is not None
-        routed = own * moe.top_k
+        serves = self.step.serves  # experts are tensor parallel
+        own, split = (self.rows, self.tp) if serves else (self.own, 1)
+        routed, shared, width = own * moe.top_k, moe.shared // split, moe.intermediate // split
         tokens = LayerOp("", "all_to_all", (routed, hidden), 0, (routed, hidden), "ep")
-        moves = self.step.parallel.ep > 1
         yield self.norm("ln2")
+        yield from self.column("2", hidden) if serves else ()
         yield self.gemm("router", own, moe.experts, hidden)
-        if moe.shared:
-            yield self.gemm("fc1_shared", own, self.up * moe.shared, hidden)
-            yield self._act("act_shared", own, moe.shared)
-            yield self.gemm("fc2_shared", own, hidden, moe.shared)
-        if moves:
+        if shared:
+            yield self.gemm("fc1_shared", own, self.up * shared, hidden)
+            yield self._act("act_shared", own, shared)
+            yield self.gemm("fc2_shared", own, hidden, shared)
+        if ep > 1:
             yield tokens._replace(part="dispatch")
-        fc1 = self.gemm("fc1", routed, self.up * moe.intermediate, hidden)
+        fc1 = self._grouped("fc1", routed, self.up * width, hidden)
         yield fc1._replace(keeps=routed * hidden)  # tokens of others, which nothing gathers again
-        yield self._act("act", routed, moe.intermediate)
-        yield self.gemm("fc2", routed, hidden, moe.intermediate)
-        if moves:
+        yield self._act("act", routed, width)
+        yield self._grouped("fc2", routed, hidden, width)
+        if ep > 1:
             yield tokens._replace(part="combine")
+        yield from self.row("2") if serves else ()
         yield self._bda("2", moe.top_k - 1)
+
+    def _grouped(self, part: str, rows: int, n: int, k: int) -> LayerOp:
+        """Return a GEMM of experts. Training reads all experts' weights for many rows each."""
+        op, step = self.gemm(part, rows, n, k), self.step
+        if not isinstance(step, ServingStep):
+            return op
+        return LayerOp(part, "grouped_gemm", (*op.shape, step.experts_read(self.rows)))

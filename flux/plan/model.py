@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from flux.bench.model_files import model_of
 from flux.bench.shapes import Layer, Moe
 from flux.core.datafile import MOST_SIZE, shown
-from flux.core.problem import DTYPES
+from flux.core.problem import DTYPES, ceil_div
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ class TrainingStep:
     eager: bool = False
     unfused_attention: bool = False
     gemm_dtype: str = ""
+    serves = False  # see ServingStep
 
     def __post_init__(self) -> None:
         layer, parallel = self.layer, self.parallel
@@ -158,8 +159,7 @@ class TrainingStep:
         if layer.moe is not None:
             sizes.append(("experts", layer.moe.experts, "ep", parallel.ep))
         if parallel.sequence:
-            tokens = self.micro_batch * self.sequence // parallel.cp
-            sizes.append(("tokens of a micro-batch", tokens, "tp", parallel.tp))
+            sizes.append(("tokens of a micro-batch", self.tokens, "tp", parallel.tp))
         for name, size, degree, by in sizes:
             if size % by:
                 raise ValueError(f"{degree} = {by} must divide {name} = {size}")
@@ -262,9 +262,9 @@ class TrainingStep:
 
         Those of matrix products: forward, and twice as many backward; nothing that is computed
         again. Attention counts the pairs of a causal mask. Experts count for the tokens that are
-        routed to them.
+        routed to them. Inference has forward alone, and logits of last tokens.
         """
-        layer, of_token = self.layer, 2.0 * self.vocabulary * self.layer.hidden
+        layer, of_token = self.layer, 0.0
         for number in range(self.layers):
             moe = self.moe_of(number)
             if moe is None:
@@ -272,10 +272,127 @@ class TrainingStep:
             else:
                 weights = layer.mlp_weights(moe.top_k * moe.intermediate + moe.shared)
                 weights += layer.hidden * moe.experts  # the router
-            pairs = layer.visible(number, self.sequence) / self.sequence
-            scores = layer.heads * (layer.head_dim + layer.value_dim) * pairs
+            scores = layer.heads * (layer.head_dim + layer.value_dim) * self.keys(number)
             of_token += 2.0 * (layer.attention_weights + weights + scores)
-        return 3.0 * of_token * self.batch_tokens
+        logits = self.micro_batch * self.parallel.dp if self.serves else self.batch_tokens
+        head = 2.0 * self.vocabulary * layer.hidden * logits
+        return (1.0 if self.serves else 3.0) * (of_token * self.batch_tokens + head)
+
+    def keys(self, layer: int) -> float:
+        """Return keys that attention of a layer computes for a token, in the mean."""
+        return self.layer.visible(layer, self.sequence) / self.sequence
+
+
+@dataclass(frozen=True)
+class ServingStep(TrainingStep):
+    """One forward of ``micro_batch`` sequences on each data parallel rank: a prefill or a decode.
+
+    A training step's forward, with the differences of inference engines. Experts are split over
+    tensor parallel ranks, too. A decode of compressed attention reads the compressed cache: keys'
+    and values' projections move to queries and outputs. Layers' weights are stored in
+    ``gemm_dtype``. The head has each sequence's last token alone.
+
+    Attributes:
+        decodes: one token of each sequence, which attends to ``sequence`` tokens of the cache; else
+            prompts of ``sequence`` tokens.
+        kv_dtype: of the cache; "" for that of activations.
+    """
+
+    decodes: bool = False
+    kv_dtype: str = ""
+    serves = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        moe, parallel = self.layer.moe, self.parallel
+        if self.kv_dtype and self.kv_dtype not in DTYPES:
+            names = ", ".join(DTYPES)
+            raise ValueError(f"kv_dtype must be one of {names}, got {self.kv_dtype!r}")
+        if self.decodes and parallel.cp > 1:
+            raise ValueError(f"a decode has one token of each sequence, and cp = {parallel.cp}")
+        if moe is not None:
+            for name, width in (("intermediate", moe.intermediate), ("shared", moe.shared)):
+                if width % parallel.tp:
+                    raise ValueError(f"tp = {parallel.tp} must divide {name} = {width} of experts")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a forward on one context parallel rank."""
+        return self.micro_batch if self.decodes else super().tokens
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a forward on all ranks."""
+        return self.parallel.dp * self.tokens * self.parallel.cp
+
+    def keys(self, layer: int) -> float:
+        """Return keys that attention of a layer computes for a token, in the mean."""
+        return self.layer.reach(layer, self.sequence) if self.decodes else super().keys(layer)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a token in a rank's cache of one layer; compressed ones are on all ranks."""
+        layer, latent = self.layer, self.layer.latent
+        heads = ceil_div(layer.kv_heads, self.parallel.tp)
+        elements = heads * (layer.head_dim + layer.value_dim)
+        if latent is not None:
+            elements = latent.kv_rank + latent.rope_dim
+        return elements * DTYPES[self.kv_dtype or self.dtype].itemsize
+
+    def cache_bytes(self, tokens: int) -> float:
+        """Return bytes of a sequence of this length in the cache of the rank with most layers.
+
+        Layers with a window hold no more than it.
+        """
+        stages, firsts = self.stages, [sum(self.stages[:n]) for n in range(len(self.stages))]
+        held = [
+            sum(self.layer.reach(number, tokens) for number in range(first, first + count))
+            for first, count in zip(firsts, stages, strict=True)
+        ]
+        return max(held) * self.kv_bytes / self.parallel.cp
+
+    def weights_of(self, layer: int) -> float:
+        """Return elements of a layer's weights on one rank, with those that each rank has whole."""
+        sizes, tp, moe, latent = self.layer, self.parallel.tp, self.moe_of(layer), self.layer.latent
+        if latent is not None:
+            whole = sizes.hidden * (latent.query_rank + latent.kv_rank + latent.rope_dim)
+            attention = (sizes.attention_weights - whole) / tp + whole
+        else:
+            copies = ceil_div(sizes.kv_heads, tp) - sizes.kv_heads / tp
+            attention = sizes.attention_weights / tp
+            attention += sizes.hidden * copies * (sizes.head_dim + sizes.value_dim)
+        if moe is None:
+            return attention + sizes.mlp_weights(sizes.intermediate) / tp
+        experts = moe.experts / self.parallel.ep * moe.intermediate + moe.shared
+        return attention + sizes.mlp_weights(1) * experts / tp
+
+    @property
+    def weight_itemsize(self) -> int:
+        """Bytes of an element of the layers' weights."""
+        return DTYPES[self.gemm_dtype or self.dtype].itemsize
+
+    def resident(self, stage: int) -> dict[str, float]:
+        """Return bytes of weights of a stage's rank."""
+        first, stages = sum(self.stages[:stage]), self.stages
+        layers = sum(map(self.weights_of, range(first, first + stages[stage])))
+        moes = sum(self.moe_of(n) is not None for n in range(first, first + stages[stage]))
+        routers = moes * self.layer.hidden * (self.layer.moe.experts if self.layer.moe else 0)
+        last = stage == len(stages) - 1
+        tables = (stage == 0) + (last and not (self.tied and len(stages) == 1))
+        others = tables * self.table_weights + routers
+        return {"weights": layers * self.weight_itemsize + others * self.itemsize}
+
+    def experts_read(self, rows: int) -> int:
+        """Return experts of a rank that any of the group's tokens goes to, with even routing."""
+        moe, ep = self.layer.moe, self.parallel.ep
+        assert moe is not None
+        some = 1.0 - (1.0 - moe.top_k / moe.experts) ** (rows * ep)
+        return max(1, round(moe.experts / ep * some))
+
+
+def serving_step(step: TrainingStep, *, decodes: bool, kv_dtype: str = "") -> ServingStep:
+    """Return the prefill, or the decode, of the model and sizes of a step."""
+    return ServingStep(**vars(step), decodes=decodes, kv_dtype=kv_dtype)
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:

@@ -144,6 +144,31 @@ class StepOptions(RankStepOptions):
     gpus: Gpus = None
 
 
+@dataclass(frozen=True)
+class ServeOptions:
+    """A model on a cluster, and the requests that it serves."""
+
+    policy: Policy = None
+    model: Model = "llama2-70b"
+    cluster: ClusterName = "flux-h800"
+    calibration: CalibrationFile = None
+    hosts: Hosts = None
+    tp: Tp = 8
+    dp: Dp = 1
+    pp: Pp = 1
+    ep: Ep = 1
+    sequence_parallel: SequenceParallel = False
+    layers: Layers = None
+    batch: Annotated[int, typer.Option(help="Sequences that a replica decodes at a time.")] = 64
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 2048
+    output: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256
+    prompts: Annotated[int, typer.Option(help="Prompts of a prefill.")] = 1
+    gemm_dtype: GemmDtype = ""
+    kv_dtype: Annotated[str, typer.Option(help="Of the cache (default: the model's).")] = ""
+    memory_gb: MemoryGb = None
+    headroom: Headroom = 0.05
+
+
 def step_with(options: Any, dtype: str | None = None) -> TrainingStep:
     """Return the step that options describe: ``StepOptions``, or others with a step's fields."""
     from flux.plan.model import Parallel, step_of
@@ -157,7 +182,7 @@ def step_with(options: Any, dtype: str | None = None) -> TrainingStep:
         micro_batches=options.micro_batches,
         layers=options.layers,
         dtype=dtype,
-        split=_sizes(options.split),
+        split=_sizes(options.split) if options.split else (),
         **{name: getattr(options, name) for name in _AS_THEY_ARE},
     )
 
@@ -170,7 +195,7 @@ _AS_THEY_ARE = (
 
 def _sizes(text: str) -> tuple[int, ...]:
     """Return the layers of each stage: "7,8,8,7"."""
-    words = text.split(",") if text else []
+    words = text.split(",")
     if not all(word.strip().isdecimal() for word in words):
         raise ValueError(f"split must be layers of each stage, as in 7,8,8,7, got {text!r}")
     return tuple(map(int, words))

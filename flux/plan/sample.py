@@ -28,7 +28,6 @@ from flux.plan.fabric import Fabric
 from flux.plan.layer_ops import EAGER_FUNCTIONS, FUNCTIONS
 from flux.plan.model import TrainingStep
 from flux.plan.policies import Policies, Policy, label_of, policy_of
-from flux.plan.policies.folding import UnevenStages
 from flux.plan.simulate import Timeline, simulate
 
 LAYERS = 16
@@ -83,14 +82,17 @@ class SampleOutcome(NamedTuple):
 class StepLayout:
     """The graph of a step, and its timelines under policies."""
 
-    def __init__(self, cluster: Cluster, step: TrainingStep) -> None:
+    def __init__(
+        self, cluster: Cluster, step: TrainingStep, cost: type[AnalyticCost] = AnalyticCost
+    ) -> None:
         self.step = step
         self.fabric = Fabric(cluster, step.parallel)
         eager = EAGER_FUNCTIONS[step.layer.gated] if step.eager else {}
-        self.cost = AnalyticCost(
+        self.cost = cost(
             *(self.fabric, step.dtype, step.itemsize),
             gemm_dtype=step.gemm_dtype,
             functions=FUNCTIONS[step.layer.gated] | eager,
+            serves=step.serves,
         )
         self.graph = build_step(step, self.fabric)
 
@@ -199,13 +201,17 @@ def estimates(cluster: Cluster, policies: Policies, step: TrainingStep) -> list[
 class _Short:
     """Short steps of a layout."""
 
-    def __init__(self, cluster: Cluster, step: TrainingStep) -> None:
+    def __init__(
+        self, cluster: Cluster, step: TrainingStep, cost: type[AnalyticCost] = AnalyticCost
+    ) -> None:
         self.cluster, self.step = cluster, step
         self.stages, self.layers = step.parallel.pp, max(step.stages)
         self.made: dict[tuple[int, int], StepLayout] = {}
 
     def estimate(self, name: str, options: Mapping[str, Any]) -> Estimate:
         """Return the estimate under a policy."""
+        from flux.plan.policies.folding import UnevenStages
+
         few = few_layers(self.step)
         try:
             return self._with_layers(few, name, options)

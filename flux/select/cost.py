@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from flux.core.knobs import Knobs, Op
-from flux.core.problem import Problem, ceil_div
+from flux.core.problem import DTYPES, Problem, ceil_div
 from flux.machine.cluster import Cluster, DeviceSpec, bytes_per_ms
 from flux.select.gathers import (
     copied_ms,
@@ -52,6 +52,7 @@ from flux.select.hardware import (
     LAUNCH_US,
     LIBRARY_LATENCY_US,
     LIBRARY_SHARE,
+    LOW_LATENCY,
     NETWORK_CALL_US,
     SIGNAL_US,
     SLAB_COST_ROWS,
@@ -107,24 +108,36 @@ def shuffle_ms(problem: Problem, cluster: Cluster) -> float:
 
 
 def sliced_gemm_ms(
-    shape: tuple[int, int, int], dtype: str, itemsize: int, device: DeviceSpec, role: str = "fwd"
+    shape: Sequence[int],
+    dtype: str,
+    itemsize: int,
+    device: DeviceSpec,
+    role: str = "fwd",
+    *,
+    serves: bool = False,
 ) -> float:
     """Return the time of a GEMM [m, n, k] that competes with the same GEMM in slices.
 
     As ``gemm_ms``, but the last wave of tiles counts as a full one: each slice has one of its own,
-    so a plan must not take slices for free. Memory reaches the share of elementwise kernels.
+    so a plan must not take slices for free. Memory reaches the share of elementwise kernels. In
+    inference less than a wave of tiles is cut along k, weights are stored in ``dtype``, and shape
+    has the number of experts, if any.
 
     ``role``: of its operator; products of a linear differ where they were measured.
     """
+    m, n, k, *experts = shape
+    weights = float(DTYPES[dtype].itemsize if serves else itemsize) * sum(experts or (1,)) * n * k
     if device.measured is not None:
-        return device.measured.gemm_ms(shape, dtype, role if role in _GRADIENTS else "fwd")
-    m, n, k = shape
+        role = role if role in _GRADIENTS else "fwd"
+        time = device.measured.gemm_ms((m, n, k), dtype, role)
+        return max(time, kernel_ms(device, weights)) if experts else time
     waves = 1.0
     if device.kind == "cuda":
         tiles = ceil_div(m, TILE[0]) * ceil_div(n, TILE[1])
         full = m * n / (TILE[0] * TILE[1] * device.units)
-        waves = max(1.0, ceil_div(tiles, device.units) / full) if full else 1.0
-    moved = itemsize * (m * k + n * k + m * n)
+        if full and not (serves and tiles < device.units):
+            waves = max(1.0, ceil_div(tiles, device.units) / full)
+    moved = itemsize * (m * k + m * n) + weights
     operations = 2.0 * m * n * k * waves
     return max(_roofline_ms(device, dtype, operations, 0.0), kernel_ms(device, moved))
 
@@ -146,7 +159,7 @@ def kernel_ms(
         elements: of one of its tensors.
         backward: of the function's backward.
     """
-    if device.measured is not None and device.measured.knows("elementwise"):
+    if device.measured is not None:
         return device.measured.kernel_ms(function, elements, nbytes, backward)
     return memory_ms(device, nbytes, device.memory_share or ELEMENTWISE_SHARE)
 
@@ -173,7 +186,7 @@ def _roofline_ms(
 
 
 def attention_ms(
-    shape: tuple[int, int, int, int, int], dtype: str, device: DeviceSpec, *, backward: bool
+    shape: Sequence[int], dtype: str, device: DeviceSpec, *, backward: bool = False, read: float = 0
 ) -> float:
     """Return the time of causal attention, which computes half of the pairs.
 
@@ -182,15 +195,17 @@ def attention_ms(
         dtype: of the operands.
         device: of one rank.
         backward: of its backward.
+        read: bytes that a decode reads; its shape has 1 query, and the width of keys and values.
     """
-    if device.measured is not None and device.measured.knows("attention"):
+    if device.measured is not None and not read:
         return device.measured.attention_ms(shape, backward)
     batch, heads, queries, keys, dim = shape
     operations = 4.0 * batch * heads * queries * keys * dim / 2
     if backward:
         operations *= BACKWARD_ATTENTION
     share = device.attention_share or ATTENTION_SHARE[device.kind]
-    return _roofline_ms(device, dtype, operations, 0, share)
+    computing = _roofline_ms(device, dtype, operations, 0, share)
+    return max(computing, kernel_ms(device, read)) if read else computing
 
 
 def traffic_ms(problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: int) -> float:
@@ -273,6 +288,8 @@ def collective_ms(
     cluster: Cluster,
     network_gbs: float | None = None,
     start_us: float | None = None,
+    *,
+    low_latency: bool = False,
 ) -> float:
     """Return the time of an AllGather, ReduceScatter or AllReduce.
 
@@ -290,6 +307,7 @@ def collective_ms(
         cluster: devices and links.
         network_gbs: GB/s of the ports that these ranks have of their host; None: all of them.
         start_us: time until its first byte moves; None: the library's.
+        low_latency: on GPUs of one host, take the protocol for small messages where it is faster.
     """
     if size == 1:
         return 0.0
@@ -308,20 +326,19 @@ def collective_ms(
     starts = passes if kind == "cuda" else 1  # gloo's was measured for all three alike
     start_ms = 1e-3 * (LIBRARY_LATENCY_US[kind] if start_us is None else start_us)
     moved = max(near, far) if hosts > 1 else near
-    return passes * (moved + hops_us * 1e-3) + starts * start_ms
+    time = passes * (moved + hops_us * 1e-3) + starts * start_ms
+    if not (low_latency and kind == "cuda" and hosts == 1):
+        return time
+    hop, slower = LOW_LATENCY
+    return min(time, passes * (slower * moved + hop * hops_us * 1e-3) + start_ms)
 
 
 def all_to_all_ms(
     payload: float, size: int, per_host: int, cluster: Cluster, network_gbs: float
 ) -> float:
-    """Return the time of an all-to-all, in which ranks send to one another directly.
+    """Return the time of an all-to-all of ``payload`` bytes of each rank, sent directly.
 
-    Args:
-        payload: bytes of one rank.
-        size: ranks.
-        per_host: of them on one host.
-        cluster: devices and links.
-        network_gbs: GB/s of the ports that these ranks have of their host.
+    ``network_gbs``: of the ports that these ranks have of their host.
     """
     link, share = cluster.link, LIBRARY_SHARE[cluster.device.kind][Op.gemm_rs]
     ports = network_gbs * 1e6 * (share if cluster.device.kind == "cuda" else 1.0)
@@ -333,12 +350,9 @@ def all_to_all_ms(
 
 
 def send_ms(payload: float, cluster: Cluster, network_gbs: float | None) -> float:
-    """Return the time of one message.
+    """Return the time of one message of ``payload`` bytes.
 
-    Args:
-        payload: bytes.
-        cluster: devices and links.
-        network_gbs: GB/s of the sender's share of its host's ports; None: it stays on the host.
+    ``network_gbs``: of the sender's share of its host's ports; None: it stays on the host.
     """
     if network_gbs is None:
         return payload / (cluster.link.gbs * 1e6) + cluster.link.latency_us * 1e-3

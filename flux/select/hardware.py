@@ -87,6 +87,11 @@ to do without it: 25 to 90 ms for 17 to 67 MB (docs/contribute/results/hosts.md)
 LIBRARY_LATENCY_US = {"cpu": 2000.0, "cuda": 15.0}
 """Time until the first byte of a library's collective moves. On the CPU from benchmarks/results/cpu
 at M = 1."""
+LOW_LATENCY = (1 / 3, 2.0)
+"""NCCL's protocol for small messages between GPUs of a host: latency of a hop over that of a copy,
+and time of its bytes, half of which are flags. With them an AllReduce of 1 MiB between 8 H100 takes
+39 us, of 8 KiB over PCIe 54 us; measured were 20 to 25 us (github.com/marin-community/marin/issues/
+6736) and 57 us (github.com/vllm-project/vllm/issues/50576)."""
 UNHIDDEN = 0.125
 """Exposed share of the shorter of multiplying and reading memory: ramps at both ends do not
 overlap."""

@@ -106,7 +106,7 @@ def test_a_fused_op_is_between_its_gemm_and_the_unfused_call() -> None:
             if op.kind in FUSED:
                 alone = cost.solo(op._replace(kind="gemm"))
                 assert alone < cost.solo(op)
-                apart = alone + library_ms(cost._problem(op), fabric.cluster)
+                apart = alone + library_ms(cost.problem_of(op), fabric.cluster)
                 assert cost.solo(op) <= apart * (1 + 1e-9)
                 assert 0 <= cost.oef(op, op._replace(kind="all_reduce", resource="intra")) <= 1
 

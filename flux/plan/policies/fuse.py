@@ -120,7 +120,8 @@ def fusable(graph: Graph) -> set[str]:
     """Return which kinds of linear layers can be fused: of "column" and "row"."""
     partner = _pairs(graph, ("column", "row"))
     kinds = {LINEARS[graph.ops[gemm].part] for gemm in partner}
-    gathers = any(op.kind == "all_gather" and op.role == "fwd" for op in graph.ops)
+    trains = any(op.role == "dgrad" for op in graph.ops)
+    gathers = trains and any(op.kind == "all_gather" and op.role == "fwd" for op in graph.ops)
     if gathers and not any(op.kind == "all_gather" and op.role == "wgrad" for op in graph.ops):
         kinds.discard("column")
     return kinds

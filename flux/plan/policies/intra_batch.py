@@ -56,6 +56,6 @@ class IntraBatch:
 def _is_cut(op: Operator, experts: bool) -> bool:
     """Return whether an operator is cut; experts have no tensor-parallel collectives."""
     if op.is_collective:
-        return op.group == "tp" and op.role in ("fwd", "dgrad")
+        return op.group == "tp" and op.role in ("fwd", "dgrad") and op.part != "ag_logits"
     of_experts = experts and op.part in ("fc1", "fc2")
     return op.kind == "gemm" and not of_experts and (op.role, op.part) in _GATHERED | _REDUCED
