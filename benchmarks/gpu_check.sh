@@ -277,6 +277,7 @@ work kernels_small 90 kernels_bench --rows 64 128 256 512
 work kernels_large 110 kernels_bench --rows 8192 4096 2048 1024
 work schedulers 60 schedulers_bench
 work grouped 60 grouped_bench
+work calibration 90 "$python" -m flux.plan.command_calibrate --device cuda --out "$out/calibration.json"
 work loopback 120 loopback_bench --rows 8192 4096
 work virtual 120 virtual_ops
 work fp8 60 "$python" benchmarks/gpu_kernels.py --dtype e4m3 --rows 8192 64 --json "$out/kernels_e4m3.json"
