@@ -209,10 +209,8 @@ class CalibrationRun:
         """Measure all points that the time allows; return what the file holds."""
         try:
             timer = CpuTimer() if self.clocks is None else CudaTimer(self.clocks)
-            # The last of all would be cut short first, so it comes behind the grid.
-            sustained = max(
-                (n for n, p in enumerate(self.points) if p.kind == "attention"), default=0
-            )
+            kinds = [point.kind for point in self.points]
+            sustained = kinds.index("attention") if "attention" in kinds else -1
             for number, point in enumerate(self.points):
                 if time.monotonic() - self._begin > self.seconds:
                     break

@@ -33,9 +33,13 @@ _RIDGE = 1e-3
 _TILES = (None, (128, 128), (128, 256))
 _MOST_US = 1e9
 _DIRECTION = ("forward", "backward")
-_FUNCTIONS = ("attention", "rms_norm", "layer_norm", "silu_mul", "gelu", "rotary", "cross_entropy")
-_NEEDED = (("add", "forward"), ("adamw", "forward"), *product(_FUNCTIONS, _DIRECTION))
-"""Without which an operator would have no time."""
+_FUNCTIONS = ("rms_norm", "layer_norm", "silu_mul", "gelu", "rotary", "cross_entropy")
+_NEEDED = {
+    "attention": [*product(("attention",), _DIRECTION)],
+    "add": [("add", "forward"), ("adamw", "forward"), *product(_FUNCTIONS, _DIRECTION)],
+}
+"""What must be there for times of attention, and of all others, to be used."""
+_LEAST_GEMMS = 8
 _SIZES = {"gemm": 3, "attention": 5}
 _VARIANTS = ("fwd", "dgrad", "wgrad")
 
@@ -173,16 +177,18 @@ class Calibration:
         for point in self.points:
             group = point.dtype if point.kind == "gemm" else point.variant
             groups.setdefault((point.kind, group), []).append(point)
-        for kind, group in (*_NEEDED, ("gemm", self.dtype)):
-            if (count := len(groups.get((kind, group), ()))) < 2:
-                raise ValueError(
-                    f"{self.source} has {count} points of {kind} {group}, which is too few for a "
-                    "plan: give flux plan calibrate more --seconds"
-                )
+        counts = {key: len(points) for key, points in groups.items()}
+        if counts.get(("gemm", self.dtype), 0) < _LEAST_GEMMS:
+            raise ValueError(
+                f"{self.source} has fewer than {_LEAST_GEMMS} GEMMs: too few for a plan"
+            )
         gemms, attention, curves = {}, {}, {}
         for (kind, group), points in groups.items():
+            missing = {key for key in _NEEDED.get(kind, _NEEDED["add"]) if counts.get(key, 0) < 2}
             if kind == "gemm":
                 gemms[group] = Gemms(points, self.units if self.kind == "cuda" else 0)
+            elif missing:
+                continue
             elif kind == "attention":
                 rates = [_pairs(point.shape) / point.us for point in points]
                 attention[group] = Surface([_lengths(point.shape) for point in points], rates)
@@ -193,14 +199,24 @@ class Calibration:
     @property
     def dtype(self) -> str:
         """Dtype of all but float8 GEMMs, optimizer and copies."""
-        return next((point.dtype for point in self.points if point.kind == "add"), "")
+        return next((point.dtype for point in self.points if point.kind == "gemm"), "")
+
+    @property
+    def kinds(self) -> str:
+        """What has measured times; the rest are left to shares of data sheets."""
+        parts = ["GEMMs", *["attention"] * bool(self.attention), *["others"] * bool(self.curves)]
+        return "kernels" if len(parts) == 3 else " and ".join(parts)
+
+    def knows(self, kind: str) -> bool:
+        """Return whether operators of a kind have measured times."""
+        return bool({"attention": self.attention, "gemm": self.gemms}.get(kind, self.curves))
 
     def most(self) -> tuple[float, float]:
-        """Return what the fastest GEMM and the largest addition reach: operations/s, bytes/s."""
+        """Return operations/s of the fastest GEMM, bytes/s of the largest addition (0: none)."""
         gemms = (p for p in self.points if p.kind == "gemm" and p.dtype == self.dtype)
-        add = max((p for p in self.points if p.kind == "add"), key=lambda point: point.size)
-        nbytes = 3e6 * add.size * DTYPES[self.dtype].itemsize
-        return max(2e6 * prod(point.shape) / point.us for point in gemms), nbytes / add.us
+        add = max((p for p in self.points if p.kind == "add"), key=lambda p: p.size, default=None)
+        nbytes = 3e6 * add.size * DTYPES[self.dtype].itemsize / add.us if add else 0.0
+        return max(2e6 * point.size / point.us for point in gemms), nbytes
 
     def gemm_ms(self, shape: Sequence[int], dtype: str, variant: str) -> float:
         """Return the time of a GEMM (m, n, k) that is fwd, dgrad or wgrad of a linear.

@@ -227,8 +227,10 @@ def load_cluster(
     named = table.text("calibration", "")
     if calibration is None and named:
         calibration = file.parent / named
+    described = ""
     if calibration is not None:
         device = calibrated(device, Path(calibration))
+        described = f", {device.measured.kinds if device.measured else ''} of {calibration}"
     devices = table.integer("per_host")
     if not device.tflops:
         table.fail("tflops", "expected at least one dtype")
@@ -259,7 +261,7 @@ def load_cluster(
     )
     table.done()
     cluster = Cluster(
-        name=top.text("name") + (f", kernels of {calibration}" if calibration else ""),
+        name=top.text("name") + described,
         device=device,
         devices=devices,
         hosts=top.integer("hosts"),
@@ -297,7 +299,7 @@ def calibrated(device: DeviceSpec, path: Path) -> DeviceSpec:
         device,
         measured=measured,
         gemm_share=operations / (1e12 * peak),
-        memory_share=nbytes / (1e9 * device.memory_gbs),
+        memory_share=nbytes / (1e9 * device.memory_gbs) or device.memory_share,
     )
 
 

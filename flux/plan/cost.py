@@ -112,7 +112,9 @@ class AnalyticCost:
         if op.is_collective:
             return self._collective_ms(op)
         device, backward = self.fabric.cluster.device, op.role == "dgrad"
-        launch = 0.0 if device.measured else 1e-3 * LAUNCH_US[device.kind]  # measured with the rest
+        kind = "gemm" if "gemm" in op.kind else op.kind
+        included = device.measured is not None and device.measured.knows(kind)
+        launch = 0.0 if included else 1e-3 * LAUNCH_US[device.kind]
         if op.kind == "attention":
             return launch + attention_ms(op.shape, self.dtype, device, backward=backward)
         if op.kind == "cached_attention":

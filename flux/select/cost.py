@@ -159,7 +159,7 @@ def kernel_ms(
         elements: of one of its tensors.
         backward: of the function's backward.
     """
-    if device.measured is not None:
+    if device.measured is not None and device.measured.knows("elementwise"):
         return device.measured.kernel_ms(function, elements, nbytes, backward)
     return memory_ms(device, nbytes, device.memory_share or ELEMENTWISE_SHARE)
 
@@ -197,7 +197,7 @@ def attention_ms(
         backward: of its backward.
         read: bytes that a decode reads; its shape has 1 query, and the width of keys and values.
     """
-    if device.measured is not None and not read:
+    if device.measured is not None and device.measured.knows("attention") and not read:
         return device.measured.attention_ms(shape, backward)
     batch, heads, queries, keys, dim = shape
     operations = 4.0 * batch * heads * queries * keys * dim / 2

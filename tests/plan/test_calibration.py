@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -136,26 +137,36 @@ def test_sizes_that_were_not_measured(modelled: Path) -> None:
     assert long == pytest.approx(4 * short)
 
 
+def test_a_run_that_was_cut_short_leaves_the_rest_to_data_sheets(tmp_path: Path) -> None:
+    content, asked = as_modelled(attention=2.0, add=2.0, rms_norm=2.0), step("llama2-70b")
+    times, names = [step_ms(asked, H100)], []
+    kinds = [point["kind"] for point in content["points"]]
+    for count in (kinds.index("rms_norm"), kinds.index("attention"), len(kinds)):
+        part = {**content, "points": content["points"][:count]}
+        cluster = load_cluster("domino-dgx-h100", written(tmp_path / "part.json", part))
+        times.append(step_ms(asked, cluster))
+        names.append(cluster.name.removeprefix(H100.name).split(" of ")[0])
+    assert names == [", GEMMs", ", GEMMs and others", ", kernels"]
+    gemms, others, whole = (later / first for first, later in itertools.pairwise(times))
+    assert gemms == pytest.approx(1.0, abs=0.03) and others > 1.01 and whole > 1.01
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda c: c.update(format=2), "format: expected 1"),
         (lambda c: c["device"].update(arch="sm_80"), "is of cuda sm_80, not of sm_90"),
-        (lambda c: c["points"].pop(c["points"].index(c["points"][-1])), ""),
         (lambda c: c["points"][0].update(us=0), "us: expected a number >= 1e-06"),
         (lambda c: c["points"][0].update(shape=[4, 4]), "expected 3 sizes of gemm, got 2"),
         (lambda c: c["points"][0].update(variant="nt"), "variant: expected one of fwd"),
-        (lambda c: c.update(points=c["points"][:300]), "which is too few"),
-        (lambda c: c.update(points=[]), "which is too few"),
+        (lambda c: c.update(points=c["points"][:7]), "fewer than 8 GEMMs"),
+        (lambda c: c.update(points=c["points"][100:140]), "fewer than 8 GEMMs"),
     ],
 )
 def test_a_file_that_cannot_be_used_says_why(change: Any, words: str, tmp_path: Path) -> None:
     content = as_modelled()
     change(content)
     file = written(tmp_path / "wrong.json", content)
-    if not words:
-        load_cluster("domino-dgx-h100", file)
-        return
     with pytest.raises(ValueError, match=words):
         load_cluster("domino-dgx-h100", file)
 
