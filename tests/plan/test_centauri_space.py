@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from fractions import Fraction
-from math import ceil, inf, prod
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, GraphError, Operator
 from flux.plan.mesh import SubGroup, group_partition, parse_group
 from flux.plan.model import Parallel
+from flux.plan.policies.centauri import even_chunks, together
 from flux.plan.policies.centauri_order import blocks
 from flux.plan.policies.centauri_space import (
     even,
@@ -25,7 +25,6 @@ from flux.plan.policies.centauri_space import (
     meshes,
     uneven_by_group,
 )
-from flux.plan.policies.centauri_tiers import model_tier, operation_tier
 from flux.plan.policies.passes import Action
 from flux.plan.policies.torch_rows import blocks_of
 from flux.runtime.execute import members
@@ -34,72 +33,25 @@ DENSE = Layer(64, 256, 8, 4, 8, True)
 EXPERTS = Layer(64, 0, 8, 8, 8, True, Moe(8, 2, 32))
 
 
-# -- operation tier --------------------------------------------------------------------------------
+# -- tiers -----------------------------------------------------------------------------------------
 
 
-def test_algorithm_1_at_its_worked_numbers() -> None:
-    """Section 3.2.1: hidden by what is independent; else even chunks; else by groups of 2 x 8."""
-    assert operation_tier(5.0, 5.0, 9.0, 1.0, 2, 8, 4) == [1.0]
-    assert operation_tier(2.0, 5.0, 9.0, 1.0, 2, 8, 8, grouped=False) == [1 / 3] * 3
-    assert operation_tier(0.0, 5.0, 9.0, 1.0, 2, 8, 4, grouped=False) == [0.25] * 4
-    assert operation_tier(2.0, 5.0, 9.0, 1.0, 2, 8, 4) == [2 / 16, 14 / 16]  # between hosts first
-    assert operation_tier(1.0, 5.0, 17.0, 1.0, 2, 8, 4) == [0.5, 0.5]  # inside first; 17/2 > 8 * 1
-    assert operation_tier(1.0, 5.0, 16.0, 1.0, 2, 8, 4) == [8 / 16, 1 / 16, 7 / 16]
-    counts = {"inter": np.int64(2), "intra": np.int32(8), "max_chunks": np.int64(8)}
-    costs = {"inner": np.float32(1), "comm": 4, "comp": 1, "c_inter": np.float64(2)}
-    assert operation_tier(**costs, **counts, grouped=False) == [0.25] * 4  # type: ignore[arg-type]
+def test_chunks_are_as_many_as_independent_operators_leave() -> None:
+    """Algorithm 1, section 3.2.1: whole where these hide the collective, else even chunks."""
+    assert [even_chunks(*of) for of in ((5.0, 5.0, 4), (2.0, 5.0, 8), (0.0, 5.0, 4))] == [1, 3, 4]
+    assert even_chunks(5e-324, 1e300, 6) == 6
 
 
-def test_algorithm_1_on_random_costs() -> None:
-    """The listing of the paper, read again in exact arithmetic; every branch is taken."""
-    rng, taken = random.Random(1), set()
-    for _ in range(5000):
-        inner, comm, comp, c_inter = (Fraction(rng.randint(0, 12), 4) for _ in range(4))
-        inter, intra, most = rng.randint(1, 5), rng.randint(1, 9), rng.randint(1, 8)
-        grouped = rng.random() < 0.7
-        world = inter * intra
-        wanted = [Fraction(1)]
-        branch = "whole"
-        if inner < comm:
-            number = most if inner == 0 else min(ceil(comm / inner), most)
-            wanted, branch = [Fraction(1, number)] * number, "even"
-            if grouped and inner > c_inter:
-                wanted, branch = [Fraction(inter, world), 1 - Fraction(inter, world)], "inter"
-            elif grouped and comp / inter > intra * c_inter:
-                wanted, branch = [Fraction(intra, world), 1 - Fraction(intra, world)], "intra"
-            elif grouped:
-                wanted = [Fraction(intra, world), Fraction(inter - 1, world)]
-                wanted, branch = [*wanted, 1 - sum(wanted)], "three"
-        taken.add(branch)
-        found = operation_tier(
-            *map(float, (inner, comm, comp, c_inter)), inter, intra, most, grouped
-        )
-        assert found == pytest.approx([float(part) for part in wanted])
-        assert sum(found) == pytest.approx(1.0)
-    assert taken == {"whole", "even", "inter", "intra", "three"}
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"inner": -1.0}, "inner must be finite and at least 0, got -1.0"),
-        ({"comm": float("nan")}, "comm must be finite"),
-        ({"comp": inf}, "comp must be finite"),
-        ({"inter": 0}, "inter must be an integer of at least 1, got 0"),
-        ({"intra": 2.0}, r"intra must be an integer of at least 1, got 2\.0"),
-        ({"max_chunks": 0}, "max_chunks must be an integer"),
-    ],
-    ids=str,
-)
-def test_algorithm_1_refuses_what_are_no_costs(change: dict[str, Any], message: str) -> None:
-    fine: dict[str, Any] = {"inner": 1.0, "comm": 2.0, "comp": 1.0, "c_inter": 1.0}
-    fine |= {"inter": 2, "intra": 2, "max_chunks": 4}
-    with pytest.raises(ValueError, match=message):
-        operation_tier(**{**fine, **change})
-
-
-def test_tiny_independent_costs_give_the_most_chunks() -> None:
-    assert operation_tier(5e-324, 1e300, 1.0, 1.0, 2, 2, 6, grouped=False) == [1 / 6] * 6
+def test_micro_batches_run_together_until_they_hide_the_collective() -> None:
+    """Eq. 2 at the numbers of figure 7, and against all counts."""
+    assert (together(8.0, 1.0, 16), together(16.0, 2.0, 16)) == (8, 8)
+    assert together(8.0, 1.0, 4) == 4 and together(80.0, 1.0, 16) == 16
+    rng = random.Random(6)
+    for _ in range(500):
+        comm, compute, most = rng.uniform(0, 20), rng.uniform(0, 4), rng.randint(1, 12)
+        exposed = [max(comm - count * compute, 0.0) for count in range(1, most + 1)]
+        assert together(comm, compute, most) == 1 + exposed.index(min(exposed))
+    assert together(1.0, 0.0, 4) == 1
 
 
 # -- groups ----------------------------------------------------------------------------------------
@@ -171,64 +123,14 @@ def test_pieces_bring_the_whole() -> None:
         for count, first in ((2, True), (2, False), (3, False)):
             pieces = uneven_by_group(count, first, inter, intra)
             shapes.append(pieces)
-            given = operation_tier(
-                2.0 if first else 1.0, 9.0, 1e3 if count == 2 else 0.0, 1.0, inter, intra, 8
-            )
+            world = inter * intra  # fractions of Algorithm 1
+            own, twins = (inter if first else intra) / world, (inter - 1) / world
+            given = [own, 1 - own] if count == 2 else [own, twins, 1 - own - twins]
             assert [piece.brings for piece in pieces] == pytest.approx(given)
         for pieces in shapes:
             assert sum(piece.brings for piece in pieces) == pytest.approx(1.0)
         crossing = [sum(p.volume for p in pieces if p.where == "inter") for pieces in shapes[3:]]
         assert crossing == pytest.approx([1 / intra, 1.0, 1 / intra])
-
-
-# -- model tier ------------------------------------------------------------------------------------
-
-
-def test_eq_2_is_solved_as_brute_force_does() -> None:
-    rng, refused = random.Random(6), 0
-    for _ in range(5000):
-        gather, scatter = rng.uniform(0, 20), rng.uniform(0, 20)
-        forward, backward = rng.uniform(0, 4), rng.uniform(0, 4)
-        memory, free, count = rng.uniform(0, 2), rng.uniform(0, 12), rng.randint(1, 12)
-        depth, joint = rng.randint(1, 4), rng.random() < 0.5
-
-        def total(
-            one: int, two: int, of: tuple[float, ...] = (gather, scatter, forward, backward)
-        ) -> float:
-            return max(of[0] - one * of[2], 0.0) + max(of[1] - two * of[3], 0.0)
-
-        least = min(depth, count)
-        allowed = [
-            (one, two)
-            for one in range(least, count + 1)
-            for two in range(least, count + 1)
-            if max(one, two) * memory <= free and (not joint or one + two <= count)
-        ]
-        arguments = (gather, scatter, forward, backward, memory, free, count, depth, joint)
-        if not allowed:
-            refused += 1
-            with pytest.raises(ValueError, match="do not fit"):
-                model_tier(*arguments)
-            continue
-        found = model_tier(*arguments)
-        assert found in allowed
-        best = min(total(*pair) for pair in allowed)
-        assert total(*found) == pytest.approx(best, abs=1e-9)
-        fewest = min(sum(pair) for pair in allowed if total(*pair) <= best + 1e-9)
-        assert sum(found) <= fewest + (1 if abs(total(*found) - best) < 1e-9 else 0)
-    assert refused > 100
-
-
-def test_eq_2_at_the_numbers_of_figure_7() -> None:
-    """16 micro-batches, depth 4: from memory for 8 on, 8 at a time hide what 4 do not."""
-    assert model_tier(8.0, 16.0, 1.0, 2.0, 1.0, 16.0, 16, depth=4) == (8, 8)
-    assert model_tier(8.0, 16.0, 1.0, 2.0, 1.0, 4.0, 16, depth=4) == (4, 4)  # depth-first, 7b
-    assert model_tier(80.0, 160.0, 1.0, 2.0, 1.0, 16.0, 16, depth=4) == (16, 16)  # 7c
-    assert sum(model_tier(80.0, 160.0, 1.0, 2.0, 1.0, 16.0, 16, depth=4, joint=True)) == 16
-    with pytest.raises(ValueError, match="memory is for 3"):
-        model_tier(8.0, 16.0, 1.0, 2.0, 1.0, 3.0, 16, depth=4)
-    with pytest.raises(ValueError, match="gather must be at least 0"):
-        model_tier(-1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1)
 
 
 @pytest.mark.parametrize("stages, micros", [(1, 1), (1, 6), (4, 8), (4, 2)])

@@ -14,7 +14,7 @@ closed forms, those are candidates among others, and the simulator takes the bes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
+from math import ceil, inf
 
 from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel
@@ -36,7 +36,6 @@ from flux.plan.policies.centauri_space import (
     meshes,
     uneven_by_group,
 )
-from flux.plan.policies.centauri_tiers import model_tier, operation_tier
 from flux.plan.policies.folding import layers_of, placed
 from flux.plan.policies.passes import Block
 from flux.plan.schedule import StepSchedule
@@ -172,10 +171,9 @@ class Centauri:
         op = graph.ops[number]
         comm = cost.solo(op)
         weights = op.moves_weights
-        chain, comp = _chain(graph, number, cost)
+        chain = _chain(graph, number, cost)
         inner = _independent(graph, number, cost)
-        counts = {2, 4, self.max_chunks}
-        counts.add(len(operation_tier(inner, comm, comp, 0.0, 1, 1, self.max_chunks, False)))
+        counts = {2, 4, self.max_chunks, even_chunks(inner, comm, self.max_chunks)}
         chunks = sorted(n for n in counts if 1 < n <= self.max_chunks)
         shapes: list[tuple[tuple[CommPiece, ...], int]] = [(even(1), 0)]
         if chain:
@@ -258,21 +256,35 @@ class Centauri:
                 held += op.allocates if op.role == "fwd" else 0.0
         limit = 1e9 * self._memory_gb(cost)
         free = limit - (graph.resident[0] if graph.resident else 0.0)
-        try:
-            pair = model_tier(
-                sums["gather"],
-                sums["scatter"],
-                sums["fwd"],
-                sums["bwd"],
-                held,
-                max(free, 0.0),
-                micros,
-            )
-        except ValueError:  # not even one fits: the caller sees the memory of the plain schedule
+        most = micros if held == 0 else int(min(free / held, micros))
+        if most < 1:  # the caller sees the memory of the plain schedule
             return []
+        pair = (
+            together(sums["gather"], sums["fwd"], most),
+            together(sums["scatter"], sums["bwd"], most),
+        )
         depth = min(graph.stages, micros)
-        pairs = {pair, (min(max(pair), micros),) * 2, (depth, depth)}
+        pairs = {pair, (max(pair),) * 2, (depth, depth)}
         return sorted(p for p in pairs if p != (1, 1) and max(p) * held <= limit)
+
+
+def even_chunks(inner: float, comm: float, most: int) -> int:
+    """Return into how many even chunks Algorithm 1 cuts a collective, of a cost ``comm``.
+
+    ``inner`` is the cost of independent operators that run alongside it in any case.
+    """
+    if inner >= comm:
+        return 1
+    return most if inner == 0 else ceil(min(comm / inner, most))
+
+
+def together(comm: float, compute: float, most: int) -> int:
+    """Return how many micro-batches hide a collective: L1 or L2 of Eq. 2.
+
+    Eq. 2 minimises max(C_AG - L1 C_fw, 0) + max(C_RS - L2 C_bw, 0), each term by itself; more
+    micro-batches than it needs would only hold memory.
+    """
+    return min(most, max(1, ceil(comm / compute))) if compute else 1
 
 
 def _blocks(graph: Graph, forward: int, backward: int) -> list[list[Block]]:
@@ -281,18 +293,17 @@ def _blocks(graph: Graph, forward: int, backward: int) -> list[list[Block]]:
     return [blocks(rank, ranks, micros, forward, backward, chunks) for rank in range(ranks)]
 
 
-def _chain(graph: Graph, number: int, cost: CostModel) -> tuple[int, float]:
-    """Return how many operators alongside a collective are cut like it, and their cost.
+def _chain(graph: Graph, number: int, cost: CostModel) -> int:
+    """Return how many operators alongside a collective are cut like it.
 
     In forward alone (section 3.2.1): backward has enough that does not wait. After an AllGather
     from its GEMM on; before a ReduceScatter the GEMM.
     """
     op = graph.ops[number]
     if op.role != "fwd" or op.kind == "all_to_all":
-        return 0, 0.0
+        return 0
     if op.kind != "all_gather":
-        gemms = [d for d in graph.deps[number] if graph.ops[d].kind == "gemm"]
-        return (1, cost.solo(graph.ops[gemms[0]])) if len(gemms) == 1 else (0, 0.0)
+        return int(sum(graph.ops[dep].kind == "gemm" for dep in graph.deps[number]) == 1)
     comm, independent = cost.solo(op), _independent(graph, number, cost)
     here, length, total = number, 0, 0.0
     # The shortest chain that hides the collective, or else the longest one (section 3.1.3).
@@ -307,7 +318,7 @@ def _chain(graph: Graph, number: int, cost: CostModel) -> tuple[int, float]:
             break
         length += 1
         total += cost.solo(graph.ops[here])
-    return length, total
+    return length
 
 
 def _takes_columns(op: Operator) -> bool:
