@@ -68,7 +68,6 @@ class AnalyticCost:
     """Times from data sheets.
 
     Attributes:
-        start_us: time to start a collective; None: the library's.
         gemm_dtype: of the layers' GEMMs; "": that of operators. Operands are cast for each GEMM.
         functions: of torch that run norms, the optimizer and others, by part or kind; the rest are
             kernels that stream bytes.
@@ -79,7 +78,6 @@ class AnalyticCost:
     fabric: Fabric
     dtype: str
     itemsize: int
-    start_us: float | None = None
     gemm_dtype: str = ""
     functions: Mapping[str, str] = field(default_factory=dict)
     serves: bool = False
@@ -170,8 +168,7 @@ class AnalyticCost:
             return all_to_all_ms(payload, span.size, span.per_host, cluster, ports_gbs)
         kind, shard = _LIBRARY[op.kind], payload / span.size
         return collective_ms(
-            *(kind, shard, span.size, span.per_host, cluster, ports_gbs, self.start_us),
-            low_latency=self.serves,
+            *(kind, shard, span.size, span.per_host, cluster, ports_gbs), low_latency=self.serves
         )
 
 

@@ -17,10 +17,7 @@ class Parallel:
     """Degrees of parallelism. Ranks are numbered with tp fastest, then cp, dp, and pp slowest.
 
     Attributes:
-        tp: tensor parallel.
         cp: context parallel: ranks share the tokens of a sequence.
-        dp: data parallel.
-        pp: pipeline parallel.
         ep: expert parallel: data parallel ranks that share the experts of a layer.
         sequence: sequence parallelism: AllGather and ReduceScatter in place of AllReduce.
     """

@@ -48,11 +48,7 @@ class ServingCost(AnalyticCost):
     """Times of inference, with what the op simulator exposes of fused ops' communication."""
 
     def _exposed_ms(self, op: Operator) -> float:
-        """Return what a fused op takes beyond its GEMM: at most the library's collective.
-
-        Raises:
-            ValueError: the op simulator cannot run it; CPUs have the closed form.
-        """
+        """Return what a fused op takes beyond its GEMM: at most the library's collective."""
         problem, cluster = self.problem_of(op), self.fabric.cluster
         kind, width = _LIBRARY[op.kind], int(problem.row_bytes // self.itemsize)
         library = self.solo(op._replace(kind=kind, shape=(problem.m, width)))
@@ -70,9 +66,6 @@ class Deployment:
         prefill: of new prompts.
         batch: sequences that a replica decodes at a time.
         output: tokens of an answer.
-
-    Raises:
-        ValueError: a batch that the stages of a pipeline cannot share.
     """
 
     prefill: ServingStep
@@ -147,11 +140,7 @@ def rows(
     memory_gb: float | None = None,
     headroom: float = HEADROOM,
 ) -> list[dict[str, Any]]:
-    """Return the JSON object of each policy; ``error`` has why one cannot be used.
-
-    Raises:
-        ValueError: the degrees do not fit the cluster, or a policy or an option does not exist.
-    """
+    """Return the JSON object of each policy; ``error`` has why one cannot be used."""
     for name, options in policies:
         if policy_of(name, options).name not in FORWARD:
             raise ValueError(f"{name} schedules training; take one of {', '.join(FORWARD)}")

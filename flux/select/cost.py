@@ -287,7 +287,6 @@ def collective_ms(
     per_host: int,
     cluster: Cluster,
     network_gbs: float | None = None,
-    start_us: float | None = None,
     *,
     low_latency: bool = False,
 ) -> float:
@@ -306,7 +305,6 @@ def collective_ms(
         per_host: of them on one host.
         cluster: devices and links.
         network_gbs: GB/s of the ports that these ranks have of their host; None: all of them.
-        start_us: time until its first byte moves; None: the library's.
         low_latency: on GPUs of one host, take the protocol for small messages where it is faster.
     """
     if size == 1:
@@ -324,7 +322,7 @@ def collective_ms(
     hops_us = (size - hosts) * link.latency_us + (hosts - 1) * network.latency_us
     passes = 2 if op.all_reduces else 1
     starts = passes if kind == "cuda" else 1  # gloo's was measured for all three alike
-    start_ms = 1e-3 * (LIBRARY_LATENCY_US[kind] if start_us is None else start_us)
+    start_ms = 1e-3 * LIBRARY_LATENCY_US[kind]
     moved = max(near, far) if hosts > 1 else near
     time = passes * (moved + hops_us * 1e-3) + starts * start_ms
     if not (low_latency and kind == "cuda" and hosts == 1):

@@ -15,11 +15,7 @@ __all__ = ["RELEASES", "Exported", "Imported", "Planned", "exported", "read_plan
 
 
 def exported(trainer: str, plan: Planned) -> Exported:
-    """Return what a trainer is started with.
-
-    Raises:
-        ValueError: no such trainer, or it cannot run the plan.
-    """
+    """Return what a trainer is started with."""
     makers = {
         "megatron": megatron.exported,
         "torchtitan": torchtitan.exported,
@@ -37,10 +33,6 @@ def read_plan(path: str, row: int = 1, gpus: int | None = None) -> Imported:
         path: plans or DeepSpeed's configuration (``.json``), torchtitan's (``.toml``), or a script.
         row: of a search's plans, from 1 on.
         gpus: ranks of the step, if the file does not say it.
-
-    Raises:
-        ValueError: the file holds something else.
-        OSError: it cannot be read.
     """
     file = Path(path)
     if file.suffix == ".toml":

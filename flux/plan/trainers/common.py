@@ -100,11 +100,7 @@ class Imported(NamedTuple):
 
 
 def gpus_in(options: CommandOptions, gpus: int | None, where: str) -> int:
-    """Return the ranks of a step: ``gpus``, or those that torchrun's options say.
-
-    Raises:
-        ValueError: neither says it.
-    """
+    """Return the ranks of a step: ``gpus``, or those that torchrun's options say."""
     if gpus is None and "nproc-per-node" not in options:
         raise ValueError(
             f"{where} does not say how many GPUs: give --gpus, or add torchrun's --nnodes and "

@@ -16,11 +16,7 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def exported(plan: Planned) -> Exported:
-    """Return the configuration of a plan.
-
-    Raises:
-        ValueError: DeepSpeed cannot run the plan; the message says why.
-    """
+    """Return the configuration of a plan."""
     step, p = plan.step, plan.step.parallel
     _check(plan)
     plan, notes = plan.for_trainer("DeepSpeed", ("serial",))
@@ -109,11 +105,7 @@ def _differences(plan: Planned) -> list[str]:
 
 
 def imported(top: Table, gpus: int | None) -> Imported:
-    """Return the plan of a configuration: what it says; the model and sequences are the script's.
-
-    Raises:
-        ValueError: something is missing, or has another form.
-    """
+    """Return what a configuration says of a plan; model and sequences are the script's."""
     where, notes = str(top.file), ["model and sequence: of --model and --sequence"]
 
     def table(key: str) -> Table:

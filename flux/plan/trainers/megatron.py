@@ -51,11 +51,7 @@ _IGNORED = {
 
 
 def exported(plan: Planned) -> Exported:
-    """Return the command line of a plan.
-
-    Raises:
-        ValueError: Megatron cannot run the plan; the message says why.
-    """
+    """Return the command line of a plan."""
     step, p = plan.step, plan.step.parallel
     _check(plan)
     plan, notes = plan.for_trainer("Megatron", ("serial", "interleaved", "combined"))
@@ -210,11 +206,7 @@ def _pipeline(plan: Planned) -> dict[str, str]:
 
 
 def imported(options: CommandOptions, model: str, gpus: int | None) -> Imported:
-    """Return the plan of a command line; the model is read by ``model_of``.
-
-    Raises:
-        ValueError: something is missing, or no plan can have it.
-    """
+    """Return the plan of a command line; the model is read by ``model_of``."""
     where, size = options.where, options.size
     if re.search("(bert|t5|mamba|hybrid|vlm|vision|retro|ict)[^/]*$", options.program):
         raise ValueError(f"{where}: {shown(options.program)} trains no GPT")

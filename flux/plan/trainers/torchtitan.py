@@ -29,11 +29,7 @@ _IGNORED = {
 
 
 def exported(plan: Planned) -> Exported:
-    """Return the command line of a plan.
-
-    Raises:
-        ValueError: torchtitan cannot run the plan; the message says why.
-    """
+    """Return the command line of a plan."""
     step, p = plan.step, plan.step.parallel
     _check(plan)
     plan, notes = plan.for_trainer("torchtitan", _SCHEDULES)
@@ -156,11 +152,7 @@ def _split(plan: Planned) -> dict[str, Any]:
 
 
 def from_toml(file: Path) -> CommandOptions:
-    """Return the options of a job configuration, as on the command line.
-
-    Raises:
-        ValueError: wrong contents.
-    """
+    """Return the options of a job configuration, as on the command line."""
     top, options = Table.load(file), CommandOptions(str(file))
     for section in ("model", "training", "parallelism", "activation_checkpoint", "compile"):
         for name, value in (top.scalars(section) if section in top.keys else {}).items():
@@ -176,11 +168,7 @@ def from_toml(file: Path) -> CommandOptions:
 
 
 def imported(options: CommandOptions, gpus: int | None) -> Imported:
-    """Return the plan of a command line, or of a job configuration.
-
-    Raises:
-        ValueError: something is missing, or no plan can have it.
-    """
+    """Return the plan of a command line, or of a job configuration."""
     where = options.where
     notes = [f"{name}: {what}: not planned" for name, what in _IGNORED.items() if name in options]
 
