@@ -68,7 +68,8 @@ def step(name: str, **options: Any) -> TrainingStep:
 
 
 def test_left_out_gemms_and_kernels_of_a_cpu_are_predicted_within_a_tenth() -> None:
-    points = read_calibration(CPU).points
+    known = read_calibration(CPU)
+    points = known.points
     gemms = [point for point in points if point.kind == "gemm" and point.variant == "fwd"]
     powers = [point for point in gemms if all(size.bit_count() == 1 for size in point.shape)]
     between = [point for point in gemms if point not in powers]
@@ -77,9 +78,10 @@ def test_left_out_gemms_and_kernels_of_a_cpu_are_predicted_within_a_tenth() -> N
     errors = [abs(grid.us(point.shape, "fwd") / point.us - 1) for point in between]
     assert np.median(errors) < 0.05 and np.quantile(errors, 0.9) < 0.15
     others = []
-    for left in points:
+    kinds = [*gemms[:8], *(point for point in points if point.kind not in ("gemm", "copy"))]
+    for left in kinds:
         if left.kind in ("attention", "add", "silu_mul", "layer_norm", "adamw"):
-            rest = replace(read_calibration(CPU), points=tuple(p for p in points if p != left))
+            rest = replace(known, points=tuple(point for point in kinds if point != left))
             others.append(abs(predicted_ms(rest, left) / (1e-3 * left.us) - 1))
     assert np.median(others) < 0.1
 
@@ -102,23 +104,22 @@ def test_a_file_that_says_what_the_model_does_gives_the_same_plan(modelled: Path
 
 
 def test_each_kind_of_operator_takes_its_measured_time(tmp_path: Path) -> None:
-    fused, eager = step("llama2-70b"), step("llama2-70b", eager=True)
-    float8 = step("llama2-70b", gemm_dtype="float8_e4m3fn")
-    base = load_cluster("domino-dgx-h100", written(tmp_path / "base.json", as_modelled()))
+    fused = replace(step("llama2-70b"), vocabulary=32000)
+    eager, float8 = replace(fused, eager=True), replace(fused, gemm_dtype="float8_e4m3fn")
+    steps = (fused, eager, float8)
 
-    def ratio(asked: TrainingStep, **factors: float) -> float:
-        file = written(tmp_path / "other.json", as_modelled(**factors))
-        return step_ms(asked, load_cluster("domino-dgx-h100", file)) / step_ms(asked, base)
+    def times(**factors: float) -> list[float]:
+        file = written(tmp_path / "one.json", as_modelled(**factors))
+        cluster = load_cluster("domino-dgx-h100", file)
+        return [step_ms(asked, cluster) for asked in steps]
 
-    for asked in (fused, eager, float8):
-        kinds = ["gemm", "attention", "adamw", "rms_norm", "add"]
-        # Of float8 fwd alone is measured, as its operands' order cannot be another.
-        for kind in (*kinds, *(["wgrad", "dgrad"] if asked is not float8 else [])):
-            assert ratio(asked, **{kind: 2.0}) > 1.004, kind
-    for kind in ("rotary", "silu_mul"):
-        assert ratio(eager, **{kind: 2.0}) > 1.01
-        assert ratio(fused, **{kind: 2.0}) == 1.0
-    assert ratio(fused, layer_norm=2.0) == 1.0
+    base = times()
+    for kind in (*TENSORS, "gemm", "attention", "wgrad", "dgrad"):
+        ratios = [time / first for time, first in zip(times(**{kind: 2.0}), base, strict=True)]
+        for asked, ratio in zip(steps, ratios, strict=True):
+            takes = kind not in ("layer_norm", "gelu")  # of models with other functions
+            takes &= asked is eager or kind not in SLOWER
+            assert ratio > 1.004 if takes else ratio == 1.0, kind
 
 
 def test_sizes_that_were_not_measured(modelled: Path) -> None:
@@ -128,6 +129,9 @@ def test_sizes_that_were_not_measured(modelled: Path) -> None:
         return known.gemm_ms(shape, "bfloat16", "fwd")
 
     assert gemm(1, 8192, 8192) == gemm(128, 8192, 8192)
+    cpu = read_calibration(CPU)  # without waves of tiles
+    few, least = (cpu.gemm_ms((rows, 512, 512), "float32", "fwd") for rows in (1, 64))
+    assert few == least
     assert gemm(1 << 17, 8192, 8192) == pytest.approx(8 * gemm(1 << 14, 8192, 8192), rel=0.05)
     assert known.kernel_ms("add", 1, 0, False) == known.kernel_ms("add", 1 << 18, 0, False)
     large = known.kernel_ms("add", 1 << 28, 0, False)

@@ -181,7 +181,7 @@ def check(plan: SearchedPlan, cluster: Any) -> None:
 
 
 def test_only_what_fits_is_ranked() -> None:
-    asked = query(memory_gb=17.0, beam=8)
+    asked = query(memory_gb=17.0, beam=3)
     found = search(asked, silent, workers=1)
     assert found.too_large > 0
     assert all(plan.peak_memory_bytes <= 17e9 for plan in found.ranked)
