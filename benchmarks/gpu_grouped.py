@@ -1,13 +1,14 @@
-"""One GPU: time the kernels of experts, and torch's grouped GEMM.
+"""One GPU that two ranks share: time the kernels of experts, and torch's grouped GEMM.
 
     python benchmarks/gpu_grouped.py benchmarks/results/h100/grouped.json
 
-One rank has all experts, so nothing is communicated. Kernel times are those that torch's profiler
-reads from the GPU, summed over a call: of flux.moe the grouped kernel, which reads tokens through
-the map and sums products, and its counters; of torch the copy of the routed rows, grouped_mm, and,
-for the second GEMM, the weighted sum into tokens (index_add). Calls are whole calls between two
-synchronisations: flux's host reads the routing and makes the maps, torch sorts on the GPU. Methods
-take turns; figures are medians, ratios are formed within a round. Results are compared first.
+Each rank has half of the columns of all experts, half of the multiprocessors, and half of the
+tokens, which the ranks copy to each other. torch multiplies the halves one after the other with the
+whole GPU: the copy of the routed rows, grouped_mm, and, for the second GEMM, the weighted sum into
+tokens (index_add). GPU times reach from the begin of the first to the end of the last piece of work
+in torch's profiler. Calls are whole calls between two synchronisations: flux's host reads the
+routing and makes the maps, torch sorts on the GPU. Methods take turns; figures are medians, ratios
+are formed within a round. Results are compared first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 from common import keep, markdown
 from gpu_kernels import ratio
+from torch.autograd import DeviceType
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
@@ -31,7 +34,7 @@ from flux.moe import AGGroupedGemm, GroupedGemmRS
 from flux.transport.device import CudaDevice
 from flux.transport.virtual import VirtualWorld
 
-# Name, experts, choices, hidden size, and a rank's part of the experts' intermediate size.
+# Name, experts, choices, hidden size, and the experts' intermediate size on both ranks together.
 MODELS = [
     ("mixtral-8x7b, 8 ranks", 8, 2, 4096, 1792),
     ("qwen3-30b-a3b", 128, 8, 2048, 768),
@@ -40,7 +43,8 @@ ROWS = (4096, 64)
 ROUNDS = 15
 WARM_UP = 3
 TOLERANCE = 2e-2
-Call = Callable[[], torch.Tensor]
+WORLD = 2
+Call = Callable[[], list[torch.Tensor]]
 
 
 class TorchExperts:
@@ -69,17 +73,20 @@ class TorchExperts:
         return out.index_add_(0, order // self.chosen.shape[1], weighted).to(products.dtype)
 
 
-def kernel_ms(call: Call) -> dict[str, float]:
-    """Return the ms of each kernel that a call launches."""
+def gpu_ms(call: Call) -> tuple[float, dict[str, float]]:
+    """Return the ms that a call keeps the GPU, and those of each kernel."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
         call()
         torch.cuda.synchronize()
-    return {
-        event.key: event.self_device_time_total / 1000.0
-        for event in seen.key_averages()
-        if event.self_device_time_total > 0 and event.cpu_time_total == 0
-    }
+    work = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+    first = min(event.time_range.start for event in work)
+    last = max(event.time_range.end for event in work)
+    parts: dict[str, float] = {}
+    for event in work:
+        elapsed = event.time_range.elapsed_us() / 1000.0
+        parts[event.name] = parts.get(event.name, 0.0) + elapsed
+    return (last - first) / 1000.0, parts
 
 
 def call_ms(call: Call) -> float:
@@ -94,22 +101,29 @@ def call_ms(call: Call) -> float:
 def measure(calls: dict[str, Call]) -> dict[str, Any]:
     """Compare the results of all calls with the first one's, and time them."""
     first, *others = calls
-    right = calls[first]().float()
-    errors = {name: float((calls[name]().float() - right).norm() / right.norm()) for name in others}
+    right = [part.float() for part in calls[first]()]
+    errors = {
+        name: max(
+            float((got.float() - part).norm() / part.norm())
+            for got, part in zip(calls[name](), right, strict=True)
+        )
+        for name in others
+    }
     times: dict[str, list[float]] = {name: [] for name in calls}
-    kernels: dict[str, list[float]] = {name: [] for name in calls}
+    busy: dict[str, list[float]] = {name: [] for name in calls}
     parts: dict[str, dict[str, float]] = {}
     for round_ in range(WARM_UP + ROUNDS):
         turn = round_ % len(calls)
         for name in [*calls][turn:] + [*calls][:turn]:
-            elapsed, parts[name] = call_ms(calls[name]), kernel_ms(calls[name])
+            elapsed = call_ms(calls[name])
+            kept, parts[name] = gpu_ms(calls[name])
             if round_ >= WARM_UP:
                 times[name].append(elapsed)
-                kernels[name].append(sum(parts[name].values()))
+                busy[name].append(kept)
     return {
         "call_ms": {name: statistics.median(values) for name, values in times.items()},
-        "kernel_ms": {name: statistics.median(values) for name, values in kernels.items()},
-        "kernels_over_torch": {name: ratio(kernels[name], kernels[first]) for name in others},
+        "gpu_ms": {name: statistics.median(values) for name, values in busy.items()},
+        "gpu_over_torch": {name: ratio(busy[name], busy[first]) for name in others},
         "calls_over_torch": {name: ratio(times[name], times[first]) for name in others},
         "kernels_of_a_call": parts,
         "errors": errors,
@@ -127,29 +141,41 @@ def run_shape(
     probs, chosen = scores.topk(topk)
     reference = TorchExperts(chosen, probs, experts)
     sizes = {"max_m": m, "dtype": torch.bfloat16, "experts": experts, "topk": topk}
-    x, w = draw(m, hidden), draw(experts, 2 * wide, hidden) / hidden**0.5
-    y, v = draw(m * topk, wide), draw(experts, hidden, wide) / wide**0.5
+    half = wide // WORLD  # of a rank
+    x = draw(m, hidden)
+    w = [draw(experts, 2 * half, hidden) / hidden**0.5 for _ in range(WORLD)]
+    y = [draw(m * topk, half) for _ in range(WORLD)]
+    v = [draw(experts, hidden, half) / wide**0.5 for _ in range(WORLD)]
+    tokens = x.chunk(WORLD)
     shapes = []
-    with (
-        VirtualWorld(1, device) as ranks,
-        AGGroupedGemm(**sizes, n=2 * wide, k=hidden, group=ranks.rank(0)) as up,
-        GroupedGemmRS(**sizes, n=hidden, k=wide, group=ranks.rank(0)) as down,
-    ):
+    with VirtualWorld(WORLD, device) as ranks, ExitStack() as closing:
+        up, down = (
+            [closing.enter_context(op(**sizes, **shape, group=ranks.rank(r))) for r in range(WORLD)]
+            for op, shape in (
+                (AGGroupedGemm, {"n": 2 * wide, "k": hidden}),
+                (GroupedGemmRS, {"n": hidden, "k": wide}),
+            )
+        )
+
+        def sums() -> list[torch.Tensor]:
+            halves = [reference.second(y[r], v[r]) for r in range(WORLD)]
+            return list((halves[0] + halves[1]).chunk(WORLD))
+
         both: dict[str, dict[str, Call]] = {
             "ag_grouped_gemm": {
-                "torch": lambda: reference.first(x, w),
-                "flux": lambda: up(x, w, chosen),
+                "torch": lambda: [reference.first(x, w[r]) for r in range(WORLD)],
+                "flux": lambda: ranks.run(lambda r: up[r](tokens[r], w[r], chosen)),
             },
             "grouped_gemm_rs": {
-                "torch": lambda: reference.second(y, v),
-                "flux": lambda: down(y, v, chosen, probs=probs),
+                "torch": sums,
+                "flux": lambda: ranks.run(lambda r: down[r](y[r], v[r], chosen, probs=probs)),
             },
         }
         for op, calls in both.items():
             flops = 2 * m * topk * hidden * wide * (2 if op == "ag_grouped_gemm" else 1)
             shape = {"op": op, "m": m, "experts": experts, "topk": topk, "hidden": hidden,
                      "intermediate": wide, **measure(calls)}  # fmt: skip
-            shape["tflops"] = {n: flops / ms * 1e-9 for n, ms in shape["kernel_ms"].items()}
+            shape["tflops"] = {n: flops / ms * 1e-9 for n, ms in shape["gpu_ms"].items()}
             shapes.append(shape)
     return shapes
 
@@ -159,15 +185,15 @@ def table(document: dict[str, Any]) -> str:
     rows = [
         [
             f"{s['op']} {s['m']}, {s['model']}",
-            f"{1000 * s['kernel_ms']['torch']:.0f}",
+            f"{1000 * s['gpu_ms']['torch']:.0f}",
             f"{s['tflops']['torch']:.0f}",
-            f"{s['kernels_over_torch']['flux']['median']:.2f}",
+            f"{s['gpu_over_torch']['flux']['median']:.2f}",
             f"{1000 * s['call_ms']['torch']:.0f}",
             f"{s['calls_over_torch']['flux']['median']:.2f}",
         ]
         for s in document["shapes"]
     ]
-    header = ["op, M", "torch's kernels us", "TFLOP/s", "flux's", "torch's call us", "flux's"]
+    header = ["op, M", "torch us", "TFLOP/s", "flux's", "torch's call us", "flux's"]
     return markdown(header, rows)
 
 

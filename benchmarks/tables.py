@@ -26,6 +26,7 @@ import drawing
 import few_rows
 import gpu_kernels
 import gpu_loopback
+import gpu_schedulers
 import gpu_streams
 import kernel_choice
 import kernel_counters
@@ -56,6 +57,7 @@ from flux.core.knobs import Op
 
 FRONT = "{op}_4096x8192x2048_2x1_{link}.json"
 GPU = gpu_kernels.RESULT.parent
+LATER_GPU = GPU.parent / "h200"
 FOLDER = ROOT / "docs" / "contribute" / "results"
 
 
@@ -109,6 +111,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu_kernels_e4m3": of(gpu_kernels.table, GPU / "kernels_e4m3.json"),
     "gpu_loopback": of(gpu_loopback.best_table, GPU / "loopback.json"),
     "gpu_streams": of(gpu_streams.table, GPU / "streams.json"),
+    "gpu_kernels_h200": of(gpu_kernels.table, LATER_GPU / "kernels.json"),
+    "gpu_schedulers": of(gpu_schedulers.table, LATER_GPU / "tile_scheduler.json"),
     "layers": lambda: layers.table([load(layers.path_of(*case)) for case in layers.runs()]),
     "cuda_host": cuda_host,
     "tuning": tuned,

@@ -12,6 +12,8 @@ import torch
 
 from emulated import EmulatedDevice, emulated_device
 from emulated_cases import BF16, GUARD, Launches, OnEmulated, eventually, never
+from flux import Knobs
+from flux.transport.virtual import VirtualWorld
 from reference import Problem
 
 
@@ -113,6 +115,15 @@ def test_a_box_that_begins_in_front_of_its_map_is_an_error_that_stays(
     assert gpu.error() and memory.sum() == 4
     gpu.clear_error()
     launches.kernel("ag_gemm_nk").launch(launches.gemm(4, 8), 0)
+
+
+def test_ranks_of_one_thread_make_few_copies(gpu: EmulatedDevice) -> None:
+    """Each piece of rank 0's work waits for rank 1's call."""
+    p = Problem("ag_gemm", 640, (64,), 8, BF16)
+    with VirtualWorld(8, gpu) as ranks:
+        with pytest.raises(ValueError, match=r"need comm_tile_rows >= 5 for M = 640"):
+            p.build(ranks.rank(0), tuning=Knobs(comm_tile_rows=4))
+        p.build(ranks.rank(0), tuning=Knobs(comm_tile_rows=5)).close()
 
 
 # -- multiprocessors -------------------------------------------------------------------------------
