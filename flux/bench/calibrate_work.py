@@ -65,7 +65,7 @@ def points_of(kind: str, dtype: str, *, float8: bool, small: bool) -> Iterator[P
     rows = [64] if small else [64, 128, *axis]
     if gpu and not small:
         axis = [512, 1024, 2048, 4096, 8192, 16384]
-        rows = [128, *axis]
+        rows = [16, 128, *axis]
     grid = _shuffled(Point("gemm", s, dtype, "fwd") for s in product(rows, axis, axis))
     coarse = set(product(rows[-1::-2], axis[-1::-2], axis[-1::-2]))
     # A run that is cut short has some of each kind.
@@ -85,7 +85,9 @@ def points_of(kind: str, dtype: str, *, float8: bool, small: bool) -> Iterator[P
     yield from (Point("gemm", shape, dtype, variant) for shape, variant in gradients)
     yield from (Point("gemm", s, dtype, "fwd") for s in _odd(rows, axis, 4 if small else 60))
     if gpu and float8:
-        eights = product(rows[::2], axis[::2] if small else axis[1:], axis[::2] if small else axis)
+        eights = product(
+            rows[-1::-2], axis[::2] if small else axis[1:], axis[::2] if small else axis
+        )
         yield from _shuffled(Point("gemm", s, _FLOAT8, "fwd") for s in eights)
         odd = _odd(rows, axis, 2 if small else 30)
         yield from (Point("gemm", s, _FLOAT8, "fwd") for s in odd)
