@@ -24,6 +24,7 @@ import dhelix_paper
 import domino_hosts
 import drawing
 import few_rows
+import flux_paper
 import gpu_kernels
 import gpu_loopback
 import gpu_schedulers
@@ -127,6 +128,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan_hosts": of(plan_hosts.table, plan_hosts.RESULT),
     "plan_hosts_says": of(plan_hosts.conclusion, plan_hosts.RESULT),
     "published_runs": of(published_runs.table, published_runs.RESULT),
+    "flux_paper": of(flux_paper.table, flux_paper.RESULT),
     "dhelix_paper": of(dhelix_paper.table, dhelix_paper.RESULT),
     "domino_hosts": of(domino_hosts.table, domino_hosts.RESULT),
     "op_simulator_variants": of(op_simulator.variants_table, op_simulator.RESULT),
