@@ -302,6 +302,10 @@ def test_what_other_files_say_becomes_a_plan(tmp_path: Path) -> None:
         '"--optimizer-cpu-offload" "--fp8-format hybrid" '
     )
     less = "--account-for-loss-in-pipeline-split --account-for-embedding-in-pipeline-split"
+    flags = "--module llama3 --config llama3_70b --training.local_batch_size 1 --training.seq_len 8"
+    script.write_text(f"{flags} --parallelism.tensor_parallel_degree 8")
+    (note,) = read_plan(str(script), gpus=16).notes
+    assert note.startswith("activation-checkpoint, parallelism.context-parallel-degree, ")
     script.write_text(text + less)
     found = read_plan(str(script))
     names = ("dp", "pp", "micro_batches", "zero", "recompute", "gemm_dtype", "split")
@@ -324,3 +328,6 @@ def test_what_other_files_say_becomes_a_plan(tmp_path: Path) -> None:
     found = read_plan(str(config), gpus=8)
     assert [found.options[name] for name in ("dp", "zero", "micro_batches")] == [8, 3, 1]
     assert found.policy == ("serial", {"wgrad_overlap": True})
+    config.write_text('{"train_batch_size": 16}')
+    with pytest.raises(ValueError, match="is a plan for 16 GPUs, and --gpus says 8"):
+        read_plan(str(config), gpus=8)

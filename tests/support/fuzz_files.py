@@ -359,7 +359,7 @@ def kinds() -> list[Kind]:
         ),
         Kind(
             *("configuration of DeepSpeed", "d.json", fuzz_plans.deepspeed_text(), "json"),
-            *(lambda path: read_plan(str(path), gpus=16), (*bad, OSError), fuzz_plans.check_taken),
+            *(lambda path: read_plan(str(path), gpus=4), (*bad, OSError), fuzz_plans.check_taken),
         ),
         Kind(
             *("script of Megatron", "m.sh", fuzz_plans.trainer_text("megatron"), "text"),

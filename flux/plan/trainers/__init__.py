@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,14 @@ def read_plan(path: str, row: int = 1, gpus: int | None = None) -> Imported:
         row: of a search's plans, from 1 on.
         gpus: ranks of the step, if the file does not say it.
     """
-    file = Path(path)
+    found = _found(Path(path), row, gpus)
+    world = prod(found.options[degree] for degree in ("tp", "cp", "dp", "pp"))
+    if gpus not in (None, world):
+        raise ValueError(f"{path} is a plan for {world} GPUs, and --gpus says {gpus}")
+    return found
+
+
+def _found(file: Path, row: int, gpus: int | None) -> Imported:
     if file.suffix == ".toml":
         return torchtitan.imported(torchtitan.from_toml(file), gpus)
     if file.suffix == ".json":
@@ -42,11 +50,11 @@ def read_plan(path: str, row: int = 1, gpus: int | None = None) -> Imported:
         of_deepspeed = any(key.startswith("train_") for key in top.keys)
         return deepspeed.imported(top, gpus) if of_deepspeed else _row(top, row)
     if file.suffix not in SCRIPTS:
-        raise ValueError(f"{path}: a plan's file ends in .json, .toml or {', '.join(SCRIPTS)}")
+        raise ValueError(f"{file}: a plan's file ends in .json, .toml or {', '.join(SCRIPTS)}")
     options = options_in(file)
     if any(name.startswith(("training.", "parallelism.")) for name in options):
         return torchtitan.imported(options, gpus)
-    return megatron.imported(options, path, gpus)
+    return megatron.imported(options, str(file), gpus)
 
 
 def _row(top: Table, number: int) -> Imported:

@@ -228,6 +228,8 @@ def imported(options: CommandOptions, model: str, gpus: int | None) -> Imported:
     taken["gemm_dtype"] = "float8_e4m3fn" if "fp8-format" in options else ""
     bf16, whole = "bf16" in options, "accumulate-allreduce-grads-in-fp32" in options
     taken["fp32_gradients"] = whole or (bf16 and "grad-reduce-in-bf16" not in options)
+    if not bf16 and "fp16" not in options:
+        notes.append("neither --bf16 nor --fp16: planned in bfloat16, not float32")
     if "num-experts" in options and size("expert-tensor-parallel-size", taken["tp"]) > 1:
         notes.append("experts are split over tensor parallel ranks: planned whole")
     taken |= _sharding(options, dp, where)

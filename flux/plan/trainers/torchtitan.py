@@ -210,6 +210,12 @@ def imported(options: CommandOptions, gpus: int | None) -> Imported:
     states = options.get("optimizer.implementation")
     taken["optimizer"] = "adam-bf16" if states == "fused_opt_states_bf16" else "adam"
     taken["gemm_dtype"] = "float8_e4m3fn" if config in _FLOAT8 else ""
+    needed = {f"parallelism.{word}-parallel-degree" for word in ("tensor", "pipeline", "context")}
+    missing = sorted((needed | {"activation-checkpoint"}) - set(options))
+    if missing and not where.endswith(".toml"):
+        notes.append(f"{', '.join(missing)}: planned as torchtitan's defaults, not {config}'s")
+    if options.get("activation-checkpoint.selective-ac-option", "op") != "op":
+        notes.append("selective_ac_option: planned as op")
     chosen = options.get("activation-checkpoint", "selective")
     taken["recompute"] = {word: name for name, word in _RECOMPUTE.items()}.get(chosen, "full")
     if chosen not in _RECOMPUTE.values():
