@@ -24,6 +24,8 @@ def exported(trainer: str, plan: Planned) -> Exported:
     }
     if trainer not in makers:
         raise ValueError(f"--to must be one of {', '.join(makers)}, got {trainer!r}")
+    if plan.chunks > 1 and plan.step.parallel.pp == 1:
+        raise ValueError(f"{plan.policy} is a pipeline, and cannot run with pp = 1")
     return makers[trainer](plan)
 
 

@@ -94,6 +94,8 @@ def _check(plan: Planned) -> None:
         problem = f"sequence = {step.sequence}: 2 cp = {2 * p.cp} must divide it"
     elif plan.policy == "interleaved" and step.micro_batches % p.pp:
         problem = f"interleaved: pp = {p.pp} must divide micro_batches = {step.micro_batches}"
+    elif plan.policy == "combined" and p.ep == 1:
+        problem = "combined: without expert parallelism, ep = 1"
     elif plan.policy == "combined" and p.pp > 1:
         problem = "combined: with pp > 1 it needs interleaved stages"
     elif plan.policy == "combined" and (step.recompute == "full" or step.recompute.isdecimal()):
