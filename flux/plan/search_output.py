@@ -94,28 +94,52 @@ def search_document(query: Query, outcome: SearchOutcome, why: list[str]) -> dic
 
 
 def reasons(outcome: SearchOutcome, cluster: Cluster) -> list[str]:
-    """Return lines that say where the time goes: of the winner, and of plans that came close."""
+    """Return where the time of the winner and of plans that came close goes, and why it won."""
     winner = outcome.ranked[0]
     serial = plan_of(cluster, not winner.scaled, (winner.step, "serial", {}))
-    rows = [("the winner", winner)]
+    rows, sentences = [("the winner", winner)], []
     if isinstance(serial, SearchedPlan) and serial.label != winner.label:
         rows.append(("its layout without overlap", serial))
+        sentences.append(f"under serial its layout {_difference(serial, winner)}")
     for plan in outcome.ranked:
         if layout_of(plan.step) != layout_of(winner.step):
             rows.append((f"the next layout, {layout_of(plan.step)}, {plan.label}", plan))
+            sentences.append(f"the next layout {_difference(plan, winner)}")
             break
     lines = []
     for name, plan in rows:
-        idle = plan.iteration_ms - plan.compute_ms - plan.exposed_comm_ms
         share = mfu(plan.step, cluster, plan.iteration_ms)
         lines.append(
             f"{name}: {tokens_per_s(plan.step, plan.iteration_ms):,.0f} tokens/s"
             + (f", {100 * share:.1f}% MFU" if share is not None else "")
             + f"; {plan.iteration_ms:.1f} ms = {plan.compute_ms:.1f} compute + "
             f"{plan.exposed_comm_ms:.1f} exposed communication (of {plan.comm_ms:.1f}) + "
-            f"{max(idle, 0.0):.1f} idle and interference"
+            f"{_idle_ms(plan):.1f} idle and interference"
         )
-    return lines
+    return lines + [f"why: {sentence}" for sentence in sentences]
+
+
+def _idle_ms(plan: SearchedPlan) -> float:
+    return max(plan.iteration_ms - plan.compute_ms - plan.exposed_comm_ms, 0.0)
+
+
+def _difference(plan: SearchedPlan, winner: SearchedPlan) -> str:
+    """Return how much more time a plan takes than the winner, and for what; most of it first."""
+    longer = plan.iteration_ms - winner.iteration_ms
+    parts = {
+        "computing": plan.compute_ms - winner.compute_ms,
+        "exposed communication": plan.exposed_comm_ms - winner.exposed_comm_ms,
+        "idle time and interference": _idle_ms(plan) - _idle_ms(winner),
+    }
+    told = [
+        f"{abs(ms):.1f} ms {'more' if ms > 0 else 'less'} {name}"
+        for name, ms in sorted(parts.items(), key=lambda part: -abs(part[1]))
+        if abs(ms) >= 0.05
+    ]
+    if not told:
+        return "takes as long"
+    share, way = 100 * longer / winner.iteration_ms, "more" if longer > 0 else "less"
+    return f"takes {abs(share):.1f}% {way} time: {', '.join(told)}"
 
 
 def show(query: Query, outcome: SearchOutcome, top: int, why: list[str], console: Console) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,7 +234,15 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     assert first["mfu"] == pytest.approx(of_token * first["tokens_per_s"] / (2 * 989.4e12))
     assert f"{first['tokens_per_s']:,.0f} tokens/s, {100 * first['mfu']:.1f}% MFU" in result.output
     assert "layout: ranks by kind of parallelism (" in result.output
-    assert content["why"] and trace.stat().st_size and "<svg" in page.read_text()
+    assert trace.stat().st_size and "<svg" in page.read_text()
+    (told,) = (line for line in content["why"] if line.startswith("why: under serial its layout"))
+    share = re.search(r"takes ([\d.]+)% (more|less) time: ", told)
+    parts = re.findall(r"([\d.]+) ms (more|less) ", told)
+    assert share is not None and parts, told
+    sign = {"more": 1, "less": -1}
+    difference = sum(float(ms) * sign[way] for ms, way in parts)
+    off = float(share[1]) * sign[share[2]] * first["iteration_ms"] / 100 - difference
+    assert abs(off) < 0.2 + 5e-4 * first["iteration_ms"], told  # rounded
     ran = run(app, ["plan", "run", "--plan", str(out), "--shrink", "--repeats", "1", "--json", "-"])
     assert ran.exit_code == 0, ran.output
     assert "shrunk: layers 32 to 2" in ran.stderr

@@ -75,6 +75,10 @@ def _built_or_skipped(
         find_tools(ptx_target())
     except MissingToolError as error:
         pytest.skip(str(error))
+    # Libraries look for the machine when they are loaded, and stay, though no kernel may run.
+    from ptx_machine import cuda_device  # which only make test builds
+
+    cuda_device()
     return built_once(config, name, build_kernels)
 
 
