@@ -8,6 +8,7 @@ import signal
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from flux import Knobs, PeerTimeoutError
 from flux.core.env import HOST
-from flux.moe import DispatchGroupedGemm, GroupedGemmAR, GroupedGemmCombine, expand_tokens
+from flux.moe import (
+    DispatchGroupedGemm,
+    GroupedGemmAR,
+    GroupedGemmCombine,
+    expand_tokens,
+    product,
+)
 from harness import BUSY, STRESS, fresh_ranks, more, run_ranks
 from moe_cases import MOE_OPS, ROUTINGS, MoeCase, MoeInputs, owner_of, random_moe_case
 from op_cases import same_bits
@@ -58,6 +65,32 @@ def _random(rank: int, world: int, op: str, cases: int) -> int:
 @pytest.mark.parametrize("op", OPS)
 def test_random_routings(op: str, world: int) -> None:
     assert all(calls > 40 for calls in run_ranks(world, _random, op, 9 * STRESS))
+
+
+def _at_once(rank: int, world: int, op: str) -> list[int]:
+    """How many grouped GEMMs of torch calls make, with weights in one tensor and in several."""
+    made = []
+    for listed in (False, True):
+        calls = mock.Mock(wraps=product.grouped_mm)
+        with mock.patch.multiple(product, AT_ONCE=("cpu",), grouped_mm=calls):
+            for seed, kind in enumerate(("random", "dropped", "few", "random")):
+                gated = op == "gather" and seed % 2 == 0
+                case = MoeCase(
+                    op, 40, 24, 16, experts=5, topk=2, dtype=torch.bfloat16, listed=listed,
+                    transpose=seed > 1, bias=seed != 1, gated=gated,
+                    activation="silu" if gated else "none",
+                )  # fmt: skip
+                with case.build() as built:
+                    MoeInputs(case, 33, world, kind, seed).check(built, rank)
+        made.append(calls.call_count)
+    return made
+
+
+@pytest.mark.skipif(product.grouped_mm is None, reason="torch has no grouped GEMM before 2.10")
+@pytest.mark.parametrize("op", ["gather", "scatter", "reduce"])
+def test_one_rank_multiplies_all_experts_at_once(op: str) -> None:
+    """As on a GPU, where a launch for each expert would take longer than its product."""
+    assert run_ranks(1, _at_once, op) == [[4, 0]]
 
 
 def _links(rank: int, world: int, op: str, hosts: str) -> tuple[int, int]:
