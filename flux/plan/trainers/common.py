@@ -86,7 +86,7 @@ class Exported(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """CommandOptions of a step by name, as of `flux plan simulate`, its policy, and notes."""
+    """Options of a step by name, as of `flux plan simulate`, its policy, and notes."""
 
     options: dict[str, Any]
     policy: tuple[str, dict[str, Any]]

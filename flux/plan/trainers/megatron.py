@@ -1,4 +1,4 @@
-"""CommandOptions of Megatron-LM's pretrain_gpt.py."""
+"""Options of Megatron-LM's pretrain_gpt.py."""
 
 from __future__ import annotations
 

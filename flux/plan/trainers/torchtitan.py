@@ -1,4 +1,4 @@
-"""CommandOptions of torchtitan: since 0.3 on its command line, before in TOML."""
+"""Options of torchtitan: since 0.3 on its command line, before in TOML."""
 
 from __future__ import annotations
 
