@@ -9,6 +9,7 @@ values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -96,6 +97,23 @@ def address_of(tensor: torch.Tensor) -> int:
         reason = reason_without_memory(tensor) or "it is lazy"
         raise RuntimeError(f"the address of a tensor was asked for, but {reason}")
     return at
+
+
+def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return [count, N, K] over the memory of weights that lie at equal distances, or None."""
+    first, *others = weights
+    size, itemsize = first.untyped_storage().nbytes(), first.itemsize
+    step = others[0].data_ptr() - first.data_ptr() if others else 0
+    for number, weight in enumerate(weights):
+        place = weight.data_ptr() - first.data_ptr()
+        if place != number * step or weight.stride() != first.stride():
+            return None
+        if weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+    if step <= 0 or step % itemsize or step >= size:
+        return None
+    strides = (step // itemsize, *first.stride())
+    return first.as_strided((len(weights), *first.shape), strides)
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from flux.backends.epilogue import ACTIVATE, apart
 from flux.core.spec import OpSpec
+from flux.core.tensors import address_of, stacked
 from flux.moe.routing import Routing
 
 EVERY = -1
@@ -27,23 +28,6 @@ AT_ONCE = ("cuda",)
 times as long on an H200."""
 LOADED = 16  # bytes that torch's grouped GEMM loads at once
 grouped_mm = getattr(functional, "grouped_mm", None)  # since torch 2.10
-
-
-def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return [experts, N, K] over the memory of weights that lie at equal distances, or None."""
-    first, *others = weights
-    size, itemsize = first.untyped_storage().nbytes(), first.itemsize
-    step = others[0].data_ptr() - first.data_ptr() if others else 0
-    for number, weight in enumerate(weights):
-        place = weight.data_ptr() - first.data_ptr()
-        if place != number * step or weight.stride() != first.stride():
-            return None
-        if weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return None
-    if step <= 0 or step % itemsize or step >= size:
-        return None
-    strides = (step // itemsize, *first.stride())
-    return first.as_strided((len(weights), *first.shape), strides)
 
 
 @dataclass
@@ -72,7 +56,7 @@ class Experts:
         if len(groups) < 2 or rows != self.routing.rows or columns is not None:
             return groups
         weight = stacked(self.weights)
-        if weight is None or any(t.data_ptr() % LOADED for t in (x, weight)):
+        if weight is None or any(address_of(t) % LOADED for t in (x, weight)):
             return groups
         n, k = weight.shape[1:]
         step = LOADED // x.itemsize
