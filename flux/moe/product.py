@@ -50,9 +50,9 @@ class Experts:
         self, x: torch.Tensor, groups: list[tuple[int, int, int]], columns: slice | None = None
     ) -> list[tuple[int, int, int]]:
         """Return the groups, or all as one of EVERY expert, where torch multiplies them at once."""
-        rows = sum(end - begin for _, begin, end in groups)
         if grouped_mm is None or x.device.type not in AT_ONCE or x.dtype != torch.bfloat16:
             return groups
+        rows = sum(end - begin for _, begin, end in groups)
         if len(groups) < 2 or rows != self.routing.rows or columns is not None:
             return groups
         weight = stacked(self.weights)
