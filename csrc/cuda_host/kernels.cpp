@@ -19,8 +19,8 @@ std::string with_path(std::string text, const std::string& file, const std::stri
   return at == std::string::npos ? text : text.replace(at, file.size(), library);
 }
 
-// The library stays for good: unloading waits for all kernels of the device. A collection of garbage in
-// a call of one of several ranks on a GPU, whose other ranks' kernels waited for it, did not end.
+// The library stays for good: unloading waits for all kernels of the device. In a call of one of several
+// ranks on a GPU, whose other ranks' kernels wait for that call, it would not end.
 std::shared_ptr<void> open(const std::string& library, const std::string& file) {
   void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   if (handle == nullptr) {
