@@ -176,6 +176,20 @@ def test_buffers_are_free_before_they_are_reused(
     checked_calls(ranks, p, everything, path_of(nodes), tuning=knobs)
 
 
+def test_a_closed_op_goes_without_a_collection(device: EmulatedDevice) -> None:
+    """Collected, its kernels would go at some later time, in the midst of another op's call."""
+    with VirtualWorld(2, device) as ranks:
+        op = aligned("ag_gemm", 20).build(ranks.rank(0))
+        backend = weakref.ref(op._backend)
+        op.close()
+        gc.disable()
+        try:
+            del op
+            assert backend() is None
+        finally:
+            gc.enable()
+
+
 def test_several_ops_share_a_world(a100: EmulatedDevice) -> None:
     a100.set_delay(100)
     world = 3

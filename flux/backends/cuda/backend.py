@@ -163,7 +163,7 @@ class CudaBackend:
         self._workspaces = Workspaces(self.device)
         kernel = (tile, self.sm_count, self._activate_after)
         tools = (self.device, self.native, self._workspaces, self._fit)
-        self._grouped = GroupedCalls(spec, *tools, *kernel, self._empty)
+        self._grouped = GroupedCalls(spec, *tools, *kernel)
         who = f"{spec.label}: rank {self.rank}"
         noticed = (self.native, self.peers, watch, self._report)
         self._waits = StreamWaits(who, transport, *noticed, timeout_s)
@@ -256,7 +256,8 @@ class CudaBackend:
         """Put a call on the current stream: see ``Backend.run``."""
         if self.spec.experts:
             rows = self._rows_of(call.m)
-            outs = self._grouped.run(schedule, self._begin(schedule), call, rows, gather)
+            stream = self._begin(schedule)
+            outs = self._grouped.run(schedule, stream, call, rows, gather, self._empty)
         elif self.spec.op.gathers:
             outs = self._ag_gemm(schedule, call, gather)
         else:

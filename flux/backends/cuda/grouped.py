@@ -45,7 +45,6 @@ class GroupedCalls:
         tile: rows and columns of a tile of its kernel.
         blocks: of the kernel, about as many as run at once.
         activates: whether the activation is left to a kernel of its own.
-        empty: allocates tensors.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class GroupedCalls:
         tile: tuple[int, int],
         blocks: int,
         activates: bool,
-        empty: Empty,
     ) -> None:
         self._spec = spec
         self._device = device
@@ -68,25 +66,34 @@ class GroupedCalls:
         self._tile = tile
         self._blocks = blocks
         self._activates = activates
-        self._empty = empty
 
     def run(
-        self, schedule: TileSchedule, stream: int, call: Call, own_rows: int, gather: bool
+        self,
+        schedule: TileSchedule,
+        stream: int,
+        call: Call,
+        own_rows: int,
+        gather: bool,
+        empty: Empty,
     ) -> list[torch.Tensor]:
-        """Put a call on a stream: see ``Backend.run``. ``own_rows``: tokens of this rank."""
+        """Put a call on a stream: see ``Backend.run``.
+
+        ``own_rows``: tokens of this rank. ``empty`` allocates tensors: kept here, it would keep the
+        backend and its kernels until garbage is collected.
+        """
         if self._spec.op.gathers:
-            return self._gather(schedule, stream, call, gather)
-        return [self._sum(schedule, stream, call, own_rows)]
+            return self._gather(schedule, stream, call, gather, empty)
+        return [self._sum(schedule, stream, call, own_rows, empty)]
 
     def _gather(
-        self, schedule: TileSchedule, stream: int, call: Call, gather: bool
+        self, schedule: TileSchedule, stream: int, call: Call, gather: bool, empty: Empty
     ) -> list[torch.Tensor]:
         spec, product = self._spec, call.grouped
         assert product is not None
         columns = call.columns[0] * (2 if spec.gated else 1)
         x = self._fit.call(call, gathers=True).x
-        out = self._empty(product.rows, columns)
-        full = self._empty(call.m, spec.k, spec.dtype) if gather else None
+        out = empty(product.rows, columns)
+        full = empty(call.m, spec.k, spec.dtype) if gather else None
         (tile_m, tile_n) = self._tile
         tiles = -(-columns // tile_n)
         work = product.routing.native.gather_work(schedule.native, tile_m, tiles)
@@ -97,19 +104,21 @@ class GroupedCalls:
         to = 0 if full is None else address_of(full)
         self._native.ag_gemm(schedule.native, stream, rows, [operand], to, [])
         if spec.gated:
-            wide, out = out, self._empty(product.rows, call.columns[0])
+            wide, out = out, empty(product.rows, call.columns[0])
             self._device.enqueue(partial(self._gate, wide, out))
         elif self._activates:
             self._device.enqueue(partial(self._activate, out))
         return [out] if full is None else [out, full]
 
-    def _sum(self, schedule: TileSchedule, stream: int, call: Call, own_rows: int) -> torch.Tensor:
+    def _sum(
+        self, schedule: TileSchedule, stream: int, call: Call, own_rows: int, empty: Empty
+    ) -> torch.Tensor:
         spec, product = self._spec, call.grouped
         assert product is not None
         rows = call.m if spec.op.all_reduces else own_rows
         (columns,) = spec.n
-        out = self._empty(rows, columns)
-        products = self._empty(product.rows, columns)
+        out = empty(rows, columns)
+        products = empty(product.rows, columns)
         x = self._fit.tensor(call.x)
         if x.shape[1] == 0:  # a rank without a part of K: zeros, as wide as one load
             x = self._zeros(product.rows, self._fit.elements)
