@@ -434,6 +434,7 @@ class StreamTrace:
 ABI_VERSION: int
 TRACE_RECORD_BYTES: int
 TRACE_UNITS: int
+TRACE_IN_KERNEL: int
 NVSHMEM_ABI: tuple[int, int, int]
 """FLUX_NVSHMEM_ABI_VERSION, and bytes of its two structs of arguments."""
 MAX_KERNEL_WORLD: int

@@ -201,6 +201,7 @@ void bind_kernels(py::module_& m) {
   m.attr("ABI_VERSION") = FLUX_ABI_VERSION;
   m.attr("TRACE_RECORD_BYTES") = static_cast<int>(sizeof(FluxTraceRecord));
   m.attr("TRACE_UNITS") = static_cast<int>(FLUX_TRACE_UNITS);
+  m.attr("TRACE_IN_KERNEL") = FLUX_TRACE_IN_KERNEL;
   m.attr("NVSHMEM_ABI") =
       py::make_tuple(FLUX_NVSHMEM_ABI_VERSION, sizeof(FluxRelayArgs), sizeof(FluxNodeSumArgs));
   m.attr("MAX_KERNEL_WORLD") = FLUX_MAX_WORLD;

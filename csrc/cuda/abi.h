@@ -43,8 +43,9 @@ typedef struct FluxTraceRecord {
   int32_t column; /* of GEMM tiles; of a wait: FLUX_WAIT_* */
   int32_t signal; /* of a wait: index of the signal, flag or entry; of a sum: rows */
   int32_t sm;     /* multiprocessor */
-  int32_t unit;   /* block * FLUX_TRACE_UNITS + warp group: one of these does one thing at a time */
-  uint32_t epoch; /* of the call */
+  int32_t
+      unit; /* block * FLUX_TRACE_UNITS + warp group, or -1 - block * 32 - warp: does one thing at a time */
+  uint32_t epoch;  /* of the call */
   uint32_t launch; /* FluxSync.launch */
 } FluxTraceRecord;
 enum {
@@ -53,8 +54,14 @@ enum {
   FLUX_TRACE_WAIT = 3, /* a wait, if the first check failed */
   FLUX_TRACE_RELEASE = 4, /* stores of a tile awaited, and its flags raised at their owners */
   FLUX_TRACE_SUM = 5,     /* partials added up */
+  FLUX_TRACE_PUSH =
+      6, /* own rows pushed to all ranks; row: the piece; signal: whether the words were raised */
+  FLUX_TRACE_COPY = 7, /* pieces of an AllReduce's result copied out, as for a sum */
   FLUX_TRACE_UNITS = 8
 };
+/* In FluxSync.launch of a call of path in_kernel: bits 8 to 30 are the lowest of the host's number of the call,
+ * and those below them the number of the weight. FluxTraceRecord.epoch is the kernel's own number there. */
+#define FLUX_TRACE_IN_KERNEL 0x80000000u
 /* In device memory, allocated before the call. Records beyond the capacity are counted and dropped. */
 typedef struct FluxTrace {
   uint32_t count; /* of records, those without room included */

@@ -68,8 +68,9 @@ __device__ __forceinline__ void push_piece(const FluxGather& g, std::int64_t beg
 
 // One warp's part: pieces, until all are claimed. The words are raised behind the last one.
 template <class Element>
-__device__ __forceinline__ void push_rows(const FluxGather& g, std::uint32_t number, int world,
+__device__ __forceinline__ void push_rows(const FluxGather& g, const FluxSync& sync, int world,
                                           int rank) {
+  const std::uint32_t number = sync.epoch;
   const unsigned lane = threadIdx.x % 32;
   const auto bytes = static_cast<std::int64_t>(g.bytes);
   const std::int64_t odd = number % 2 != 0 ? g.odd : 0;
@@ -84,6 +85,7 @@ __device__ __forceinline__ void push_rows(const FluxGather& g, std::uint32_t num
     unsigned piece = lane == 0 ? atomicAdd(g.counts + FLUX_GATHER_CLAIMED, 1u) : 0u;
     piece = __shfl_sync(~0u, piece, 0);
     if (piece >= all) return;
+    const std::uint64_t began = stamp();
     const std::int64_t begin = std::int64_t{piece} * kPieceBytes;
     const std::int64_t end = begin + kPieceBytes < bytes ? begin + kPieceBytes : bytes;
     if (wide) {
@@ -91,11 +93,11 @@ __device__ __forceinline__ void push_rows(const FluxGather& g, std::uint32_t num
     } else {
       push_piece<Element>(g, begin, end, odd, world, rank);
     }
-    if (counts_to(g.counts + FLUX_GATHER_PUSHED, all)) {
-      for (int peer = static_cast<int>(lane); peer < world; peer += 32) {
-        store_release_sys(g.raised[peer], number);
-      }
+    const bool last = counts_to(g.counts + FLUX_GATHER_PUSHED, all);
+    for (int peer = static_cast<int>(lane); last && peer < world; peer += 32) {
+      store_release_sys(g.raised[peer], number);
     }
+    tell_of_warp(sync, began, {FLUX_TRACE_PUSH, static_cast<int>(piece), 0, last ? 1 : 0});
   }
 }
 
@@ -117,7 +119,7 @@ __device__ __forceinline__ std::uint32_t begin_gather(const FluxGather& g,
   if (threadIdx.x / 32 >= warps) return sync.epoch;
   const bool failed = *reinterpret_cast<volatile std::uint64_t*>(sync.status) != 0;
   if (g.first != 0 && !__any_sync(~0u, failed)) {
-    push_rows<Element>(g, sync.epoch, world, rank);
+    push_rows<Element>(g, sync, world, rank);
   }
   if (counts_to(g.counts + FLUX_GATHER_WARPS, gridDim.x * gridDim.y * gridDim.z * warps)) {
     for (int peer = static_cast<int>(threadIdx.x % 32); peer < world; peer += 32) {

@@ -49,7 +49,8 @@ __device__ __forceinline__ int unit_number() {
 __device__ __forceinline__ std::uint64_t stamp() { return nanoseconds(); }
 
 // One thread puts down that this went on from `begin` until now.
-__device__ __forceinline__ void tell(const FluxSync& sync, std::uint64_t begin, const Told& what) {
+__device__ __forceinline__ void tell(const FluxSync& sync, std::uint64_t begin, const Told& what,
+                                     int unit) {
   FluxTrace* trace = sync.trace;
   if (trace == nullptr) return;
   const std::uint64_t end = nanoseconds();
@@ -57,8 +58,18 @@ __device__ __forceinline__ void tell(const FluxSync& sync, std::uint64_t begin, 
   if (place >= trace->capacity) return;
   int sm;
   asm("mov.u32 %0, %%smid;" : "=r"(sm));
-  trace->records[place] = {begin,       end, what.kind,     what.row,   what.column,
-                           what.signal, sm,  unit_number(), sync.epoch, sync.launch};
+  trace->records[place] = {begin,       end, what.kind, what.row,   what.column,
+                           what.signal, sm,  unit,      sync.epoch, sync.launch};
+}
+__device__ __forceinline__ void tell(const FluxSync& sync, std::uint64_t begin, const Told& what) {
+  tell(sync, begin, what, unit_number());
+}
+
+// Of what each warp does by itself.
+__device__ __forceinline__ void tell_of_warp(const FluxSync& sync, std::uint64_t begin,
+                                             const Told& what) {
+  if (threadIdx.x % 32 != 0) return;
+  tell(sync, begin, what, -1 - block_number() * 32 - static_cast<int>(threadIdx.x) / 32);
 }
 
 // The start time of a tile, kept in global memory by warp group: the code that begins a tile and the code
@@ -94,6 +105,7 @@ __device__ __forceinline__ FluxSync told_by_one(FluxSync sync) {
 
 __device__ __forceinline__ std::uint64_t stamp() { return 0; }
 __device__ __forceinline__ void tell(const FluxSync&, std::uint64_t, const Told&) {}
+__device__ __forceinline__ void tell_of_warp(const FluxSync&, std::uint64_t, const Told&) {}
 __device__ __forceinline__ const FluxSync& told_by_one(const FluxSync& sync) { return sync; }
 
 #endif

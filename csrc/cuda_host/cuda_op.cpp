@@ -197,9 +197,7 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
   if (capture_ != 0 && setup_.remote) {
     throw std::invalid_argument("calls between nodes cannot be captured into a CUDA graph");
   }
-  if (capture_ != 0 && traced()) {
-    throw std::invalid_argument("calls that are traced cannot be captured into a CUDA graph");
-  }
+  refuse_traced_captures();
   words_ = &captured_;
   by_credit_ = false;
   if (capture_ != 0) return begin_captured(schedule, stream);

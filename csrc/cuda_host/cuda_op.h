@@ -269,6 +269,7 @@ class CudaOp {
   std::vector<int> entries() const;
   void join(Stream later, Stream earlier);
   void exchange(const std::vector<Move>& moves);
+  void refuse_traced_captures() const;
   void put_traced(Stream stream, Work work, const std::vector<MemOp>& ops);
 
   // cuda_op_buffers.cpp
@@ -303,6 +304,7 @@ class CudaOp {
   Address sum_flags(int rank) const;
   Address result(int rank) const { return setup_.data[rank] + setup_.rest_offset; }
   void begin_in_kernel(Stream stream);
+  int launch_in_kernel(int weight) const;
   Address pushed_data(int rank) const { return setup_.data[rank] + setup_.sums_offset; }
 
   // cuda_op_nodes.cpp

@@ -30,10 +30,21 @@ FluxGather CudaOp::pushed_rows(const Schedule& schedule, Address x) const {
   return gather;
 }
 
+// A traced call has a number of the host: kernels stamp with theirs, which other paths do not count.
 void CudaOp::begin_in_kernel(Stream stream) {
-  if (traced()) throw std::invalid_argument("calls of path in_kernel cannot be traced");
   capture_ = driver_->capture(stream);
-  capture_ != 0 ? follow_capture(stream) : calls_->begin(stream, this, false);
+  refuse_traced_captures();
+  if (capture_ != 0) return follow_capture(stream);
+  calls_->begin(stream, this, false);
+  if (!traced()) return;
+  if (++epoch_ % kRenewEvery == 0) renew_signals(stream);
+  whole_call_ = streams_->begin(stream);
+}
+
+// FluxSync.launch: which weight, and in a trace the number of the call.
+int CudaOp::launch_in_kernel(int weight) const {
+  if (!traced()) return weight;
+  return static_cast<int>(FLUX_TRACE_IN_KERNEL | (epoch_ << 8 & ~FLUX_TRACE_IN_KERNEL)) | weight;
 }
 
 void CudaOp::gather_in_kernel(const Schedule& schedule, Stream stream, const Rows& x,
@@ -47,7 +58,8 @@ void CudaOp::gather_in_kernel(const Schedule& schedule, Stream stream, const Row
   for (std::size_t i = 0; i < operands.size(); ++i) {
     const Span stage("flux kernel");
     const Operand& operand = operands[i];
-    FluxGemmArgs args = gemm_args(schedule, stream, operand, x.k, static_cast<int>(i));
+    FluxGemmArgs args =
+        gemm_args(schedule, stream, operand, x.k, launch_in_kernel(static_cast<int>(i)));
     args.a = pointer<const void>(pushed_data(setup_.rank));
     args.lda = x.k;
     args.scale_a = pointer<const float>(x.scale);
@@ -63,9 +75,12 @@ void CudaOp::gather_in_kernel(const Schedule& schedule, Stream stream, const Row
   if (gathered != 0) {
     const Span stage("flux collect");
     const auto bytes = static_cast<std::uint64_t>(schedule.spec.problem.m * setup_.row_bytes);
-    kernels_.at(0)->collect({pointer<const void>(pushed_data(setup_.rank)), setup_.pushed_bytes,
-                             pushed.counts, pointer<void>(gathered), bytes},
-                            stream);
+    const auto collected = [&] { return record_of(Work::kCollect, epoch_); };
+    stamped(streams_.get(), stream, collected, [&] {
+      kernels_.at(0)->collect({pointer<const void>(pushed_data(setup_.rank)), setup_.pushed_bytes,
+                               pushed.counts, pointer<void>(gathered), bytes},
+                              stream);
+    });
   }
   end(stream, gathered == 0);
 }
@@ -99,7 +114,7 @@ void CudaOp::reduce_in_kernel(const Schedule& schedule, Stream stream, const Row
   }
   require_room(schedule);
   begin_in_kernel(stream);
-  FluxGemmArgs args = gemm_args(schedule, stream, operand, x.k);
+  FluxGemmArgs args = gemm_args(schedule, stream, operand, x.k, launch_in_kernel(0));
   args.a = pointer<const void>(x.x);
   args.lda = x.ld;
   args.scale_a = pointer<const float>(x.scale);

@@ -16,6 +16,12 @@ void CudaOp::trace(Address kernels, std::shared_ptr<StreamTrace> streams) {
   whole_call_ = StreamTrace::kNone;
 }
 
+void CudaOp::refuse_traced_captures() const {
+  if (capture_ != 0 && traced()) {
+    throw std::invalid_argument("calls that are traced cannot be captured into a CUDA graph");
+  }
+}
+
 void CudaOp::put_traced(Stream stream, Work work, const std::vector<MemOp>& ops) {
   stamped(
       streams_.get(), stream, [&] { return record_of(work, epoch_); },

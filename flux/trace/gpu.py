@@ -88,6 +88,8 @@ class KernelTrace:
 
     def __init__(self, backend: CudaBackend, capacity: int) -> None:
         self.capacity = capacity
+        self._first_epoch = backend.native.epoch
+        self._rank = backend.rank if backend.spec.op.reduces else None
         begun = BLOCKS * _C.TRACE_UNITS
         self.memory = backend.device.zeros(_HEADER + begun + capacity * _RECORD, torch.int64)
         self._records = self.memory[_HEADER + begun :]
@@ -104,7 +106,7 @@ class KernelTrace:
         times = words.view(kept, _RECORD)[:, :2].tolist()
         numbers = words.view(torch.int32).view(kept, 2 * _RECORD)[:, 4:].tolist()
         records = [
-            KernelRecord(
+            self._of_call(
                 (begin or end) + offset_ns,  # 0: the start was not recorded
                 end + offset_ns,
                 *(kind, row, column, signal, sm, unit),
@@ -116,6 +118,16 @@ class KernelTrace:
             )
         ]
         return records, count - kept + (last >> 32)
+
+    def _of_call(self, *fields: int) -> KernelRecord:
+        """Return a record with the host's number of the call: see FLUX_TRACE_IN_KERNEL."""
+        record = KernelRecord(*fields)
+        if not record.launch & _C.TRACE_IN_KERNEL:
+            return record
+        number, weight = divmod(record.launch & ~_C.TRACE_IN_KERNEL, 256)
+        since = (number - self._first_epoch) % (_C.TRACE_IN_KERNEL // 256)
+        epoch = (self._first_epoch + since) & 0xFFFFFFFF
+        return record._replace(epoch=epoch, launch=weight if self._rank is None else self._rank)
 
 
 class StreamStamps:

@@ -1,7 +1,8 @@
 """Convert the records of a rank's kernels and streams to events.
 
 Lanes of a rank: a multiprocessor's tiles ("SM 12.0"), the waits of its loads ("SM 12.0 loads"),
-waits for entries and flags of its stores ("SM 12.0 stores"), and its sums ("SM 12.0 sums"). ".1" is
+waits for entries and flags of its stores ("SM 12.0 stores"), its sums ("SM 12.0 sums"), and rows
+that it pushes ("SM 12.0 pushes"). ".1" is
 concurrent work on the same multiprocessor: another block, or the other warp group of a ping-pong
 kernel. Then the streams: of the calls ("stream"), "copy stream", "network stream", "to rank 3",
 "from rank 3".
@@ -40,16 +41,20 @@ class KernelEvent(IntEnum):
     wait = 3
     release = 4
     sum = 5
+    push = 6
+    copy = 7
 
 
-GATHER, ENTRY, PARTIAL = 1, 2, 3
+GATHER, ENTRY, PARTIAL, RESULT = 1, 2, 3, 7
 """The reasons of kernels' waits: values of FLUX_WAIT_*."""
-_WAIT_LANES = {GATHER: "loads", ENTRY: "stores", PARTIAL: "sums"}
+_WAIT_LANES = {GATHER: "loads", ENTRY: "stores", PARTIAL: "sums", RESULT: "sums"}
 _LANES = {
     KernelEvent.tile: "",
     KernelEvent.part: "",
     KernelEvent.release: "stores",
     KernelEvent.sum: "sums",
+    KernelEvent.push: "pushes",
+    KernelEvent.copy: "sums",
 }
 _KINDS = {
     KernelEvent.tile: Kind.gemm,
@@ -57,6 +62,8 @@ _KINDS = {
     KernelEvent.wait: Kind.wait,
     KernelEvent.release: Kind.copy,
     KernelEvent.sum: Kind.reduce,
+    KernelEvent.push: Kind.copy,
+    KernelEvent.copy: Kind.copy,
 }
 _STREAM_KINDS = {
     Work.gemm: Kind.gemm,
@@ -126,6 +133,8 @@ class _Kernels:
             KernelEvent.wait: self._wait,
             KernelEvent.release: self._release,
             KernelEvent.sum: self._sum,
+            KernelEvent.push: self._push,
+            KernelEvent.copy: self._copy,
         }
         return describe[KernelEvent(r.kind)](r)
 
@@ -177,6 +186,9 @@ class _Kernels:
             awaited = f"{self.rank}.flag:{r.launch}:{r.signal}"
             details = {"peer": source, "tile_row": r.row, "awaits": awaited}
             return f"waits for rank {source}'s part of a tile of row {r.row}", details
+        if r.column == RESULT:
+            details = {"peer": r.signal, "tile_row": r.row}
+            return f"waits for rows of the result that rank {r.signal} sums", details
         return f"waits (code {r.column})", {}
 
     def _release(self, r: KernelRecord) -> tuple[str, Details]:
@@ -196,6 +208,17 @@ class _Kernels:
             details["owner"] = r.launch
             name += f" of rank {r.launch}"
         return name, details
+
+    def _push(self, r: KernelRecord) -> tuple[str, Details]:
+        details: Details = {"piece": r.row}
+        if r.signal:
+            details["raises"] = " ".join(f"{peer}:{self.rank}" for peer in range(self.world))
+        return f"pushes piece {r.row} of the own rows", details
+
+    def _copy(self, r: KernelRecord) -> tuple[str, Details]:
+        details: Details = {"row_begin": r.row, "row_end": r.row + r.signal}
+        details["tile_column"] = r.column
+        return f"copies {rows_text(r.row, r.row + r.signal)} of the result out", details
 
 
 def _lane_class(r: KernelRecord) -> str:

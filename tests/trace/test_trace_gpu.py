@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,6 +23,7 @@ from flux.transport.virtual import VirtualWorld
 from gpu_trace_cases import (
     BF16,
     CALLS,
+    TILE_N,
     K,
     M,
     N,
@@ -126,6 +128,32 @@ def test_every_tile_is_seen_once(device: EmulatedDevice, op: str, world: int, wa
     assert any(lane.startswith("SM ") for lane in lanes) and "stream" in lanes
     if op == "ag_gemm":
         check_copies(trace, world)
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_ar"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_kernels_move_is_seen(device: EmulatedDevice, op: str, world: int) -> None:
+    """Path in_kernel: rows that are pushed, or summed and copied out, and the waits for both."""
+    p = problem(op)
+    trace = virtual(device, p, world, Knobs(path="in_kernel"))
+    assert not trace.dropped
+    check_sound(trace.events, 50.0)
+    check_tiles(p, trace, world, range(world))
+    check_spans(trace, world)
+    awaited = check_awaited(trace.events)
+    assert awaited > 0 or not p.gathers  # partials may all have come when they are asked for
+    for rank in range(world):
+        for call in range(CALLS):
+            copies = [e for e in of(trace.events, rank, call, Kind.copy) if "piece" in e.details]
+            assert len(copies) == (1 if p.gathers else 0)
+            copied = Counter(
+                (row, e.details["tile_column"])
+                for e in of(trace.events, rank, call, Kind.copy)
+                if e.name.startswith("copies")
+                for row in range(int(e.details["row_begin"]), int(e.details["row_end"]))
+            )
+            assert set(copied.values()) <= {1}
+            assert len(copied) == (0 if p.gathers else M * -(-N // TILE_N))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -91,6 +91,7 @@ __device__ __forceinline__ void sum_own(const SumTargets& s, const FluxSync& syn
   }
   const bool complete = __all_sync(~0u, came);
   __syncwarp();
+  const std::uint64_t began = stamp();
   if (s.wide) {
     sum_rows<Element, 16 / sizeof(Element)>(s, piece, complete);
   } else {
@@ -100,6 +101,8 @@ __device__ __forceinline__ void sum_own(const SumTargets& s, const FluxSync& syn
   if (complete && lane < t.world && lane != s.rank) {
     store_release_sys(s.to.sums[lane] + sum_word(t, piece.begin, piece.column), sync.epoch);
   }
+  const int rows = piece.end - piece.begin;
+  tell_of_warp(sync, began, {FLUX_TRACE_SUM, piece.begin, piece.column, rows});
 }
 
 template <class Element, int Width>
@@ -135,11 +138,14 @@ __device__ __forceinline__ void copy_others(const SumTargets& s, const FluxSync&
   }
   const bool complete = __all_sync(~0u, came);
   __syncwarp();
+  const std::uint64_t began = stamp();
   if (s.wide) {
     copy_rows<Element, 16 / sizeof(Element)>(s, piece, complete);
   } else {
     copy_rows<Element, 1>(s, piece, complete);
   }
+  const int rows = piece.end - piece.begin;
+  tell_of_warp(sync, began, {FLUX_TRACE_COPY, piece.begin, piece.column, rows});
 }
 
 template <class Element>

@@ -34,10 +34,6 @@ def check_possible(backend: _Backend, schedule: TileSchedule) -> None:
         raise ValueError(f"{backend.spec.label}: {reason}")
     if backend.recorder is not None and backend.capturing():
         reason = CAPTURED
-    elif backend.recorder is not None and schedule.knobs.path == "in_kernel":
-        reason = (
-            "calls of path in_kernel cannot be traced: no stream moves their rows; use path = fused"
-        )
     elif backend.recorder is not None and _sends_copies(backend, schedule):
         reason = "calls whose partials copy engines send cannot be traced; use path = fused"
     elif backend.nodes > 1 and backend.capturing():

@@ -117,6 +117,7 @@ void push_rows(const FluxGemmArgs& args, Pushing* pushing) {
   *pushing = {g.counts[FLUX_GATHER_CALLS] + 1, true};
   if (g.last != 0) g.counts[FLUX_GATHER_CALLS] = pushing->number;
   if (g.first == 0 || __atomic_load_n(args.sync.status, __ATOMIC_ACQUIRE) != 0) return;
+  const std::uint64_t began = emulated::now();
   const auto ahead = static_cast<std::uintptr_t>(pushing->number % 2 != 0 ? g.odd : 0);
   for (int rank = 0; rank < args.order.world && g.bytes > 0; ++rank) {
     emulated::write(reinterpret_cast<std::uintptr_t>(g.to[rank]) + ahead, g.rows, g.bytes);
@@ -125,6 +126,7 @@ void push_rows(const FluxGemmArgs& args, Pushing* pushing) {
   for (int rank = 0; rank < args.order.world; ++rank) {
     emulated::store(g.raised[rank], pushing->number);
   }
+  emulated::tell(args.sync, began, FLUX_TRACE_PUSH, 0, 0, 1, {});
 }
 
 template <class C>
@@ -228,7 +230,7 @@ int make_gemm_rs(const FluxGemmArgs& args, Work* work) {
   work->close = [=](int unit, const std::vector<bool>& came, Place at) {
     if (unit >= tiles) {
       const bool complete = std::find(came.begin(), came.end(), false) == came.end();
-      return ending->close(unit - tiles, complete);
+      return ending->close(unit - tiles, complete, at);
     }
     const TileCoord tile = tile_at(map, unit);
     const Range owners = owners_of_tile(to.tiling, tile.m);

@@ -6,6 +6,7 @@
 
 #include "cuda/arguments.h"
 #include "emulated_math.h"
+#include "emulated_sync.h"
 #include "gpu/device.h"
 
 namespace emulated {
@@ -48,11 +49,12 @@ struct Ending {
     }
   }
 
-  void close(int unit, bool complete) const {
+  void close(int unit, bool complete, Place where) const {
     const ScatterTiling& s = sums.tiling;
     const bool adds = unit < own_sums();
     const Piece piece =
         adds ? sum_of_owner(s, sums.rank, unit) : copied_piece(s, unit - own_sums());
+    const std::uint64_t began = now();
     dawdle();
     for (int row = piece.begin; row < piece.end; ++row) {
       if (!adds && owner_of(s.m, s.world, row) == sums.rank) continue;
@@ -74,6 +76,8 @@ struct Ending {
       if (rank == sums.rank) continue;
       store(sums.to.sums[rank] + sum_word(s, piece.begin, piece.column), number);
     }
+    tell(sums.sync, began, adds ? FLUX_TRACE_SUM : FLUX_TRACE_COPY, piece.begin, piece.column,
+         piece.end - piece.begin, where);
   }
 
   std::uint16_t sum(int row, int column) const {

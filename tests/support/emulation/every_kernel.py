@@ -332,9 +332,9 @@ def check_traced(device: Any, registry: Registry, config: GemmConfig) -> dict[st
     built, traced = registry.kernels[config.name], registry.traced[config.name]
     events = {}
     for plan in plans(config):
-        if plan.small and plan.knobs.path != "in_kernel":
+        if plan.small:
             with only(device, built, plan.world, traced):
-                events[plan.problem.op] = run_traced(device, plan)
+                events[f"{plan.problem.op} {plan.knobs.path}"] = run_traced(device, plan)
     return {"config": traced.symbol, "worlds": [WORLDS[0]], "events": events}
 
 
