@@ -22,6 +22,7 @@ import cpu_overhead
 import cuda_host_time
 import dhelix_paper
 import domino_hosts
+import domino_paper
 import drawing
 import few_rows
 import flux_paper
@@ -131,6 +132,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "flux_paper": of(flux_paper.table, flux_paper.RESULT),
     "dhelix_paper": of(dhelix_paper.table, dhelix_paper.RESULT),
     "domino_hosts": of(domino_hosts.table, domino_hosts.RESULT),
+    "domino_paper": of(domino_paper.table, domino_paper.RESULT),
+    "domino_orders": of(domino_paper.orders_table, domino_paper.RESULT),
+    "domino_speeds": of(domino_paper.speeds_table, domino_paper.RESULT),
     "op_simulator_variants": of(op_simulator.variants_table, op_simulator.RESULT),
     "op_simulator_experts": of(op_simulator.experts_table, op_simulator.EXPERTS_RESULT),
     "op_simulator_hosts": of(op_simulator.two_hosts_table, op_simulator.RESULT),

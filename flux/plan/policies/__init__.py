@@ -104,14 +104,17 @@ def _word(value: object) -> str:
 def label_of(name: str, options: Mapping[str, Any], policy: Policy | None = None) -> str:
     """Return a policy and its options, as they are shown: ``domino slices=2``.
 
-    ``policy``, if it has planned, says what it chose by itself: ``fused=auto: row``.
+    ``policy``, if it has planned, says what it chose by itself: ``fused=auto: row``; without the
+    option ``order=grouped``.
     """
     chosen = getattr(policy, "chosen", {})
+    defaults = _defaults(type(policy)) if policy else {}
     words = [
         f"{key}={value}{f': {chosen[key]}' if value == 'auto' and key in chosen else ''}"
         for key, value in options.items()
     ]
-    return " ".join([name, *words])
+    unsaid = [key for key in chosen if key not in options and defaults.get(key) == "auto"]
+    return " ".join([name, *words, *(f"{key}={chosen[key]}" for key in unsaid)])
 
 
 def planned(policy: Policy, graph: Graph, fabric: Fabric, cost: CostModel) -> StepSchedule:

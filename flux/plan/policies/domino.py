@@ -23,11 +23,15 @@ from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import FUSED, Graph, Operator, replaced
-from flux.plan.policies.fuse import CHOICES, LINEARS, fuse
+from flux.plan.policies.fuse import CHOICES, LINEARS, first_layers, fuse
 from flux.plan.policies.passes import pieces, sequences
 from flux.plan.schedule import StepSchedule, on_lanes
+from flux.plan.simulate import simulate
 
 ORDERS = ("staggered", "grouped", "blocks")
+_TRIED = (2, 4)
+"""Layers in which orders are compared: on the line through them lie those of the stage, of which
+the ends of a pass are a smaller part."""
 _ROW_PARALLEL = ("proj", "fc2")
 _BEHIND_ROW = ("ar1", "ar2", "rs1", "rs2")
 _MIDDLE = {"bda1", "ln2"}  # between attention and MLP: their collectives come before them
@@ -42,8 +46,11 @@ class DominoPolicy:
         fused: linear layers of slices that are Flux's fused ops (``flux.plan.policies.fuse``):
             "none", "column", "row", "all", or "auto": those with which a simulation is fastest.
         order: how slices take turns: "staggered"; "grouped": dropout, residual and norm of all
-            slices next to each other between attention and MLP, as in the paper; or "blocks": each
-            before its slice's MLP (``flux.runtime.domino``).
+            slices next to each other between attention and MLP, as in the paper; "blocks": each
+            before its slice's MLP (``flux.runtime.domino``); or "auto": that with which a
+            simulation of the first layers is fastest. Collectives hide behind the other slice's
+            GEMMs when staggered, and behind norms when grouped, which tensor parallelism does not
+            make shorter.
     """
 
     name = "domino"
@@ -52,20 +59,22 @@ class DominoPolicy:
         self,
         slices: int = 2,
         columns: int = 1,
-        order: str = "staggered",
+        order: str = "auto",
         fused: str = "none",
     ) -> None:
         slices = checked_integer("domino: slices", slices, 1)
         columns = checked_integer("domino: columns", columns, 1)
         if slices == columns == 1:
             raise ValueError("domino: slices or columns must be at least 2, or nothing is cut")
-        if order not in ORDERS:
-            raise ValueError(f"domino: order must be one of {', '.join(ORDERS)}, got {order!r}")
+        if order not in (*ORDERS, "auto"):
+            orders = ", ".join((*ORDERS, "auto"))
+            raise ValueError(f"domino: order must be one of {orders}, got {order!r}")
         if fused not in CHOICES:
             raise ValueError(f"domino: fused must be one of {', '.join(CHOICES)}, got {fused!r}")
         if columns > 1 and fused != "none":
             raise ValueError("domino: columns cut what fused ops would compute: take one of them")
-        self.slices, self.columns, self.turns, self.fused = slices, columns, order, fused
+        self.slices, self.columns, self.asked, self.fused = slices, columns, order, fused
+        self.turns = ORDERS[0] if order == "auto" else order
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
         """Return the graph with its operators cut."""
@@ -77,9 +86,25 @@ class DominoPolicy:
             graph = replaced(graph, self._rows, lambda before, after: False)
         if self.columns > 1:
             graph = replaced(graph, self._columns, lambda before, after: False)
-        graph, fuses = fuse(graph, self.fused, lambda some: self.order(some, cost), cost)
-        self.chosen = {"fused": fuses}
+        if self.asked == "auto" and self.slices > 1:
+            layers = len({op.layer for op in graph.ops if op.stage == 0 and op.layer >= 0})
+            short = [first_layers(graph, count) for count in _TRIED]
+            self.turns = min(ORDERS, key=lambda order: self._time(order, short, layers, cost))
+        graph, fuses = self._fuse(graph, cost)
+        self.chosen = {"fused": fuses} | ({"order": self.turns} if self.slices > 1 else {})
         return graph
+
+    def _fuse(self, graph: Graph, cost: CostModel) -> tuple[Graph, str]:
+        return fuse(graph, self.fused, lambda some: self.order(some, cost), cost)
+
+    def _time(self, order: str, short: Sequence[Graph], layers: int, cost: CostModel) -> float:
+        """Return the time of a pass of so many layers in this order, from two short graphs."""
+        self.turns = order
+        near, far = (
+            simulate(self.order(self._fuse(graph, cost)[0], cost), cost).iteration_ms
+            for graph in short
+        )
+        return near + (far - near) * (layers - _TRIED[0]) / (_TRIED[1] - _TRIED[0])
 
     def _check(self, op: Operator) -> None:
         if op.micro < 0:

@@ -45,7 +45,7 @@ def fuse(
             if kind not in usable:
                 raise ValueError(f"fused = {choice}: {_reason(graph, kind)}")
         return fused(graph, WHICH[choice]), choice
-    small = _first_layers(graph)
+    small = first_layers(graph)
     options = [name for name, kinds in WHICH.items() if usable.issuperset(kinds)]
     times = {
         name: simulate(order(fused(small, WHICH[name])), cost).iteration_ms for name in options
@@ -136,7 +136,7 @@ def _reason(graph: Graph, kind: str) -> str:
     return f"the step has no tensor-parallel communication beside a GEMM of {kind}-parallel layers"
 
 
-def _first_layers(graph: Graph, count: int = 2) -> Graph:
+def first_layers(graph: Graph, count: int = 2) -> Graph:
     """Return the operators of the first layers and the first micro-batch of the first stage."""
     layers = sorted({op.layer for op in graph.ops if op.layer >= 0 and op.stage == 0})[:count]
     small = [
