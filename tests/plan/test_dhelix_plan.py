@@ -263,6 +263,71 @@ def test_the_simulated_step_is_the_w_schedule_of_its_passes(pp: int) -> None:
     assert 0.9 * expected < timeline.iteration_ms <= expected * (1 + 1e-9)
 
 
+OFF = {"hides": "none", "links": False, "wgrad": False}
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_with_all_parts_off_the_step_takes_what_1f1b_does(pp: int) -> None:
+    step = step_with(tp=8, cp=2, pp=pp, sequence=True)
+    fabric = Fabric(load_cluster("dhelix-a40"), step.parallel)
+    cost = Free(AnalyticCost(fabric, step.dtype, step.itemsize))
+    graph = build_step(step, fabric)
+    times = [
+        simulate(planned(policy_of(name, options), graph, fabric, cost), cost).iteration_ms
+        for name, options in (("serial", {}), ("dhelix", OFF), ("dhelix", {**OFF, "hides": "tp"}))
+    ]
+    assert times[1] == pytest.approx(times[0], rel=1e-9) and times[2] < 0.99 * times[0]
+
+
+def side_by_side(timeline: Timeline) -> set[str]:
+    """Return which kinds of operators of one rank run at the same time.
+
+    ``tp`` and ``cp``: collectives of that group beside computation; ``links``: two collectives;
+    ``strand``: two operators of one backward pass.
+    """
+    found: set[str] = set()
+    graph = timeline.schedule.graph
+    for rank in range(graph.stages):
+        of_rank = [n for n, op in enumerate(graph.ops) if op.stage == rank]
+        running: list[int] = []
+        for number in sorted(of_rank, key=lambda n: timeline.start[n]):
+            op, now = graph.ops[number], timeline.start[number]
+            running = [n for n in running if timeline.end[n] > now + 1e-12]
+            for other in (graph.ops[n] for n in running):
+                found |= {a.group for a, b in ((op, other), (other, op)) if b.resource == "comp"}
+                if op.is_collective and other.is_collective:
+                    found.add("links")
+                if op.micro == other.micro and "fwd" not in (op.role, other.role):
+                    found.add("strand")
+            running.append(number)
+    return found - {""}
+
+
+@pytest.mark.parametrize(
+    "options, never, still",
+    [
+        ({}, "", "tp cp pp links strand"),
+        ({"hides": "cp"}, "tp pp", "cp links"),
+        ({"hides": "tp"}, "cp pp", "tp links"),
+        ({"hides": "tp+cp"}, "pp", "tp cp"),
+        ({"links": False}, "links", "tp cp pp"),
+        ({"wgrad": False}, "strand", "tp cp links"),
+        ({**OFF, "links": True}, "tp cp pp strand", "links"),
+        (OFF, "tp cp pp links strand", ""),
+        ({"links": False, "events": False}, "links", "tp cp"),
+    ],
+    ids=str,
+)
+def test_a_part_that_is_off_overlaps_nothing(
+    options: dict[str, Any], never: str, still: str
+) -> None:
+    layer = Layer(4096, 14336, 32, 32, 128, True)
+    step = step_with(layer, tp=8, cp=2, pp=2, sequence=True, micro_batches=4)
+    step = replace(step, layers=4, sequence=16384, micro_batch=1)
+    found = side_by_side(timeline_of(step, "dhelix", **options))
+    assert found.isdisjoint(never.split()) and found.issuperset(still.split())
+
+
 @pytest.mark.parametrize("pp", [1, 2, 4])
 @pytest.mark.parametrize("layer", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_peak_memory_is_within_a_layer_of_1f1b(pp: int, layer: Layer) -> None:
@@ -291,6 +356,9 @@ def test_dhelix_gains_where_the_paper_says() -> None:
         ("dhelix", {}, {"pp": 8}, "16 stages must divide 8 layers"),
         ("dhelix", {"events": 3}, {}, "events must be true or false, got 3"),
         ("dhelix", {"longest": -1}, {}, "longest must be an integer of at least 0, got -1"),
+        ("dhelix", {"hides": "tp+xp"}, {}, "groups of tp, cp, .* joined by .*, got 'tp.xp'"),
+        ("dhelix", {"hides": True}, {}, "as in tp.cp, got True"),
+        ("dhelix", {"wgrad": "late"}, {}, "wgrad must be true or false, got 'late'"),
         ("wavelet", {"longest": 2}, {}, "no option 'longest'"),
         ("intra_batch", {}, {}, "tp is 1"),
         ("intra_batch", {"chunks": 1}, {}, "chunks must be an integer of at least 2"),

@@ -49,19 +49,30 @@ class Random:
         key = frozenset((comp.name, comm.name))
         return self.factors.setdefault(key, self.rng.uniform(-0.5, 1.0))
 
-    def together(self, f: Sequence[Operator], b: Sequence[Operator]) -> float:
-        """The time of two segments, by small steps of work: each operator is a list of atoms."""
+    def together(
+        self, f: Sequence[Operator], b: Sequence[Operator], waited: tuple[float, float] = (0.0, 0.0)
+    ) -> float:
+        """The time of two segments, by small steps of work: each operator is a list of atoms.
+
+        ``waited``: for how long the first of each has been the first.
+        """
         if not f or not b:
             return sum(self.solo(op) for op in (*f, *b))
         one, other = f[0], b[0]
         left, right = self.times[one.name], self.times[other.name]
+        if one.resource == other.resource:
+            side = int(waited[0] < waited[1])
+            time = (left, right)[side]
+            waits = (0.0, waited[1] + time) if side == 0 else (waited[0] + time, 0.0)
+            return time + self.together(f[side == 0 :], b[side == 1 :], waits)
         work = min(left, right)
-        same = one.resource == other.resource
         comp, comm = (other, one) if one.is_collective else (one, other)
-        time = work * (2 - (0.0 if same else self.oef(comp, comm)))
+        time = work * (2 - self.oef(comp, comm))
         before = dict(self.times)
         self.times[one.name], self.times[other.name] = left - work, right - work
-        rest = self.together(f[work == left :], b[work == right :])
+        ends = work == left, work == right
+        waits = tuple(0.0 if end else w + time for end, w in zip(ends, waited, strict=True))
+        rest = self.together(f[ends[0] :], b[ends[1] :], waits)  # type: ignore[arg-type]
         self.times = before
         return time + rest
 
@@ -291,6 +302,15 @@ def test_graphs_of_a_layer(options: dict[str, bool], forward: int, backward: int
     assert ("dispatch" in f) == options.get("experts", False)
     with pytest.raises(ValueError, match="direction must be forward or backward"):
         layer_graph("sideways")
+
+
+def test_a_long_collective_is_hidden_under_more_operators_than_orders_are_tried_of() -> None:
+    """Of a layer's shape: gathers of keys and values that take longer than half of the layer."""
+    f, b = nx.path_graph(["f0", "f1"], nx.DiGraph), nx.DiGraph()
+    nx.add_path(b, [f"b{n}" for n in range(14)])
+    b.add_edges_from((f"b{n}", f"w{n}") for n in (0, 3, 6, 9, 12))
+    cost = SimpleNamespace(solo=lambda node: 9.5 if node[0] == "f" else 1.0, oef=lambda a, b: 1.0)
+    assert pair(f, b, cost, barrier=0.1).makespan == pytest.approx(19.1)
 
 
 @pytest.mark.alone

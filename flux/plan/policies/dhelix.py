@@ -14,18 +14,19 @@ Streams of a rank in an interleaved block:
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from itertools import pairwise
+
 from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Graph
-from flux.plan.policies.folding import (
-    fold,
-    placed,
-    w_blocks,
-)
+from flux.plan.graph import GROUPS, Graph, Operator
+from flux.plan.mesh import parse_group
+from flux.plan.policies.folding import fold, layers_of, placed, stage_of, w_blocks
 from flux.plan.policies.interleave import by_layer, graph_of_layer, scheduled
 from flux.plan.policies.pairing import Pairing, pair, round_robin
-from flux.plan.policies.passes import one_f_one_b
+from flux.plan.policies.passes import by_pass, one_f_one_b
 from flux.plan.schedule import StepSchedule
 
 EVENT_MS = 2e-3
@@ -35,17 +36,37 @@ EVENT_MS = 2e-3
 class DHelix:
     """DHelix's schedule of a step.
 
+    The last three options switch its parts off, as in the paper's section 6.4. Without all three
+    nothing runs side by side, and the step takes what ``serial`` takes.
+
     Args:
         events: a segment begins when the one before it has ended, as in the paper; else streams
             only keep their order, and operators wait for what they depend on.
         longest: most operators of a segment of one strand (see ``pair``); 0: the default.
+        hides: groups whose communication runs alongside computation: "all", "none", or "tp+cp".
+        links: communication inside hosts runs alongside communication between them.
+        wgrad: gradients of weights move; else backward runs one operator after the other.
     """
 
     name = "dhelix"
 
-    def __init__(self, events: bool = True, longest: int = 0) -> None:
-        self.events = events
+    def __init__(
+        self,
+        events: bool = True,
+        longest: int = 0,
+        hides: str = "all",
+        links: bool = True,
+        wgrad: bool = True,
+    ) -> None:
+        self.events, self.links, self.wgrad = events, links, wgrad
         self.longest = checked_integer(f"{self.name}: longest", longest, 0)
+        named = {"all": GROUPS, "none": ()}
+        self.hidden = named[hides] if hides in named else tuple(str(hides).split("+"))
+        if not {*self.hidden} <= {*GROUPS}:
+            raise ValueError(
+                f"{self.name}: hides must be all, none or groups of {', '.join(GROUPS)} joined by "
+                f"+, as in tp+cp, got {hides!r}"
+            )
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
         """Return the graph; with pipeline parallelism the model is folded."""
@@ -55,9 +76,9 @@ class DHelix:
                 f"{self.name} interleaves what is more than {ranks} micro-batches (one for each "
                 f"pipeline rank), and the step has {graph.micro_batches}"
             )
-        if ranks == 1:
-            return graph
-        return placed(graph, 2 * ranks, lambda stage: fold(stage, ranks))
+        if ranks > 1:
+            graph = placed(graph, 2 * ranks, lambda stage: fold(stage, ranks))
+        return graph if self.wgrad else _in_order(graph, 2 * ranks if ranks > 1 else 1)
 
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return the schedule, with streams for compute, links inside a host, and ports."""
@@ -71,15 +92,53 @@ class DHelix:
             blocks,
             2 * ranks if ranks > 1 else 1,
             self.name,
-            merge=by_layer(graph, plan, cost),
+            merge=by_layer(graph, plan, self._priced(cost)),
             events=self.events,
+            occupied=None if self._whole else self.occupied,
         )
+
+    @property
+    def _whole(self) -> bool:
+        return self.links and {*self.hidden} == {*GROUPS}
+
+    def _priced(self, cost: CostModel) -> CostModel:
+        return cost if self._whole else _Occupied(cost, self)
+
+    def occupied(self, op: Operator) -> tuple[str, ...]:
+        """Return what an operator occupies: operators with anything in common do not overlap."""
+        if not op.is_collective:
+            return (op.resource, "beside intra", "beside inter")
+        links = (op.resource, *(() if self.links else ("intra", "inter")))
+        hidden = parse_group(op.group).base in self.hidden
+        return links if hidden else (*links, f"beside {op.resource}")
 
     def pairing(self, graph: Graph, cost: CostModel) -> Pairing:
         """Return the pairing of a layer's forward and backward."""
         forward, backward = (graph_of_layer(graph, way) for way in ("forward", "backward"))
         barrier = EVENT_MS if self.events else 0.0
-        return pair(forward, backward, cost, barrier=barrier, longest=self.longest or None)
+        longest = self.longest or None
+        return pair(forward, backward, self._priced(cost), barrier=barrier, longest=longest)
+
+
+class _Occupied:
+    """Costs in which operators that occupy the same wait for each other."""
+
+    def __init__(self, cost: CostModel, policy: DHelix) -> None:
+        self.solo, self._cost, self._occupied = cost.solo, cost, policy.occupied
+
+    def oef(self, comp: Operator, comm: Operator) -> float:
+        shared = {*self._occupied(comp)} & {*self._occupied(comm)}
+        return -math.inf if shared else self._cost.oef(comp, comm)
+
+
+def _in_order(graph: Graph, stages: int) -> Graph:
+    """Return a graph whose backward passes run one operator after the other."""
+    layers, deps = layers_of(graph), list(graph.deps)
+    for action, numbers in by_pass(graph, lambda op: stage_of(op, layers, stages)).items():
+        if action.kind == "B":
+            for before, after in pairwise(numbers):
+                deps[after] = tuple(dict.fromkeys((*deps[after], before)))
+    return replace(graph, deps=tuple(deps))
 
 
 class WaveletPlus(DHelix):

@@ -119,11 +119,13 @@ def scheduled(
     merge: Merge = one_after_the_other,
     events: bool = False,
     stream: Callable[[Operator], str] = lambda op: op.resource,
+    occupied: Callable[[Operator], Sequence[str]] | None = None,
 ) -> StepSchedule:
     """Return the schedule in which each rank runs its blocks, then the optimizer.
 
     ``blocks`` are of each rank, ``merge`` interleaves the two passes of a block. ``events``: a
-    segment of such a block begins when the one before it has ended.
+    segment of such a block begins when the one before it has ended. ``occupied`` by an operator, by
+    default its stream: two with anything in common do not overlap.
     """
     layers = layers_of(graph)
     passes = by_pass(graph, lambda op: stage_of(op, layers, stages))
@@ -140,7 +142,10 @@ def scheduled(
             if events:
                 _add_events(graph, deps, segments, stream)
             order += [number for segment in segments for number in segment]
-        sequences.append(order + passes.get(Action(rank, "S", -1), []))
+        order += passes.get(Action(rank, "S", -1), [])
+        if occupied is not None:
+            _keep_apart(graph, deps, order, occupied)
+        sequences.append(order)
     made = on_lanes(replace(graph, deps=tuple(deps)), sequences, policy, stream)
     return replace(made, actions=tuple(tuple(row(of_rank)) for of_rank in blocks))
 
@@ -152,6 +157,21 @@ def _operators(passes: dict[Action, list[int]], graph: Graph, action: Action) ->
     weights = action.kind == "W"
     backward = passes[action._replace(kind="B")]
     return [number for number in backward if (graph.ops[number].role == "wgrad") == weights]
+
+
+def _keep_apart(
+    graph: Graph,
+    deps: list[tuple[int, ...]],
+    order: Iterable[int],
+    occupied: Callable[[Operator], Sequence[str]],
+) -> None:
+    """Let operators that occupy the same run one after the other, on different streams too."""
+    last: dict[str, int] = {}
+    for number in order:
+        taken = occupied(graph.ops[number])
+        before = [last[one] for one in taken if one in last]
+        deps[number] = tuple(dict.fromkeys((*deps[number], *before)))
+        last |= dict.fromkeys(taken, number)
 
 
 def _add_events(

@@ -14,8 +14,8 @@ minimum. The backward of a layer has thousands of orders, but about a hundred do
 only gradients of weights can move.
 
 P of two segments: the two operators that run at a time progress at 1 / (2 - OEF) each
-(``flux.plan.cost``); what is left of the longer side runs by itself. Within a segment all orders
-are tried.
+(``flux.plan.cost``), or if they share a stream, the one that is ready first, forward's before
+backward's; what is left of the longer side runs by itself. Within a segment all orders are tried.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ _Table = tuple[tuple[float, ...], ...]
 EXACT = 1_000_000
 """Pairs of orders that are tried at most, where segments may have any length."""
 LONGEST = 4
-"""Operators of a segment of graphs with more orders. Longer segments of a layer do not pay: a
-barrier aligns the two strands again."""
+"""Operators of a segment of graphs with more orders. The two orders found so, and those of the
+graphs themselves, are then cut into segments of any length: under a collective that takes longer
+than many operators, their order matters little."""
 
 
 class Pairing(NamedTuple):
@@ -73,13 +74,13 @@ class Pairing(NamedTuple):
 def factor(cost: CostModel, a: Any, b: Any) -> float:
     """Return the OEF of two operators of different strands.
 
-    Operators of one resource share a stream, so one waits for the other: 0. Of nodes that are no
-    ``Operator`` the cost model alone says it.
+    Operators of one resource share a stream, and one waits for the other: minus infinity. Of nodes
+    that are no ``Operator`` the cost model alone says it.
     """
     if not (isinstance(a, Operator) and isinstance(b, Operator)):
         return cost.oef(a, b)
     if a.resource == b.resource:
-        return 0.0
+        return -math.inf
     return cost.oef(b, a) if a.is_collective and not b.is_collective else cost.oef(a, b)
 
 
@@ -99,8 +100,8 @@ def pair(
         backward_graph: likewise of a backward pass.
         cost: of operators, or a function that returns the time of two segments, of nodes.
         barrier: time of the barrier after each pair of segments, in ms.
-        longest: most operators of a segment; by default there is no limit, and LONGEST if more than
-            EXACT pairs of orders would have to be tried.
+        longest: most operators of a segment; by default there is no limit. If more than EXACT pairs
+            of orders would have to be tried, orders are searched with segments of at most LONGEST.
 
     Raises:
         TypeError: graphs are no networkx.DiGraph, or cost is neither of the two.
@@ -127,10 +128,11 @@ def pair(
         makespan, order = _searched(*needs, *_tables(forward, backward, model), barrier, longest)
     else:
         of_segments: SegmentCost = cost
-        makespan, order = _shortest(
-            *_downsets(*needs, longest),
+        makespan, order = _best(
+            *needs,
             lambda f, b: of_segments(forward.named(f), backward.named(b)),
             barrier,
+            longest,
         )
     return Pairing(makespan, tuple((forward.named(f), backward.named(b)) for f, b in order))
 
@@ -150,17 +152,38 @@ class _Strand:
         return tuple(self.nodes[number] for number in order)
 
 
-def _downsets(
-    forward: Sequence[int], backward: Sequence[int], longest: int | None
-) -> tuple[_Downsets, _Downsets]:
-    """Return the down-sets of both graphs, with segments as ``pair`` says."""
-    if longest is None:
-        downsets = _Downsets(forward, len(forward), EXACT)
-        other = _Downsets(backward, len(backward), EXACT // downsets.tried)
-        if downsets.tried * other.tried <= EXACT:
-            return downsets, other
-        longest = LONGEST
-    return _Downsets(forward, longest), _Downsets(backward, longest)
+def _best(
+    forward: Sequence[int],
+    backward: Sequence[int],
+    price: _Price,
+    barrier: float,
+    longest: int | None,
+    times: Sequence[Sequence[float]] | None = None,
+) -> tuple[float, _Segments]:
+    """Return ``_shortest`` of two graphs, with segments as ``pair`` says."""
+
+    def found(f: _Downsets, b: _Downsets) -> tuple[float, _Segments]:
+        return _shortest(f, b, price, barrier, times)
+
+    if longest is not None:
+        return found(_Downsets(forward, longest), _Downsets(backward, longest))
+    downsets = _Downsets(forward, len(forward), EXACT)
+    other = _Downsets(backward, len(backward), EXACT // downsets.tried)
+    if downsets.tried * other.tried <= EXACT:
+        return found(downsets, other)
+    best = found(_Downsets(forward, LONGEST), _Downsets(backward, LONGEST))
+    for cut in (best[1], ((range(len(forward)), range(len(backward))),)):
+        chains = (_chain([n for both in cut for n in both[side]]) for side in (0, 1))
+        best = min(best, found(*(_Downsets(needs, len(needs)) for needs in chains)))
+    return best
+
+
+def _chain(order: Sequence[int]) -> list[int]:
+    """Return what operators need of which each depends on the one before it."""
+    needs = [0] * len(order)
+    for before, after in pairwise(order):
+        needs[after] = 1 << before
+    return needs
 
 
 class _Downsets:
@@ -237,7 +260,7 @@ def _tables(forward: _Strand, backward: _Strand, cost: CostModel) -> tuple[_Tabl
                 raise ValueError(f"{node}: solo must be a time of at least 0, got {time!r}")
     for f, row in zip(forward.nodes, slowed, strict=True):
         for b, slow in zip(backward.nodes, row, strict=True):
-            if not 1 <= slow < math.inf:
+            if not slow >= 1:
                 raise ValueError(f"{f} beside {b}: oef must be at most 1, got {2.0 - slow!r}")
     return solo, slowed
 
@@ -255,8 +278,11 @@ def _searched(
 
     Remembered: a search over plans asks for the same layer in steps of many lengths.
     """
-    sides = _downsets(forward, backward, longest)
-    return _shortest(*sides, lambda f, b: time_together(f, b, solo, slowed), barrier)
+
+    def price(f: _Order, b: _Order) -> float:
+        return time_together(f, b, solo, slowed)
+
+    return _best(forward, backward, price, barrier, longest, solo)
 
 
 def time_together(
@@ -276,19 +302,32 @@ def time_together(
     left_f = of_f[f[0]] if f else 0.0  # of the operator that runs
     left_b = of_b[b[0]] if b else 0.0
     ends_f, ends_b = len(f), len(b)
+    ready_f = ready_b = 0.0
     began: list[list[float]] = [[0.0], [0.0]]
     while i < ends_f and j < ends_b:
-        both = left_f if left_f < left_b else left_b
-        now += both * slowed[f[i]][b[j]]
-        left_f -= both
-        left_b -= both
+        slow = slowed[f[i]][b[j]]
+        if slow < math.inf:
+            both = left_f if left_f < left_b else left_b
+            now += both * slow
+            left_f -= both
+            left_b -= both
+        elif ready_f <= ready_b:  # one stream: the other one waits, and has not begun
+            now += left_f
+            left_f = 0.0
+            began[1][j] = now
+        else:
+            now += left_b
+            left_b = 0.0
+            began[0][i] = now
         if left_f <= 0.0:
             i += 1
             left_f = of_f[f[i]] if i < ends_f else 0.0
+            ready_f = now
             began[0].append(now)
         if left_b <= 0.0:
             j += 1
             left_b = of_b[b[j]] if j < ends_b else 0.0
+            ready_b = now
             began[1].append(now)
     for side, numbers, place, left in ((0, f, i, left_f), (1, b, j, left_b)):
         if place < len(numbers):
@@ -303,9 +342,17 @@ def time_together(
 
 
 def _shortest(
-    forward: _Downsets, backward: _Downsets, price: _Price, barrier: float
+    forward: _Downsets,
+    backward: _Downsets,
+    price: _Price,
+    barrier: float,
+    times: Sequence[Sequence[float]] | None,
 ) -> tuple[float, _Segments]:
-    """Return the makespan of the recurrence, and its segments."""
+    """Return the makespan of the recurrence, and its segments.
+
+    ``times`` of operators, by side: two segments take no less than either, and need no price where
+    that is too long.
+    """
     best: dict[tuple[int, int], tuple[float, _Order, _Order]] = {}
 
     def cheapest(f: int, b: int) -> tuple[float, _Order, _Order]:
@@ -329,18 +376,25 @@ def _shortest(
     states = [
         (f, b) for f in sorted(forward.after, key=sizes) for b in sorted(backward.after, key=sizes)
     ]
+    floors = [
+        {s: sum(times[at][n] for n in _bits(s)) if times else -math.inf for s in side.orders}
+        for at, side in enumerate((forward, backward))
+    ]
     time = dict.fromkeys(states, math.inf)
     came: dict[tuple[int, int], tuple[int, int]] = {}
     time[0, 0] = 0.0
     for f, b in states:
         now = time[f, b] + barrier
         for f_segment in forward.after[f]:
+            floor = now + floors[0][f_segment]
             for b_segment in backward.after[b]:
                 if not f_segment and not b_segment:
                     continue
+                state = f | f_segment, b | b_segment
+                if floor >= time[state] or now + floors[1][b_segment] >= time[state]:
+                    continue
                 priced = best.get((f_segment, b_segment)) or cheapest(f_segment, b_segment)
                 then = now + priced[0]
-                state = f | f_segment, b | b_segment
                 if then < time[state]:
                     time[state] = then
                     came[state] = f, b
