@@ -26,6 +26,7 @@ class ProblemOptions:
     m: options.M = 2048
     n: options.N = 4096
     k: options.K = 2048
+    sizes: options.Sizes = None
     dtype: options.Dtype = None
     nproc: options.Nproc = None
     hosts: options.Hosts = "1"
@@ -55,8 +56,7 @@ def config_of(
 ) -> BenchConfig:
     """Return the configuration for these options; exit if it is impossible, before ranks start."""
     from flux.bench.config import ONE_GPU, BenchConfig, dtype_name
-    from flux.core import knobs
-    from flux.core.problem import Problem
+    from flux.core.sparse_problem import make_problem
 
     world = torchrun_or_own(what.nproc, what.hosts)
     backend = what.backend
@@ -66,9 +66,12 @@ def config_of(
     ranks = what.nproc if world is None else world
     shape = (what.m, what.n, what.k)
     try:
-        op = knobs.Op.named(what.op)
+        sizes = options.sizes_of(what.sizes)
+        skews = (float(sizes.pop("skew", 0.0)),)
+        world_size = 2 if ranks is None else ranks
         config = BenchConfig(
-            problem=Problem(op, *shape, dtype_name(dtype), 2 if ranks is None else ranks),
+            problem=make_problem(what.op, *shape, dtype_name(dtype), world_size, sizes),
+            skews=skews,
             repeats=repeats,
             warmup=warmup,
             threads=how.threads,

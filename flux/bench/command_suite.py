@@ -241,9 +241,7 @@ def _plan(what: SuiteOptions, peers: Path | None, ranks: SuiteRanks) -> _Plan:
         "backend": backend,
         "transport": what.transport,
         **{name: getattr(configs[0], name) for name in _RUN_SETTINGS},
-        "sweeps": [
-            f"{sweep.knob} at {sweep.problem.op.name} {sweep.problem.m}" for sweep in sweeps
-        ],
+        "sweeps": [f"{sweep.knob} at {sweep.problem.name} {sweep.problem.m}" for sweep in sweeps],
     }
     adapters = load(peers)
     if peers is not None:
@@ -278,11 +276,11 @@ def _selected(problems: Sequence[Problem], ops: str | None, m: str | None) -> li
     left = list(problems)
     if ops is not None:
         names = [name.strip() for name in ops.split(",")]
-        there = {problem.op.name for problem in problems}
+        there = {problem.name for problem in problems}
         for name in names:
             if name not in there:
                 raise ValueError(f"--ops {name}: the file has {', '.join(sorted(there))}")
-        left = [problem for problem in left if problem.op.name in names]
+        left = [problem for problem in left if problem.name in names]
     if m is not None:
         rows = integers("--m", m)
         left = [replace(problem, m=size) for problem in left for size in rows]
@@ -360,7 +358,7 @@ def _record_timeline(
     from flux.bench import suite_trace
     from flux.launch.spawn import RankFailedError
 
-    first = [config for config in configs if config.problem.op == configs[0].problem.op]
+    first = [config for config in configs if config.problem.name == configs[0].problem.name]
     config = max(first, key=lambda config: config.problem.m)
     if document.timeline is not None or suite_trace.reason_unsupported(config) is not None:
         return None

@@ -10,6 +10,7 @@ from typing import Any
 from flux.core.env import MOST_SECONDS
 from flux.core.knobs import Op
 from flux.core.problem import BY_SHORT, DTYPES, MEASURED_DTYPES, Problem
+from flux.core.sparse_problem import DISPATCHING
 from flux.launch.hosts import parse_hosts, parse_rate
 from flux.machine.host import reason_too_large
 
@@ -22,6 +23,9 @@ _RANGES = {
     "seed": (-(2**63), 2**64 - 1),  # what torch.Generator takes
 }
 """Smallest and largest values of settings."""
+
+MOST_SKEW = 100.0
+"""Where one expert has every token already."""
 
 ONE_GPU = ("virtual", "loopback")  # transports of ranks that share a GPU and a process
 
@@ -42,8 +46,14 @@ def link_bytes_minimum(problem: Problem, hosts: Sequence[int]) -> int:
     """Return the bytes that must leave the hosts in one call, over all hosts, without headers.
 
     Every host except the owner's needs every row, or contributes to it: one copy of it, or one sum
-    per host, crosses between hosts. All-reduce needs both.
+    per host, crosses between hosts. All-reduce needs both. 0: it depends on the routing.
     """
+    if problem.op.exchanges:
+        hosts = list(hosts)
+        pairs = sum(problem.world - hosts.count(host) for host in hosts)
+        return int(problem.m / problem.world * problem.row_bytes * pairs)
+    if problem.name in DISPATCHING:
+        return 0
     crossings = len(set(hosts)) - 1
     twice = 2 if problem.op.all_reduces else 1
     return int(twice * crossings * problem.m * problem.row_bytes)
@@ -83,9 +93,10 @@ def memory_of(problem: Problem) -> int:
 
     Inputs, one result of the three methods, and reference and bound in float64.
     """
-    m, n, k, size = problem.m, problem.n, problem.k, DTYPES[problem.dtype].itemsize
+    weights, problem, size = problem.weight_elements, problem.dense, DTYPES[problem.dtype].itemsize
+    m, n, k = problem.m, problem.n, problem.k
     results = m * n * (1 if problem.op is Op.gemm_rs or problem.op.gathers else problem.world)
-    return size * (m * k + n * k) + (size + 16) * results
+    return size * (m * k + weights) + (size + 16) * results
 
 
 def check_memory(needed: int) -> None:
@@ -167,16 +178,23 @@ class BenchConfig(Run):
         backend: cpu, cuda, or None: cpu.
         transport: None: the backend's default.
         knobs: set by the user; others are chosen.
+        skews: of the routings of an op of experts, all of which a call runs
+            (``flux.bench.sparse.draw_choices``).
     """
 
     problem: Problem
     backend: str | None = None
     transport: str | None = None
     knobs: dict[str, Any] = field(default_factory=dict)
+    skews: tuple[float, ...] = (0.0,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         dtype_name(self.problem.dtype)
+        if self.problem.variant and self.backend == "cuda":
+            raise ValueError(f"{self.problem.name} is measured on CPUs, got backend cuda")
+        if not all(0 <= skew <= MOST_SKEW for skew in self.skews):
+            raise ValueError(f"skew must be in [0, {MOST_SKEW:g}], got {self.skews}")
 
     @property
     def ranks(self) -> int:

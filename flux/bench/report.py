@@ -17,6 +17,7 @@ from flux.bench.config import BenchConfig, link_bytes_minimum
 from flux.bench.metrics import CONFIDENCE, ratio_interval
 from flux.bench.op import Measurement
 from flux.core.datafile import write_output
+from flux.core.sparse_problem import EXPERT_SIZES, HEAD_SIZES
 from flux.machine import host
 
 _VIRTUAL = (
@@ -65,6 +66,7 @@ def document(
             methods[method.name]["wrong"] = method.complaints
     return {
         **problem.as_dict(),
+        **({"skews": list(config.skews)} if problem.topk > 1 else {}),
         "hosts": len(set(config.host_of)),
         "backend": config.backend or "cpu",
         "transport": config.transport or _transports(config),
@@ -193,7 +195,8 @@ def conclusion(content: dict[str, Any]) -> str:
 def _excess(content: dict[str, Any], method: dict[str, Any]) -> str:
     """Return bytes between hosts over the op's minimum; headers make it more than 1."""
     sent = method["link_bytes"]
-    return number(None if sent is None else sent / content["link_bytes_minimum"], ".2f")
+    least = content["link_bytes_minimum"]
+    return number(None if sent is None or not least else sent / least, ".2f")
 
 
 def _headline(content: dict[str, Any]) -> Text:
@@ -204,12 +207,21 @@ def _headline(content: dict[str, Any]) -> Text:
     if content["hosts"] > 1:
         rate = f" at {content['link_rate']}" if content["link_rate"] else ""
         where = f", {content['hosts']} hosts{rate}"
+    sizes = ""
+    for name in (*EXPERT_SIZES, *HEAD_SIZES, "skews"):
+        if name in content:
+            sizes += f"{name}={shown_size(content[name])}, "
     return Text(
-        f"{content['op']} {m} x {n} x {k} (M x N x K) {content['dtype']}, "
+        f"{content['op']} {m} x {n} x {k} (M x N x K) {sizes}{content['dtype']}, "
         f"{ranks} rank{'s' if ranks > 1 else ''}{each}, "
         f"{content['backend']}/{content['transport']}{where}",
         "bold",
     )
+
+
+def shown_size(value: Any) -> str:
+    """Return a size, or several with slashes between."""
+    return "/".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _footer(content: dict[str, Any]) -> Text:

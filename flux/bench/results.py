@@ -18,15 +18,17 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from flux.bench.report import FIGURES, rounded
+from flux.bench.report import FIGURES, rounded, shown_size
 from flux.core.datafile import MOST_SIZE, load_json, one_line, shown, write_output
 from flux.core.events import Event, event_from
-from flux.core.knobs import OPS
+from flux.core.sparse_problem import EXPERT_SIZES, HEAD_SIZES, NAMES
 
 FORMAT, VERSION = "flux-bench-suite", 1
 DONE, FAILED, SKIPPED, PENDING = "done", "failed", "skipped", "pending"
 SHAPE = "shape"
 SWEEPS = ("comm_tile_rows", "direction")
+MOST_HEADS = 64
+"""Packed tensors of an op of heads in a document."""
 _MOST_FIGURE = 1e15
 _ENTRY = {"kind": str, "op": str, "m": int, "n": int, "k": int, "status": str, "peers": dict}
 _RESULT = {
@@ -76,6 +78,7 @@ class SuiteEntry:
         seconds: how long the run took.
         result: the JSON object of `flux bench op`.
         error: why there is no result, or what is wrong with it.
+        sizes: of an op of experts or heads, beside m, n and k.
     """
 
     kind: str
@@ -88,17 +91,24 @@ class SuiteEntry:
     seconds: float | None = None
     result: dict[str, Any] | None = None
     error: str | None = None
+    sizes: dict[str, Any] | None = None
 
     @property
-    def key(self) -> tuple[str, str, int, int, int]:
+    def key(self) -> tuple[object, ...]:
         """The fields that identify the run."""
-        return self.kind, self.op, self.m, self.n, self.k
+        return self.kind, self.op, self.m, self.n, self.k, repr(self.sizes)
 
     @property
     def label(self) -> str:
         """The shape in a line of text."""
         text = f"{self.op} {self.m} x {self.n} x {self.k}"
+        text += self.sizes_text
         return text if self.kind == SHAPE else f"{text}, sweep of {self.kind}"
+
+    @property
+    def sizes_text(self) -> str:
+        """The sizes of an op of experts or heads, behind a blank."""
+        return "".join(f" {name}={shown_size(v)}" for name, v in (self.sizes or {}).items())
 
     @property
     def methods(self) -> dict[str, dict[str, Any]]:
@@ -238,7 +248,8 @@ def _check_entry(entry: Any, where: str) -> None:
     kinds, states = (SHAPE, *SWEEPS), (DONE, FAILED, SKIPPED, PENDING)
     _expect(entry["kind"] in kinds, f"{where}.kind", f"one of {', '.join(kinds)}", entry["kind"])
     _expect(entry["status"] in states, f"{where}.status", f"one of {', '.join(states)}", "other")
-    _expect(entry["op"] in OPS, f"{where}.op", f"one of {', '.join(OPS)}", entry["op"])
+    _expect(entry["op"] in NAMES, f"{where}.op", f"one of {', '.join(NAMES)}", entry["op"])
+    _check_sizes(entry.get("sizes"), f"{where}.sizes")
     for name in ("m", "n", "k"):
         _expect(1 <= entry[name] <= MOST_SIZE, f"{where}.{name}", "a size", entry[name])
     _texts_or_null(entry["peers"], f"{where}.peers.")
@@ -255,6 +266,15 @@ def _check_entry(entry: Any, where: str) -> None:
         )
     for name, method in result["methods"].items():
         _check_method(method, f"{where}.result.methods.{name}")
+
+
+def _check_sizes(sizes: Any, where: str) -> None:
+    _expect(sizes is None or isinstance(sizes, dict), where, "an object", sizes)
+    for name, value in (sizes or {}).items():
+        values = value if isinstance(value, list) and name == "heads" else [value]
+        good = all(type(size) is int and 1 <= size <= MOST_SIZE for size in values)
+        known = name in (*EXPERT_SIZES, *HEAD_SIZES) and len(values) <= MOST_HEADS
+        _expect(good and known, f"{where}.{name}", "sizes of an op", value)
 
 
 def _check_method(method: Any, where: str) -> None:

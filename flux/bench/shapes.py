@@ -9,6 +9,8 @@ ranks, M = batch * sequence, h hidden, f intermediate, d = heads * head_dim:
     MLP up (and gate)  ag_gemm   f, or 2 f if gated           h
     MLP down           gemm_rs   h                            f
 
+A [[shape]] of an op of experts or heads has its other sizes too (flux/core/sparse_problem.py).
+
 Decoding has few rows, which are not sharded between the blocks. There gemm_rs becomes gemm_ar, and
 no GEMM waits for an AllGather.
 """
@@ -18,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flux.core.datafile import MOST_SIZE, Table, find
-from flux.core.knobs import OPS, Op
 from flux.core.problem import MEASURED_DTYPES, Problem
 
 
@@ -191,6 +193,7 @@ class Shapes:
         dtype: of the operands.
         tensor_parallel: intended world sizes.
         sizes: (op, m, n, k), each once, in the order of the file.
+        sparse: the same of ops of experts and heads, with their other sizes.
     """
 
     file: Path
@@ -198,10 +201,15 @@ class Shapes:
     dtype: str
     tensor_parallel: tuple[int, ...]
     sizes: tuple[tuple[str, int, int, int], ...]
+    sparse: tuple[tuple[str, int, int, int, dict[str, Any]], ...] = ()
 
     def problems(self, world: int, dtype: str | None = None) -> list[Problem]:
         """Return the problems for this number of ranks."""
-        return [Problem(Op[op], m, n, k, dtype or self.dtype, world) for op, m, n, k in self.sizes]
+        from flux.core.sparse_problem import make_problem  # plans read files of models only
+
+        every = [*((*sizes, {}) for sizes in self.sizes), *self.sparse]
+        kind = dtype or self.dtype
+        return [make_problem(op, m, n, k, kind, world, sizes) for op, m, n, k, sizes in every]
 
 
 def load_shapes(
@@ -217,6 +225,8 @@ def load_shapes(
     Raises:
         ValueError: no such file, or wrong contents; the message names file and key.
     """
+    from flux.core.sparse_problem import NAMES
+
     file = find("shapes", name)
     top = Table.load(file)
     model, dtype = top.text("model"), top.text("dtype", choices=MEASURED_DTYPES)
@@ -242,20 +252,35 @@ def load_shapes(
                 sizes.append((op, batch * length, n, k))
     elif sequence is not None or batches is not None:
         raise ValueError(f"{file}: sequence and batch need a file with a [layer], not with shapes")
+    sparse: list[tuple[str, int, int, int, dict[str, Any]]] = []
     for table in top.tables("shape"):
-        op, n, k = table.text("op", choices=OPS), table.integer("n"), table.integer("k")
-        sizes += [(op, m, n, k) for m in table.integers("m")]
+        op, n, k = table.text("op", choices=NAMES), table.integer("n"), table.integer("k")
+        if of_op := _sizes(table):
+            sparse += [(op, m, n, k, of_op) for m in table.integers("m")]
+        else:
+            sizes += [(op, m, n, k) for m in table.integers("m")]
         table.done()
     top.done()
-    for op, m, n, k in sizes:
+    for op, m, n, k in [*sizes, *(shape[:4] for shape in sparse)]:
         if max(m, n, k) > MOST_SIZE:
             raise ValueError(
                 f"{file}: {op}: the layer and its workloads make (m, n, k) = {(m, n, k)}, each "
                 f"must be at most {MOST_SIZE}"
             )
-    if not sizes:
+    if not sizes and not sparse:
         raise ValueError(f"{file}: expected a [layer] or a [[shape]]: nothing to tune")
-    return Shapes(file, model, dtype, worlds, tuple(dict.fromkeys(sizes)))
+    return Shapes(file, model, dtype, worlds, tuple(dict.fromkeys(sizes)), tuple(sparse))
+
+
+def _sizes(table: Table) -> dict[str, Any]:
+    """Return the sizes of a shape beside m, n and k."""
+    from flux.core.sparse_problem import EXPERT_SIZES, HEAD_SIZES
+
+    names = [name for name in (*EXPERT_SIZES, *HEAD_SIZES) if name in table.keys]
+    return {
+        name: tuple(table.integers(name)) if name == "heads" else table.integer(name)
+        for name in names
+    }
 
 
 def layer_of(name: str | Path) -> Layer:

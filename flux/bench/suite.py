@@ -24,8 +24,8 @@ from flux.bench.methods import Factory, Fused, Method, UnfusedMethod
 from flux.bench.op import Measurement
 from flux.bench.peers import PEERS, Peer, blame, peers_and_flux, unsupported
 from flux.bench.results import DONE, FAILED, SHAPE, SKIPPED, SuiteDocument, SuiteEntry
-from flux.core.knobs import Op
 from flux.core.problem import Problem
+from flux.core.sparse_problem import make_problem
 from flux.launch.progress import Progress
 from flux.launch.spawn import RankFailedError
 from flux.machine import host
@@ -83,10 +83,10 @@ def sweeps_of(
     Raises:
         ValueError: no op has a shape with this M.
     """
-    chosen: dict[Op, Problem] = {}
+    chosen: dict[str, Problem] = {}
     for problem in sorted(problems, key=lambda problem: problem.m):
-        if m is None or problem.m == m:
-            chosen[problem.op] = problem  # the last one of each op stays
+        if not problem.variant and m in (None, problem.m):
+            chosen[problem.name] = problem  # the last one of each op stays
     if problems and not chosen:
         raise ValueError(f"no shape has M = {m}, the M of the sweeps")
     knobs = ("comm_tile_rows", "direction") if pulls else ("comm_tile_rows",)
@@ -122,8 +122,14 @@ def new_document(
         settings=settings,
         peers=dict(peers),
         about=dict(about or {}),
-        entries=[SuiteEntry(kind, p.op.name, p.m, p.n, p.k) for kind, p in runs],
+        entries=[_entry(kind, problem) for kind, problem in runs],
     )
+
+
+def _entry(kind: str, problem: Problem) -> SuiteEntry:
+    sizes = {n: list(v) if isinstance(v, tuple) else v for n, v in problem.sizes.items()}
+    shape = (problem.name, problem.m, problem.n, problem.k)
+    return SuiteEntry(kind, *shape, sizes=sizes or None)
 
 
 def resume(document: SuiteDocument, earlier: SuiteDocument) -> int:
@@ -230,7 +236,9 @@ class Suite:
         begin = time.monotonic()
         entry.status = FAILED
         try:
-            problem = replace(self._base.problem, op=Op[entry.op], m=entry.m, n=entry.n, k=entry.k)
+            base = self._base.problem
+            shape = (entry.op, entry.m, entry.n, entry.k, base.dtype, base.world)
+            problem = make_problem(*shape, entry.sizes, base.nodes)
             config = replace(self._base, problem=problem)
             measurement = self._attempts(entry, config)
             result = report.document(config, measurement, self._document.command)
@@ -249,7 +257,7 @@ class Suite:
         if entry.kind != SHAPE:
             variants = Sweep(entry.kind, config.problem).variants()
             return self._run_ranks(config, partial(sweep_methods, variants=variants))
-        if config.transport in ONE_GPU:  # has methods of its own
+        if config.transport in ONE_GPU or config.problem.variant:  # has methods of its own
             entry.peers = self._reasons(config)
             return self._run_ranks(config, None)
         while True:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import flux
 from flux.bench.config import BenchConfig
-from flux.bench.methods import Fused
-from flux.bench.reference import make_inputs
+from flux.bench.places import open_place
 from flux.bench.results import CallTimeline
+from flux.core.knobs import Knobs
 from flux.launch.progress import Progress
 from flux.trace import Trace, record_op
 
@@ -14,10 +13,11 @@ from flux.trace import Trace, record_op
 def trace_rank(job: tuple[BenchConfig, None], rank: int, progress: Progress) -> Trace | None:
     """Trace one call on this rank; return the trace on rank 0."""
     config, _ = job
-    method = Fused("flux", config, flux.Knobs(path="fused"))
+    place = open_place(config, rank)
+    method = place.fused("flux", config, Knobs(path="fused"))
     try:
-        inputs = make_inputs(config.problem, rank, config.seed)
-        return record_op(method.op, lambda: method(inputs))
+        inputs = place.inputs(config.seed)
+        return record_op(method.ops, lambda: method(inputs))
     finally:
         method.close()
 
@@ -32,7 +32,7 @@ def reason_unsupported(config: BenchConfig) -> str | None:
 def timeline_of(config: BenchConfig, trace: Trace) -> CallTimeline:
     """Return the timeline of a traced call."""
     problem = config.problem
-    title = f"{problem.op.name} {problem.m} x {problem.n} x {problem.k}, {problem.world} ranks"
+    title = f"{problem.name} {problem.m} x {problem.n} x {problem.k}, {problem.world} ranks"
     if trace.dropped:
         title += f"; {trace.dropped} events were dropped: the buffer was full"
     return CallTimeline(title, trace.events)

@@ -118,7 +118,7 @@ def _table(op: str, entries: list[SuiteEntry]) -> Table:
     view.add_column("flux vs\nunfused", justify="right", no_wrap=True)
     view.add_column("over-\nlap", justify="right", no_wrap=True)
     for entry in entries:
-        cells = [str(entry.m), f"{entry.n}, {entry.k}"]
+        cells = [str(entry.m), f"{entry.n}, {entry.k}\n{entry.sizes_text.strip()}".strip()]
         if entry.status != DONE:
             cells += [entry.status, *[""] * max(len(methods) + 1, 0)]
             view.add_row(*cells[: len(methods) + 4])

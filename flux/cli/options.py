@@ -13,7 +13,11 @@ import typer
 from flux.core.datafile import shown
 from flux.core.env import MOST_SECONDS
 
-Op = Annotated[str, typer.Option(help="Op: ag_gemm | gemm_rs | gemm_ar.")]
+Op = Annotated[str, typer.Option(help="Op: ag_gemm | gemm_rs | gemm_ar | grouped_gemm_rs | ...")]
+OF_OP = typer.Option(
+    "--sizes", help="Of experts: experts=8,topk=2,ep=1,skew=0; of heads: heads=8/2,head_dim=64."
+)
+Sizes = Annotated[str | None, OF_OP]
 M = Annotated[int, typer.Option("--m", help="Rows M of the global problem.")]
 N = Annotated[
     int, typer.Option("--n", help="Columns N of the global problem; ag_gemm splits N over ranks.")
@@ -91,6 +95,26 @@ def parse_duration(text: str) -> float:
     if not 0 < seconds <= MOST_SECONDS:
         raise ValueError(f"a duration must look like 90s, 10m or 2h, got {shown(text)}")
     return seconds
+
+
+def sizes_of(text: str | None) -> dict[str, Any]:
+    """Return the numbers of ``--sizes``; raise ValueError for another format."""
+    sizes: dict[str, Any] = {}
+    for part in text.split(",") if text else ():
+        match = re.fullmatch(r"\s*(\w{1,20})=([0-9./]{1,60})\s*", part, re.ASCII)
+        try:
+            if match is None:
+                raise ValueError(part)
+            name, value = match.groups()
+            if name == "heads":
+                sizes[name] = tuple(int(count) for count in value.split("/"))
+            else:
+                sizes[name] = float(value) if name == "skew" else int(value)
+        except ValueError:
+            raise ValueError(
+                f"--sizes must look like experts=8,topk=2 or heads=8/2, got {shown(text)}"
+            ) from None
+    return sizes
 
 
 def integers(name: str, text: str) -> list[int]:

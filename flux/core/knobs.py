@@ -56,10 +56,11 @@ class Op(OpRow):
     """The fused ops of tensor parallelism."""
 
     @classmethod
-    def named(cls, name: str) -> Op:
+    def named(cls, name: str, choices: Sequence[str] = ()) -> Op:
         """Return the op of this name; raise ValueError with the choices if there is none."""
         if name not in cls.__members__:
-            raise ValueError(f"op must be one of {', '.join(cls.__members__)}, got {name!r}")
+            known = ", ".join(choices or cls.__members__)
+            raise ValueError(f"op must be one of {known}, got {name!r}")
         return cls[name]
 
     ag_gemm = 0, "AGGemm", "AllGather + GEMM", "all_gather"

@@ -189,7 +189,37 @@ class Problem:
     def as_dict(self) -> dict[str, object]:
         """Return op, sizes, dtype and world, for JSON."""
         names = ["m", "n", "k", "dtype", "world"] + ["experts", "topk"] * (self.experts > 1)
-        return {"op": self.op.name, **{name: getattr(self, name) for name in names}}
+        return {"op": self.name, **{name: getattr(self, name) for name in names}}
+
+    @property
+    def name(self) -> str:
+        """Name of the op."""
+        return self.op.name
+
+    @property
+    def variant(self) -> str:
+        """What distinguishes winners beside n and k: see ``SparseProblem``."""
+        return ""
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Sizes beside m, n and k: see ``SparseProblem``."""
+        return {}
+
+    @property
+    def dense(self) -> Problem:
+        """The op that cost models take: see ``SparseProblem``."""
+        return self
+
+    @property
+    def scheduled(self) -> Problem:
+        """The op that schedules are made for: see ``SparseProblem``."""
+        return self
+
+    @property
+    def weight_elements(self) -> int:
+        """Elements of the weights of all ranks."""
+        return self.n * self.k
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -191,8 +191,7 @@ class GroupedOp(TensorParallelOp):
         dtype: of x and the weights: float64, float32, bfloat16 or float16; GPUs: the last two.
         transpose_weight: an expert's weight is [K, N] instead of [N, K].
         activation, gated: AGGroupedGemm only.
-        transport, tuning, timeout_s, topology: as for AGGemm; there are no tuned winners yet, so
-            ``"cache"`` is the cost model's choice.
+        transport, tuning, timeout_s, topology: as for AGGemm; GPUs have no winners.
 
     Raises:
         ValueError, TypeError, OSError, PeerFailedError, PeerTimeoutError: as for AGGemm.

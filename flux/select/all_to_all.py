@@ -1,4 +1,4 @@
-"""Knobs and schedule of an all-to-all (flux.ulysses), which has no winners and no cost model.
+"""Knobs and schedule of an all-to-all (flux.ulysses), which has winners, and no cost model.
 
 Inside a host blocks are written where their rank reads them, so tiles would gain nothing, and the
 unfused path only adds copies. Between hosts a block leaves in tiles. Each costs 0.1 to 2 ms of the

@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from flux.core import env
 from flux.core.datafile import data_root, load_json, set_aside, write_whole
-from flux.core.knobs import Op
+from flux.core.sparse_problem import NAMES
 from flux.select.winners import FORMAT, DamagedEntryError, Entry, Key
 
 LOCK_S = 60.0
@@ -37,7 +37,7 @@ LOOK_UP_S = 1.0
 _MOST_EXPORTED = 256 << 20
 """Bytes: an export has the winners of all files."""
 
-_OURS = re.compile(rf"(?:{'|'.join(Op.__members__)})_\w[\w.+-]*\.json")
+_OURS = re.compile(rf"(?:{'|'.join(NAMES)})_\w[\w.+-]*\.json")
 
 
 class Cache:

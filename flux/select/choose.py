@@ -15,9 +15,10 @@ from typing import Protocol
 
 import torch
 
-from flux.core.knobs import Knobs, Op, Topology, check_legal
+from flux.core.knobs import Knobs, Topology, check_legal
 from flux.core.problem import Problem
-from flux.core.spec import DTYPES, OpSpec
+from flux.core.sparse_problem import problem_of
+from flux.core.spec import OpSpec
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster, group_parts, world_shape
 from flux.machine.detection import detect
@@ -132,7 +133,7 @@ class Tuned:
     def _warn_once(self, m: int, winner: Winner) -> None:
         text = (
             f"{self.spec.label}(n={sum(self.spec.n)}, k={self.spec.k}): not tuned for M = {m}; "
-            f"knobs tuned for M = {winner.m} are used (`flux tune --op {self.spec.op.name} "
+            f"knobs tuned for M = {winner.m} are used (`flux tune --op {self.entry.key.op} "
             f"--m {m} ...` finds better ones)"
         )
         if self.entry.key.name not in _warned:
@@ -158,21 +159,18 @@ def choose(
         kind: of device: ``cpu`` | ``cuda``.
         legal: whether a schedule can be made for (M, knobs).
     """
-    if exchange.world == 1 or spec.op.exchanges:
-        return Fixed(Knobs())  # no communication to tune, or no winners (flux/select/all_to_all.py)
+    if exchange.world == 1:
+        return Fixed(Knobs())  # no communication to tune
     shape = world_shape(placement.nodes)
-    n, k, dtype = sum(spec.n), spec.k, DTYPES[spec.dtype].name
-    if spec.experts:  # a dense GEMM with as many operations
-        n, k = (n * spec.topk, k) if spec.op.gathers else (n, k * spec.topk)
-    assert isinstance(spec.op, Op)
-    problem = Problem(spec.op, spec.max_m, n, k, dtype, topology.world, topology.nodes)
+    problem = problem_of(spec, topology.world, topology.nodes)
     # A topology says how rows travel. Whether memory can be pulled from follows from the placement.
     apart = placement.topology.nodes > 1 if kind == "cpu" else topology.nodes > 1
     cluster = _detected(kind)
     everybody = exchange.all_gather(None if cluster is None else cluster.parts(shape))
     entry: Entry | None = None
     known = [parts for parts in everybody if parts is not None]
-    if exchange.rank == 0 and len(known) == exchange.world and not spec.experts:
+    tuned = kind == "cpu" or not problem.variant  # kernels of experts have no winners
+    if exchange.rank == 0 and len(known) == exchange.world and tuned:
         key = Key.of(problem, shape, group_parts(known), kind)
         entry = look_up(key, timeout_s=exchange.timeout_s)
         entry = None if entry is None else usable(entry, topology, kind, apart)
@@ -182,8 +180,9 @@ def choose(
         if kind == "cuda":
             entry, kernel = _one_kernel(entry, spec.max_m)
         return Tuned(entry, spec, topology, exchange.rank == 0, legal, kernel)
-    if cluster is None:
+    if cluster is None or spec.op.exchanges:  # of which there is no model
         return Fixed(Knobs())
+    problem = problem.dense
     if kind == "cuda":
         return untuned_on_gpus(spec, problem, cluster)
     if apart:

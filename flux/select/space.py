@@ -19,12 +19,13 @@ from typing import Any
 
 from flux import _C
 from flux.core.datafile import MOST_SIZE, Table, find, shown
-from flux.core.knobs import Knobs, Op, Topology
+from flux.core.knobs import Knobs, Topology
 from flux.core.problem import DTYPES, Problem, ceil_div
+from flux.core.sparse_problem import DISPATCHING, NAMES
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, reason_unsupported
 from flux.machine.cluster import Cluster
-from flux.select.cost import predict
+from flux.select.cost import gemm_ms, predict
 from flux.select.cycles import cost
 from flux.select.heuristic import (
     ONE_SHOTS,
@@ -142,7 +143,7 @@ def load_space(name: str | Path) -> Space:
 
 def _ops(table: Table) -> dict[str, dict[str, list[Any]]]:
     by_op = {}
-    for op in [op for op in table.keys if op in Op.__members__]:
+    for op in [op for op in table.keys if op in NAMES]:
         values, part = {}, table.table(op)
         for name in part.keys:
             if name not in (*_SIZES, *_CHOICES):
@@ -153,7 +154,7 @@ def _ops(table: Table) -> dict[str, dict[str, list[Any]]]:
         part.done()
         by_op[op] = values
     if table.keys and not by_op:
-        table.fail(table.keys[0], f"expected one of {', '.join(Op.__members__)}")
+        table.fail(table.keys[0], f"expected one of {', '.join(NAMES)}")
     return by_op
 
 
@@ -211,7 +212,7 @@ def extent(value: int | str, problem: Problem) -> int:
 def combinations(space: Space, problem: Problem) -> Iterator[Knobs]:
     """Yield every declared combination, legal or not, in the order of the file."""
     by_op = space.between_hosts if problem.nodes > 1 and space.between_hosts else space.ops
-    values = by_op.get(problem.op.name, {})
+    values = by_op.get(problem.name) or by_op.get(problem.op.name, {})
     for chosen in product(*values.values()):
         named = dict(zip(values, chosen, strict=True))
         rows, columns = named.pop("tile_rows", None), named.pop("tile_columns", "n")
@@ -297,6 +298,11 @@ def candidates(
     pruned: list[Pruned] = []
     best_kernel, default = None, Knobs()
     speeds: dict[str, float] = {}
+    if problem.op.exchanges:
+        return block_candidates(space, problem, cluster), pruned
+    combined = list(combinations(space, problem))
+    one_shots = problem.nodes > 1 and problem.name not in DISPATCHING
+    model, problem = problem.dense, problem.scheduled
     if space.backend == "cuda":
         configs, pruned = kernels(space, problem)
         best_kernel, speeds = _kernel_speeds(configs, problem, cluster)
@@ -309,7 +315,7 @@ def candidates(
     }
     if space.backend == "cuda" and kernels_can_push(problem):
         fixed["in_kernel"] = resolve(problem, Knobs(path="in_kernel"), tile)
-    if space.backend == "cpu" and problem.nodes > 1:
+    if space.backend == "cpu" and one_shots:
         fixed["one_shot"] = Knobs(path="one_shot")
         ways = [resolve(problem, knobs) for knobs in ONE_SHOTS]
         if ways[1] != ways[0]:
@@ -320,14 +326,15 @@ def candidates(
     seen: dict[object, str] = {}
     for name, knobs in fixed.items():
         kernel = best_kernel if knobs.is_tiled else None
-        ms = sum(predict(problem, cluster, knobs, kernel))
+        ms = sum(predict(model, cluster, knobs, kernel))
         kept.append(Candidate(name, knobs, kernel, ms))
     if problem.world > 1:
         seen[_schedule_identity(problem, topology, fixed["default"], best_kernel)] = "default"
     declared: list[Candidate] = []
-    for knobs in combinations(space, problem):
+    for knobs in combined:
         for kernel in configs or [None]:  # type: ignore[list-item]
-            candidate, reason = _examine(knobs, kernel, problem, topology, cluster, speeds, seen)
+            of = (problem, model)
+            candidate, reason = _examine(knobs, kernel, of, topology, cluster, speeds, seen)
             if reason is None:
                 declared.append(candidate)
             else:
@@ -343,16 +350,32 @@ def candidates(
     return [*kept[: len(fixed)], *fast], pruned
 
 
+def block_candidates(space: Space, problem: Problem, cluster: Cluster) -> list[Candidate]:
+    """Return the candidates of an all-to-all: its paths, and sizes of communication tiles.
+
+    There is no model of it: all have the predicted time of the GEMM.
+    """
+    ms = gemm_ms(problem.dense, cluster)
+    tile = Knobs(comm_tile_rows=problem.chunk)
+    by_name = {"unfused": Knobs(path="unfused"), "default": Knobs(), _name(tile): tile}
+    by_name |= {_name(knobs): knobs for knobs in combinations(space, problem)}
+    return [Candidate(name, knobs, None, ms) for name, knobs in by_name.items()]
+
+
 def _examine(
     knobs: Knobs,
     kernel: GemmConfig | None,
-    problem: Problem,
+    of: tuple[Problem, Problem],
     topology: Topology,
     cluster: Cluster,
     speeds: dict[str, float],
     seen: dict[object, str],
 ) -> tuple[Candidate, str | None]:
-    """Return a candidate, and the reason to prune it; None if there is none."""
+    """Return a candidate, and the reason to prune it; None if there is none.
+
+    ``of``: the problems that schedules and the model take.
+    """
+    problem, model = of
     full = resolve(problem, knobs, None if kernel is None else kernel.cluster_tile)
     name = _name(full, kernel)
     candidate = Candidate(name, full, kernel)
@@ -370,7 +393,7 @@ def _examine(
     if identity in seen:
         return candidate, f"the same schedule as {seen[identity]}"
     seen[identity] = name
-    predicted = predict(problem, cluster, full, kernel)
+    predicted = predict(model, cluster, full, kernel)
     slower = speeds.get(kernel.name, 1.0) if kernel is not None else 1.0
     total = predicted.gemm_ms * slower + predicted.exposed_ms
     return replace(candidate, predicted_ms=total), None

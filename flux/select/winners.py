@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from flux.core.datafile import MOST_SIZE, one_line, shown
-from flux.core.knobs import Knobs, Op
+from flux.core.knobs import Knobs
 from flux.core.problem import Problem, ceil_div
+from flux.core.sparse_problem import NAMES
 from flux.core.version import __version__
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import digest
@@ -26,12 +27,13 @@ CPU_REVISION = 1
 """Revision of the CPU backend's speed: incremented when a change makes old winners doubtful."""
 
 _FORMS = {
-    "op": re.compile("|".join(Op.__members__)),
+    "op": re.compile("|".join(NAMES)),
     "dtype": re.compile(r"\w{1,40}", re.ASCII),
     "world": re.compile(r"[1-9]\d{0,3}(x[1-9]\d{0,3}|(\+[1-9]\d{0,3}){1,63})", re.ASCII),
     "fingerprint": re.compile(r"[0-9a-f]{16}"),
     "kernels": re.compile(r"[\w.+ ,-]{1,100}", re.ASCII),
     "toolchain": re.compile(r"[\w.+ ,-]{1,100}", re.ASCII),
+    "variant": re.compile(r"|[\w.-]{1,200}", re.ASCII),
 }
 
 
@@ -40,7 +42,7 @@ class Key:
     """Everything that separates winners, except M.
 
     Attributes:
-        op: ``ag_gemm`` | ``gemm_rs`` | ``gemm_ar``.
+        op: name of the op.
         dtype: of the operands, as torch names it.
         n: global columns, of all weights together.
         k: global depth.
@@ -48,6 +50,7 @@ class Key:
         fingerprint: of device and links (flux/machine/cluster.py).
         kernels: version of the code that runs.
         toolchain: version of the tools that built it, or of the library that multiplies.
+        variant: other sizes of an op of experts or heads (``Problem.variant``).
     """
 
     op: str
@@ -58,6 +61,7 @@ class Key:
     fingerprint: str
     kernels: str
     toolchain: str
+    variant: str = ""
 
     def __post_init__(self) -> None:
         for name in ("n", "k"):
@@ -81,7 +85,7 @@ class Key:
         """
         kernels, toolchain = versions(kind)
         return cls(
-            op=problem.op.name,
+            op=problem.name,
             dtype=problem.dtype,
             n=problem.n,
             k=problem.k,
@@ -89,12 +93,17 @@ class Key:
             fingerprint=digest(parts),
             kernels=kernels,
             toolchain=toolchain,
+            variant=problem.variant,
         )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields, for JSON; those of dense ops have no variant."""
+        return {name: value for name, value in asdict(self).items() if value != ""}
 
     @property
     def name(self) -> str:
         """Name of the key's file: readable, and different for different keys."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        text = json.dumps(self.as_dict(), sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return f"{self.op}_{self.dtype}_n{self.n}_k{self.k}_{self.world}_{digest}"
 
@@ -102,7 +111,7 @@ class Key:
     def from_dict(cls, values: Mapping[str, Any]) -> Key:
         """Return the key of these fields; raise ValueError if they are not those of a key."""
         known = {field.name for field in fields(cls)}
-        if not isinstance(values, Mapping) or set(values) != known:
+        if not isinstance(values, Mapping) or set(values) | {"variant"} != known:
             raise ValueError(f"expected the fields of a key, got {values!r}")
         return cls(**values)
 
@@ -269,7 +278,7 @@ class Entry:
         """Return the entry for JSON, with a checksum."""
         content = {
             "format": FORMAT,
-            "key": asdict(self.key),
+            "key": self.key.as_dict(),
             "machine": dict(self.machine),
             "winners": [winner.as_dict() for winner in self.winners],
         }

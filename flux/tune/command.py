@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flux.cli.options import integers, parse_duration
+from flux.cli.options import OF_OP, integers, parse_duration, sizes_of
 from flux.cli.ranks import torchrun_or_own
 from flux.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, complain, open_console, refuse, say
 from flux.tune import command_winners as winners_cli
@@ -42,13 +42,15 @@ def tune_shapes(
         typer.Option(metavar="FILE", help="File of shapes, or the name of one in tuning/shapes."),
     ] = None,
     op: Annotated[
-        str | None, typer.Option(help="Op to tune instead of a file: ag_gemm | gemm_rs | gemm_ar.")
+        str | None,
+        typer.Option(help="Op to tune instead of a file: ag_gemm | grouped_gemm_rs | ..."),
     ] = None,
     m: Annotated[
         str, typer.Option("--m", help="Rows M of the global problem; several with commas.")
     ] = "2048",
     n: Annotated[int, typer.Option("--n", help="Columns N of the global problem.")] = 4096,
     k: Annotated[int, typer.Option("--k", help="Depth K of the global problem.")] = 2048,
+    of_op: Annotated[str | None, OF_OP] = None,
     sequence: Annotated[
         int | None, typer.Option(help="Tokens per sequence, instead of the model's; 1 is decoding.")
     ] = None,
@@ -146,7 +148,7 @@ def tune_shapes(
         if explain and described is not None and backend is None:
             backend = described.device.kind
         backend = resolve_backend(backend, transport, of_space)
-        sizes = {"sequence": sequence, "batch": batch}
+        sizes = {"sequence": sequence, "batch": batch, "of_op": sizes_of(of_op)}
         default_dtype = dtype or ("bfloat16" if op is not None and backend == "cuda" else None)
         check_ranks(world or nproc or 1)
         problems = _problems(shapes, op, m, n, k, sizes, default_dtype, world or nproc)
@@ -155,6 +157,8 @@ def tune_shapes(
             return
         if backend == "cpu":
             check_memory(max(map(memory_of, problems)))
+        elif any(problem.variant for problem in problems):
+            raise ValueError("ops of experts and heads are tuned on CPUs: --backend cpu")
     except (ValueError, TypeError) as error:
         refuse(str(error))
     _tune(
@@ -182,16 +186,18 @@ def _problems(
     """Return the problems to tune; raise ValueError if options contradict one another."""
     from flux.bench.config import dtype_name
     from flux.bench.shapes import load_shapes
-    from flux.core.knobs import Op
-    from flux.core.problem import Problem
+    from flux.core.sparse_problem import make_problem
 
     wanted = None if dtype is None else dtype_name(dtype)
     if op is not None:
         if sizes["sequence"] or sizes["batch"]:
             raise ValueError("--sequence and --batch are for models: --shapes FILE")
-        kind = Op.named(op)
-        rows = integers("--m", m)
-        return [Problem(kind, m, n, k, wanted or "float32", world or 2) for m in rows]
+        if "skew" in sizes["of_op"]:
+            raise ValueError("tuning draws routings of a balanced and a skewed router: omit skew")
+        shape, of_op = (n, k, wanted or "float32", world or 2), sizes["of_op"]
+        return [make_problem(op, rows, *shape, of_op) for rows in integers("--m", m)]
+    if sizes["of_op"]:
+        raise ValueError("--sizes is for one op: --op OP")
     batches = None if sizes["batch"] is None else integers("--batch", sizes["batch"])
     if sizes["sequence"] is not None and sizes["sequence"] < 1:
         raise ValueError(f"--sequence must be at least 1, got {sizes['sequence']}")

@@ -38,7 +38,14 @@ def show(
             ratio = f"{winner.ms / winner.unfused_ms:.2f}" if winner.unfused_ms else "-"
             kernel = "" if winner.kernel is None else f" {winner.kernel.name}"
             table.add_row(
-                *(key.op, key.dtype, str(key.n), str(key.k), key.world, str(winner.m)),
+                *(
+                    f"{key.op} {key.variant}".strip(),
+                    key.dtype,
+                    str(key.n),
+                    str(key.k),
+                    key.world,
+                    str(winner.m),
+                ),
                 *(f"{winner.ms:.4g}", ratio, f"{winner.knobs}{kernel}", key.fingerprint[:8]),
             )
     if entries:

@@ -14,7 +14,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,9 @@ ends."""
 _GPU_START_S = 20.0
 """Time that GPUs and NCCL may need to start, in addition to a rank's own start."""
 _MOST_AT_ONCE = 64
+SKEWS = (0.0, 1.0)
+"""Ops of experts are measured with the routing of a balanced and of a skewed mixture: the time of
+both calls counts (``flux.bench.sparse.draw_choices``)."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Search:
     def label(self) -> str:
         """The shape, for display."""
         p = self.problem
-        return f"{p.op.name} {p.m}x{p.n}x{p.k} {p.dtype}"
+        return f"{p.name} {p.m}x{p.n}x{p.k} {p.variant} {p.dtype}".replace("  ", " ")
 
     @property
     def rounds_done(self) -> int:
@@ -339,7 +342,7 @@ class Tuner:
     def _run(self, search: Search, job: TuningJob) -> str:
         timeout = self._options.candidate_timeout_s
         # The float64 reference takes about ten times as long as the GEMM in float32 at peak.
-        reference_s = gemm_ms(search.problem, self._machine.cluster) * 40e-3
+        reference_s = gemm_ms(search.problem.dense, self._machine.cluster) * 40e-3
         start_s = _GPU_START_S if self._machine.backend == "cuda" else 0.0
         _, failure = self._launcher.run(
             tune_rank,
@@ -365,6 +368,7 @@ class Tuner:
             timeout_s=options.candidate_timeout_s,
             seed=options.seed,
             common_clock=len(set(self._launcher.hosts)) == 1,
+            skews=SKEWS if problem.topk > 1 else (0.0,),
         )
         return TuningJob(
             config=config,
@@ -433,7 +437,7 @@ def describe(
     searches: Sequence[Search], machine: TuningMachine, options: Options
 ) -> dict[str, Any]:
     """Return the description of a run; runs with equal descriptions share a journal."""
-    key = asdict(Key.of(searches[0].problem, machine.shape, machine.parts, machine.backend))
+    key = Key.of(searches[0].problem, machine.shape, machine.parts, machine.backend).as_dict()
     if machine.backend == "cuda":  # the versions list built kernels, and a run adds to those
         from flux.tune import kernels
 

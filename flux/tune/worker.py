@@ -32,6 +32,7 @@ from flux.bench.places.base import Timing
 from flux.bench.places.cpu import CpuRanks
 from flux.bench.reference import Verdict
 from flux.bench.rounds import Rounds
+from flux.bench.sparse import FusedSparse
 from flux.core.collector import paused_collector
 from flux.core.problem import Problem
 from flux.launch.supervisors import all_gather
@@ -113,7 +114,8 @@ def make_method(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
             to the candidate; on all ranks.
     """
     if config.backend != "cuda":
-        return Fused(candidate.name, config, candidate.knobs)
+        of = FusedSparse if config.problem.variant else Fused
+        return of(candidate.name, config, candidate.knobs)
     method = Fused(candidate.name, config, Fixed(candidate.knobs, candidate.kernel))
     for of_rank, problem in enumerate(all_gather(_other_kernel(method, candidate))):
         if problem is not None:

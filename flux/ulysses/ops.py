@@ -184,7 +184,7 @@ class UlyssesOp(TensorParallelOp):
         heads_first: heads are [batch, own heads, sequence, head_dim], which
             scaled_dot_product_attention takes, else [batch, sequence, own heads, head_dim].
         transport, timeout_s, topology: as for AGGemm.
-        tuning: ``flux.Knobs``, of which path (fused or unfused) and comm_tile_rows count.
+        tuning: as for AGGemm; of ``flux.Knobs`` path (fused or unfused) and comm_tile_rows count.
 
     Raises:
         ValueError, TypeError, OSError, PeerFailedError, PeerTimeoutError: as for AGGemm.

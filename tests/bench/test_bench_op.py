@@ -309,7 +309,7 @@ def test_a_command_in_the_background_can_be_ended() -> None:
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--op", "gemm"], "op must be one of ag_gemm, gemm_rs, gemm_ar, got 'gemm'"),
+        (["--op", "gemm"], "all_to_all_gemm, got 'gemm'"),
         (["--dtype", "int8"], "dtype must be one of"),
         (["--m", "0"], "m must be at least 1, got 0"),
         (["--repeats", "0"], "repeats must be at least 1"),

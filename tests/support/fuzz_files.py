@@ -36,8 +36,9 @@ from flux.bench.model_files import model_of
 from flux.bench.shapes import Layer, Shapes, layer_of, load_shapes
 from flux.core.datafile import data_root, write_whole
 from flux.core.events import Trace
-from flux.core.knobs import OPS, Knobs, Op
+from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
+from flux.core.sparse_problem import NAMES
 from flux.kernels import manifest, runtime
 from flux.kernels.generator import symbol
 from flux.kernels.legality import reason_illegal
@@ -204,9 +205,9 @@ def _check_cluster(cluster: Cluster) -> None:
 
 
 def _check_shapes(shapes: Shapes) -> None:
-    assert shapes.sizes
-    for op, *sizes in shapes.sizes:
-        assert op in OPS and all(type(size) is int and 1 <= size <= SIZE for size in sizes)
+    assert shapes.sizes or shapes.sparse
+    for op, *sizes in [*shapes.sizes, *(shape[:4] for shape in shapes.sparse)]:
+        assert op in NAMES and all(type(size) is int and 1 <= size <= SIZE for size in sizes)
     assert all(1 <= world <= SIZE for world in shapes.tensor_parallel)
     assert shapes.problems(2)
 

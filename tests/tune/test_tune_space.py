@@ -14,7 +14,7 @@ from flux.bench.shapes import Layer, load_shapes
 from flux.cli.app import app
 from flux.cli.options import parse_duration
 from flux.core.datafile import data_root
-from flux.core.knobs import Knobs, Op, Topology
+from flux.core.knobs import AllToAllOp, Knobs, Op, Topology
 from flux.core.problem import Problem
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
@@ -42,7 +42,8 @@ def shape(op: str = "ag_gemm", m: int = 2048, world: int = 2, nodes: int = 1) ->
 
 @pytest.mark.parametrize("name", SPACES)
 def test_shipped_spaces_have_every_op(name: str) -> None:
-    assert set(load_space(name).ops) == set(Op.__members__)
+    exchanges = AllToAllOp.__members__ if name == "cpu" else ()
+    assert set(load_space(name).ops) == {*Op.__members__, *exchanges}
 
 
 @pytest.mark.parametrize("op", list(Op.__members__))
@@ -237,7 +238,7 @@ def test_shapes_can_be_problems(name: str) -> None:
     shapes = load_shapes(name)
     for world in shapes.tensor_parallel:
         problems = shapes.problems(world)
-        assert len(problems) == len(set(problems)) == len(shapes.sizes) > 0
+        assert len(problems) == len(set(problems)) == len(shapes.sizes) + len(shapes.sparse) > 0
         assert all(problem.world == world for problem in problems)
 
 

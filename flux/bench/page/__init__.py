@@ -22,7 +22,7 @@ from markupsafe import Markup
 from flux.bench.page import charts, timeline
 from flux.bench.page.svg import milliseconds, percent, times
 from flux.bench.results import DONE, SHAPE, SuiteDocument, SuiteEntry
-from flux.core.knobs import Op
+from flux.core.sparse_problem import TITLES
 
 _FOLDER = Path(__file__).parent
 _SWEEPS = {
@@ -98,14 +98,14 @@ def _section(op: str, done: list[SuiteEntry]) -> dict[str, Any]:
     entries = [entry for entry in done if entry.op == op and entry.kind == SHAPE]
     groups = charts.shape_groups(entries)
     names = dict.fromkeys(name for entry in entries for name in entry.methods)
-    sizes = {(entry.n, entry.k) for entry in entries}
-    title = Op[op].title
+    sizes = {(entry.n, entry.k, entry.sizes_text) for entry in entries}
+    title = TITLES[op]
     # A figure holds as many shapes as a reader can tell apart; a model's file may have more.
     chunks = [groups[begin : begin + 8] for begin in range(0, len(groups), 8)]
     return {
         "op": op,
         "title": title,
-        "sizes": " and ".join(f"(n, k) = ({n}, {k})" for n, k in sorted(sizes)),
+        "sizes": " and ".join(f"(n, k) = ({n}, {k}){text}" for n, k, text in sorted(sizes)),
         "bars": [charts.stacked_bars(chunk, f"{title}: GEMM and ECT") for chunk in chunks],
         "efficiency": [
             charts.efficiency(chunk, f"{title}: overlap efficiency") for chunk in chunks

@@ -61,6 +61,8 @@ def survey(peers: Sequence[Peer] = PEERS) -> dict[str, str | None]:
 
 def unsupported(config: BenchConfig, peers: Sequence[Peer] = PEERS) -> dict[str, str | None]:
     """Return why each peer cannot compute this problem, by name; None: it can."""
+    if config.problem.variant:
+        return {peer.name: "adapters are for dense ops" for peer in peers}
     if len(set(config.host_of)) > 1:  # all peers need GPUs that can reach each other's memory
         return {peer.name: "runs on one host only" for peer in peers}
     return {peer.name: peer.supports(config) for peer in peers}

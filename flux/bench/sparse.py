@@ -1,0 +1,418 @@
+"""What `flux bench op` and `flux tune` measure of ops of experts and heads, on CPUs.
+
+    unfused   gloo's collective before or after the same grouped product: all_gather, reduce_scatter
+              and all_reduce of tokens; all_to_all of routed rows, sorted by expert, as Megatron's
+              dispatcher sends them; all_to_all of heads with the copies that order them
+    flux      the op
+
+A call runs each of the configuration's routings once. Results are judged as those of dense ops are
+(flux/bench/sparse_reference.py), with all routings and packed tensors one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flux.backends.unfused import all_gather, all_to_all, reduce_scatter
+from flux.bench.config import BenchConfig
+from flux.bench.methods import Fused, LibraryMethod
+from flux.core.sparse_problem import SparseProblem
+from flux.core.spec import OpSpec
+
+Blocks = list[torch.Tensor]
+
+
+def draw_choices(
+    tokens: int, experts: int, topk: int, skew: float, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a router chooses: experts int64 [M, topk], and their probabilities.
+
+    Args:
+        tokens: M.
+        experts: of all ranks.
+        topk: experts of a token.
+        skew: standard deviation of the experts' popularity, in logits; that of a token's own
+            logits is 1. 0: experts are chosen equally often. 1: of 8 experts and topk = 2 the most
+            popular one has about twice its share.
+        seed: of the draw.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    popular = skew * torch.randn(experts, generator=generator)
+    logits = torch.randn(tokens, experts, generator=generator) + popular
+    probs, chosen = logits.softmax(-1).topk(topk)
+    return chosen, probs
+
+
+@dataclass
+class Routed:
+    """One routing of a call on one rank: x as the op takes it, and what the router chose."""
+
+    x: torch.Tensor
+    experts: torch.Tensor
+    probs: torch.Tensor
+
+
+@dataclass
+class SparseInputs:
+    """One rank's inputs.
+
+    Attributes:
+        weight: [experts of the rank, N, K] of an op of experts, else [N, K].
+        routings: of an op of experts.
+        heads: x of an op of heads: tokens [1, own, K], or own heads [1, heads, S, D] of each
+            packed tensor.
+    """
+
+    weight: torch.Tensor
+    routings: list[Routed]
+    heads: list[torch.Tensor]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All x."""
+        return [case.x for case in self.routings] + self.heads
+
+
+class SparseShare:
+    """Sizes of a problem on one rank."""
+
+    def __init__(self, problem: SparseProblem, rank: int) -> None:
+        self.problem, self.rank, self.world = problem, rank, problem.world
+        self.spec: OpSpec = problem.spec()
+        self.rows = [end - begin for begin, end in map(problem.rows, range(self.world))]
+        self.width, self.depth = problem.n, problem.k
+        if not problem.op.exchanges:
+            self.width = self.spec.local_n(self.world, rank)[0]
+            self.depth = self.spec.local_k(self.world, rank)
+            self.first, self.count = self.spec.local_experts(self.world, rank)
+
+    def routing(self, experts: torch.Tensor) -> Any:
+        """Return the routed rows of this rank."""
+        from flux.moe import Routing
+
+        return Routing(experts, self.problem.experts, self.first, self.count, self.world)
+
+    def inputs(self, seed: int, skews: tuple[float, ...]) -> SparseInputs:
+        """Return fresh inputs; the router's choices are the same on all ranks."""
+        problem, dtype = self.problem, self.problem.torch_dtype
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + self.rank)
+
+        def random(*shape: int, of: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(*shape, generator=of, dtype=torch.float32).to(dtype)
+
+        if problem.op.exchanges:
+            shared = torch.Generator().manual_seed(seed)
+            weight = random(problem.n, problem.k, of=shared)
+            if problem.name == "gemm_all_to_all":
+                return SparseInputs(weight, [], [random(1, self.rows[self.rank], problem.k)])
+            own = self.spec.columns_of(self.world, self.rank)
+            counts = [(end - begin) // problem.head_dim for begin, end in own]
+            heads = [random(1, count, problem.m, problem.head_dim) for count in counts]
+            return SparseInputs(weight, [], heads)
+        weight = random(self.count, self.width, self.depth)
+        routings = []
+        for skew in skews:
+            sizes = (problem.m, problem.experts, problem.topk)
+            experts, probs = draw_choices(*sizes, skew, seed)
+            gathers = problem.op.gathers
+            rows = self.rows[self.rank] if gathers else self.routing(experts).rows
+            routings.append(Routed(random(rows, self.depth), experts, probs))
+        return SparseInputs(weight, routings, [])
+
+    def columns(self, rank: int) -> list[slice]:
+        """Return the columns of the packed dimension of a rank's heads."""
+        return [slice(*bounds) for bounds in self.spec.columns_of(self.world, rank)]
+
+
+def flat(results: Any, problem: SparseProblem) -> torch.Tensor:
+    """Return results of all routings, or of all packed tensors, as one matrix."""
+    width = problem.head_dim if problem.name == "gemm_all_to_all" else results[0].shape[-1]
+    return torch.cat([result.reshape(-1, width) for result in results])
+
+
+class FusedSparse(Fused):
+    """An op of experts or heads; ``tuning`` None: the op chooses its knobs."""
+
+    def __init__(self, name: str, config: BenchConfig, tuning: object | None) -> None:
+        from flux import moe, ulysses
+
+        problem = config.problem
+        assert isinstance(problem, SparseProblem)
+        self.name, self._m, self._problem = name, problem.m, problem
+        of_op = problem.sizes
+        if not problem.op.exchanges:
+            of_op |= {"n": problem.n, "k": problem.k}
+        else:
+            of_op |= {"k": problem.k} if problem.name == "gemm_all_to_all" else {"n": problem.n}
+        self.op: Any = getattr(ulysses if problem.op.exchanges else moe, problem.label)(
+            max_m=problem.world * problem.chunk if problem.op.exchanges else problem.m,
+            dtype=problem.torch_dtype,
+            transport=config.transport,
+            timeout_s=config.timeout_s,
+            tuning="cache" if tuning is None else tuning,
+            **of_op,
+        )
+        uneven = problem.op.exchanges and problem.m % problem.world
+        rows = [end - begin for begin, end in map(problem.rows, range(problem.world))]
+        self._lengths = rows if uneven else None
+
+    def __call__(self, inputs: Any) -> Any:
+        """Call the op once for each routing."""
+        if self._problem.op.exchanges:
+            heads = self.op(inputs.heads[0], inputs.weight, None, self._lengths)
+            return heads if isinstance(heads, tuple) else (heads,)
+        weighs = self._problem.op.reduces
+        return [
+            self.op(c.x, inputs.weight, c.experts, *([c.probs] if weighs else []))
+            for c in inputs.routings
+        ]
+
+    def comm_only(self, inputs: Any) -> Callable[[], object] | None:
+        """Return None: the library's time is used."""
+        return None
+
+
+class SplitExchange:
+    """An all-to-all of blocks, without a GEMM.
+
+    Args:
+        out: elements for each rank.
+        into: elements from each rank.
+    """
+
+    def __init__(self, out: list[int], into: list[int]) -> None:
+        self.out, self.into = out, into
+
+    def __call__(self, blocks: Blocks) -> tuple[torch.Tensor, ...]:
+        """Return the blocks of all ranks, flat."""
+        sent = torch.cat([block.reshape(-1) for block in blocks])
+        arrived = sent.new_empty(sum(self.into))
+        all_to_all(arrived, sent, self.into, self.out)
+        parts: tuple[torch.Tensor, ...] = arrived.split(self.into)
+        return parts
+
+
+class ChosenRows:
+    """Rows of own tokens, one for each choice, sent to the ranks of their experts and back.
+
+    Args:
+        layout: of the op; ranks that share an expert all get its rows.
+        experts: of all tokens, [M, topk].
+        probs: of the same.
+    """
+
+    def __init__(self, layout: SparseShare, experts: torch.Tensor, probs: torch.Tensor) -> None:
+        world, rank, spec = layout.world, layout.rank, layout.spec
+        begins = [layout.problem.rows(owner) for owner in range(world)]
+        bounds = [spec.local_experts(world, owner) for owner in range(world)]
+
+        def chosen(source: int, owner: int) -> tuple[torch.Tensor, torch.Tensor]:
+            """Return choices of the tokens of a source for experts of an owner, and those."""
+            flat, (first, count) = experts[slice(*begins[source])].reshape(-1), bounds[owner]
+            here = ((flat >= first) & (flat < first + count)).nonzero()[:, 0]
+            of_choices = flat[here]
+            order = of_choices.argsort(stable=True)
+            return here[order], of_choices[order]
+
+        choices = [chosen(rank, owner)[0] for owner in range(world)]
+        arriving = [chosen(source, rank)[1] for source in range(world)]
+        self.tokens = torch.cat(choices) // experts.shape[1]
+        self.order = torch.cat(arriving).argsort(stable=True)
+        self.out, self.into = [len(c) for c in choices], [len(c) for c in arriving]
+        self._back = self.tokens.argsort(stable=True)
+        counts = self.tokens.bincount(minlength=layout.rows[rank])
+        self._begins = counts.cumsum(0) - counts
+        own = probs[slice(*begins[rank])].reshape(-1)
+        self._probs = own[torch.cat(choices)][self._back]
+
+    def dispatch(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows that arrive of own tokens x, sorted by expert, then by token."""
+        sent = x.index_select(0, self.tokens)
+        arrived = x.new_empty(sum(self.into), x.shape[1])
+        all_to_all(arrived, sent, self.into, self.out)
+        return arrived.index_select(0, self.order)
+
+    def combine(self, products: torch.Tensor) -> torch.Tensor:
+        """Send products back, and return the weighted sums of own tokens."""
+        by_source = torch.empty_like(products)
+        by_source[self.order] = products
+        arrived = products.new_empty(len(self.tokens), products.shape[1])
+        all_to_all(arrived, by_source, self.out, self.into)
+        wide = arrived if arrived.dtype == torch.float64 else arrived.float()
+        sums = torch.nn.functional.embedding_bag(
+            self._back,
+            wide,
+            self._begins,
+            mode="sum",
+            per_sample_weights=self._probs.to(wide.dtype),
+        )
+        return sums.to(products.dtype)
+
+
+class UnfusedSparse(LibraryMethod):
+    """The op by library calls: see the module. What follows from routings is prepared."""
+
+    name = "unfused"
+
+    def __init__(self, config: BenchConfig, rank: int) -> None:
+        problem = config.problem
+        assert isinstance(problem, SparseProblem)
+        self._layout, self._problem = SparseShare(problem, rank), problem
+        self._prepared: tuple[object, list[Any]] = (None, [])
+
+    def knobs(self) -> dict[str, Any]:
+        """Return the names of collective and GEMM."""
+        problem = self._problem
+        exchanges = problem.op.exchanges or problem.dispatches
+        collective = "all_to_all" if exchanges else problem.op.collective
+        gemm = "torch.mm" if problem.op.exchanges else "torch.mm for each expert"
+        return {"path": "unfused", "collective": collective, "gemm": gemm}
+
+    def prepare(self, inputs: SparseInputs) -> list[Any]:
+        """Return a function for each routing, which computes its result."""
+        if self._prepared[0] is not inputs:
+            each = [self._one(inputs.weight, case) for case in inputs.routings]
+            self._prepared = (inputs, each)
+        return self._prepared[1]
+
+    def __call__(self, inputs: SparseInputs) -> Any:
+        """Compute the op."""
+        if not self._problem.op.exchanges:
+            return [call() for call in self.prepare(inputs)]
+        if self._problem.name == "gemm_all_to_all":
+            return self._project(inputs)
+        return [self._gather(inputs)]
+
+    def _one(self, weight: torch.Tensor, case: Routed) -> Callable[[], torch.Tensor]:
+        from flux.moe.product import Experts, GatherProduct, SumProduct
+
+        layout, problem, m = self._layout, self._problem, self._problem.m
+        routing = layout.routing(case.experts)
+        experts, chunk = Experts(list(weight.unbind()), None, routing), problem.chunk
+        own, padded = layout.rows[layout.rank], chunk * layout.world
+        if problem.dispatches:
+            rows = ChosenRows(layout, case.experts, case.probs)
+            product = grouped(weight, routing)
+            if problem.op.gathers:
+                return lambda: product(rows.dispatch(case.x))
+            return lambda: rows.combine(product(case.x))
+        if problem.op.gathers:
+            gather = GatherProduct(layout.spec, experts)
+
+            def gathered() -> torch.Tensor:
+                x = case.x
+                if own < chunk:
+                    x = torch.cat([x, x.new_zeros(chunk - own, x.shape[1])])
+                full = x.new_empty(padded, x.shape[1])
+                all_gather(full, x)
+                out = x.new_empty(routing.rows, layout.width)
+                gather(full[:m], 0, m, out, None)
+                return out
+
+            return gathered
+
+        def summed() -> torch.Tensor:
+            # Made in each call, as the op does: it keeps the bags of tokens.
+            sums = SumProduct(layout.spec, experts, case.probs)
+            partial = case.x.new_empty(padded, layout.width)
+            sums(case.x, 0, m, partial[:m], None)
+            if problem.op.all_reduces:
+                dist.all_reduce(partial[:m])
+                return partial[:m]
+            partial[m:].zero_()
+            result = partial.new_empty(chunk, layout.width)
+            reduce_scatter(result, partial)
+            return result[:own]
+
+        return summed
+
+    def exchange(self) -> SplitExchange:
+        """Return the all-to-all of an op of heads."""
+        layout, width = self._layout, self._problem.row_elements
+        own, rows = layout.rows[layout.rank], layout.rows
+        of_peers, of_own = [count * width for count in rows], [own * width] * layout.world
+        if self._problem.name == "gemm_all_to_all":
+            return SplitExchange(of_own, of_peers)
+        return SplitExchange(of_peers, of_own)
+
+    def _project(self, inputs: SparseInputs) -> Blocks:
+        layout, problem = self._layout, self._problem
+        y = torch.mm(inputs.heads[0][0], inputs.weight.t())
+        blocks = [
+            torch.cat([y[:, columns] for columns in layout.columns(peer)], 1)
+            for peer in range(layout.world)
+        ]
+        parts = self.exchange()(blocks)
+        whole = torch.cat(parts).view(problem.m, -1, problem.head_dim).transpose(0, 1).contiguous()
+        own = layout.columns(layout.rank)
+        counts = [(part.stop - part.start) // problem.head_dim for part in own]
+        return [heads.unsqueeze(0) for heads in whole.split(counts)]
+
+    def _gather(self, inputs: SparseInputs) -> torch.Tensor:
+        layout, own = self._layout, self._layout.rows[self._layout.rank]
+        tokens = inputs.heads[0][0].transpose(0, 1).split(layout.rows)
+        parts = self.exchange()(list(tokens))
+        full = torch.cat([part.view(own, -1) for part in parts], 1)
+        return torch.mm(full, inputs.weight.t()).unsqueeze(0)
+
+
+def grouped(weight: torch.Tensor, routing: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the product of routed rows with their experts' weights, one GEMM for each expert."""
+    groups = routing.groups(0, routing.positions.shape[0])
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        out = rows.new_empty(rows.shape[0], weight.shape[1])
+        for expert, begin, end in groups:
+            torch.mm(rows[begin:end], weight[expert].t(), out=out[begin:end])
+        return out
+
+    return product
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def whole_products(layout: SparseShare, inputs: SparseInputs) -> dict[str, Callable[[], object]]:
+    """Return the product alone, of all routings, on rows in place."""
+    if layout.problem.op.exchanges:
+        rows = torch.randn(layout.rows[layout.rank], layout.depth).to(inputs.weight.dtype)
+        weight, x = inputs.weight.t(), rows
+        return {"mm": lambda: torch.mm(x, weight)}
+    calls = []
+    for case in inputs.routings:
+        routing = layout.routing(case.experts)
+        rows = torch.randn(routing.rows, layout.depth).to(inputs.weight.dtype)
+        calls.append((grouped(inputs.weight, routing), rows))
+    return {"grouped": lambda: [product(rows) for product, rows in calls]}
+
+
+def collective(layout: SparseShare, inputs: SparseInputs) -> Callable[[], object]:
+    """Return the library's communication alone, of all routings, on existing buffers."""
+    problem, dtype = layout.problem, inputs.weight.dtype
+
+    def touched(*shape: int) -> torch.Tensor:
+        return torch.ones(*shape, dtype=dtype).zero_()
+
+    if problem.op.exchanges:
+        splits = UnfusedSparse(BenchConfig(problem=problem), layout.rank).exchange()
+        sent, arrived = touched(sum(splits.out)), touched(sum(splits.into))
+        return lambda: all_to_all(arrived, sent, splits.into, splits.out)
+    width, count = int(problem.row_elements), len(inputs.routings)
+    if problem.dispatches:
+        calls: list[Any] = []
+        for case in inputs.routings:
+            rows = ChosenRows(layout, case.experts, case.probs)
+            out, into = (rows.out, rows.into) if problem.op.gathers else (rows.into, rows.out)
+            calls.append((touched(sum(into), width), touched(sum(out), width), into, out))
+        return lambda: [all_to_all(*call) for call in calls]
+    own, full = touched(problem.chunk, width), touched(problem.chunk * problem.world, width)
+    if problem.op.gathers:
+        return lambda: [all_gather(full, own) for _ in range(count)]
+    if problem.op.scatters:
+        return lambda: [reduce_scatter(own, full) for _ in range(count)]
+    return lambda: [dist.all_reduce(full[: problem.m]) for _ in range(count)]

@@ -1,0 +1,127 @@
+"""`flux bench op` and `flux bench suite` of ops of experts and heads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flux.bench import sparse
+from flux.bench.config import BenchConfig, link_bytes_minimum
+from flux.bench.op import measure
+from flux.bench.places.sparse import SparseRanks
+from flux.bench.shapes import load_shapes
+from flux.cli.app import app
+from flux.core.sparse_problem import SPARSE, SparseProblem, make_problem
+from harness import run_ranks
+
+ROUTED = [name for name in SPARSE if "grouped" in name]
+
+
+class Damaged(sparse.FusedSparse):
+    """The op; one element of its last routing is wrong by less than a hundredth of most others."""
+
+    def __call__(self, inputs: Any) -> Any:
+        results = list(super().__call__(inputs))
+        results[-1] = results[-1].clone()
+        results[-1].view(-1)[-1] += 0.01
+        return results
+
+
+def _measured(rank: int, world: int, name: str) -> None:
+    sizes = {"ep": 1} if name == "ag_grouped_gemm" else {}
+    if name not in ROUTED:
+        sizes = {"head_dim": 4, "heads": (6,) if name == "all_to_all_gemm" else (6, 3)}
+    packed = 4 * sum(sizes.get("heads", (1,)))
+    n, k = (packed, 9) if name == "gemm_all_to_all" else (9, packed)
+    problem = make_problem(name, 13, n, k, "float32", world, sizes)
+    config = BenchConfig(problem=problem, repeats=2, warmup=0, skews=(0.0, 2.0), backend="cpu")
+    place = SparseRanks(config, rank)
+
+    def factory(config: BenchConfig, rank: int) -> list[Any]:
+        return [*place.factory(config, rank), Damaged("damaged", config, None)]
+
+    results = measure(config, rank, factory=factory, place=place).methods
+    wrong = {method.name for method in results if method.complaints}
+    assert wrong == {"damaged"}, [method.complaints for method in results]
+    names = ["unfused", "medium", "flux", "damaged"]
+    assert [method.name for method in results] == [
+        n for n in names if n != "medium" or "gr" in name
+    ]
+    assert all(m.metrics is not None and m.metrics.ect_ms for m in results if m.name != "damaged")
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_methods_are_right_and_a_wrong_element_is_found(name: str) -> None:
+    run_ranks(3, _measured, name)
+
+
+def test_routers_are_balanced_or_skewed() -> None:
+    def most(skew: float) -> float:
+        experts, probs = sparse.draw_choices(4000, 16, 2, skew, 3)
+        assert experts.shape == probs.shape == (4000, 2) and experts.max() < 16
+        assert (experts[:, 0] != experts[:, 1]).all() and (probs > 0).all()
+        return float(experts.flatten().bincount(minlength=16).max()) / 500
+
+    assert most(0.0) < 1.15 and 1.5 < most(1.0) < most(3.0)
+
+
+def test_sizes_of_ops_are_checked() -> None:
+    problem = make_problem("dispatch_grouped_gemm", 64, 8, 8, "float32", 4, {"experts": 5})
+    assert isinstance(problem, SparseProblem) and problem.ep == 4 and problem.variant == "e5t2p4"
+    assert link_bytes_minimum(problem, (0, 0, 1, 1)) == 0
+    heads = make_problem("all_to_all_gemm", 64, 8, 256, "float32", 4)
+    assert heads.sizes == {"heads": (4,), "head_dim": 64}
+    assert link_bytes_minimum(heads, (0, 0, 1, 1)) == 64 * 256 * 4 // 2
+    for name, sizes, text in (
+        ("ag_grouped_gemm", {"ep": 3}, "ep must divide the 4 ranks, got 3"),
+        ("ag_grouped_gemm", {"topk": 9}, "topk and ep must be at most experts = 8"),
+        (
+            "ag_grouped_gemm",
+            {"heads": 4},
+            "sizes of ag_grouped_gemm are experts, topk, ep; got heads",
+        ),
+        ("gemm_all_to_all", {"heads": (3,)}, "n must be heads"),
+        ("ag_gemm", {"topk": 2}, "none beside m, n and k"),
+        ("unknown", {}, "op must be one of ag_gemm, .*all_to_all_gemm"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make_problem(name, 64, 8, 8, "float32", 4, sizes)
+
+
+def test_the_command_and_the_suite_print_sizes(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    shape = ["--m", "24", "--n", "6", "--k", "5", "--repeats", "3", "--warmup", "0"]
+    sizes = ["--sizes", "experts=4,topk=3,skew=1.5"]
+    run = ["bench", "op", "--op", "grouped_gemm_rs", *shape, *sizes, "--json", str(out)]
+    result = CliRunner().invoke(app, run)
+    assert result.exit_code == 0, result.output
+    assert "experts=4, topk=3, ep=1, skews=1.5" in " ".join(result.output.split())
+    document = json.loads(out.read_text())
+    assert document["topk"] == 3 and document["methods"]["flux"]["overall_ms"] > 0
+    for bad in ("experts=x", "topk", "experts=4 topk=2"):
+        result = CliRunner().invoke(app, [*run[:-2], "--sizes", bad])
+        assert result.exit_code == 2 and "--sizes must look like" in result.output
+
+    file = tmp_path / "few.toml"
+    text = 'model = "few"\ndtype = "float32"\ntensor_parallel = [2]\n[[shape]]\nop = "{}"\n'
+    text += "m = [8]\nn = 6\nk = 8\n{}"
+    file.write_text(text.format("all_to_all_gemm", "heads = [4]\nhead_dim = 2\n"))
+    results, page = tmp_path / "suite.json", tmp_path / "page.html"
+    run = ["bench", "suite", "--shapes", str(file), "--repeats", "3", "--warmup", "0"]
+    options = ["--json", str(results), "--report", str(page)]
+    result = CliRunner().invoke(app, [*run, *options])
+    assert result.exit_code == 0, result.output
+    assert "heads=4 head_dim=2" in result.output and "heads=4 head_dim=2" in page.read_text()
+    again = CliRunner().invoke(app, [*run, *options, "--resume"])
+    assert "resuming: 1 of 1" in again.output
+
+
+def test_the_shipped_file_has_every_op() -> None:
+    shapes = load_shapes("experts-cpu")
+    assert {problem.name for problem in shapes.problems(2)} == set(SPARSE)
+    assert not torch.cuda.is_initialized()

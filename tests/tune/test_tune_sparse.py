@@ -1,0 +1,114 @@
+"""Winners of ops of experts and heads: their keys, their search, and the ops that use them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flux.core.env import TUNE_CACHE
+from flux.core.knobs import Knobs
+from flux.core.sparse_problem import SPARSE, make_problem
+from flux.launch.supervisors import Spawned
+from flux.moe import DispatchGroupedGemm
+from flux.select.cache import Cache
+from flux.select.choose import Tuned
+from flux.select.space import load_space
+from flux.select.winners import Entry, Key, Winner
+from flux.tune.halving import median_ms
+from flux.tune.machine import survey
+from flux.tune.tuner import Options, Tuner, make_search
+from flux.ulysses import AllToAllGemm
+from harness import run_ranks
+
+SPACE = """
+backend = "cpu"
+prune_above = 1000
+[ag_gemm]
+tile_rows = ["m"]
+comm_tile_rows = [2, 8]
+[gemm_rs]
+comm_tile_rows = [2, 8]
+[all_to_all_gemm]
+comm_tile_rows = [3]
+"""
+SIZES: dict[str, Any] = {
+    "dispatch_grouped_gemm": {"experts": 4},
+    "all_to_all_gemm": {"heads": (4,), "head_dim": 4},
+}
+
+
+def _looked_up(rank: int, world: int) -> None:
+    sizes = {"max_m": 32, "n": 12, "k": 16}
+    experts = {"experts": 4, "topk": 2, "ep": 2}
+    for kind, rest, other in (
+        (DispatchGroupedGemm, sizes | experts, {"topk": 3}),
+        (DispatchGroupedGemm, sizes | experts, {"experts": 5}),
+        (AllToAllGemm, {"max_m": 32, "n": 12, "heads": 4, "head_dim": 4}, {"head_dim": 8}),
+    ):
+        op = kind(**rest)
+        assert isinstance(op._choice, Tuned)
+        assert op.schedule(32).knobs.path == op._choice.entry.winners[0].knobs.path
+        assert op._choice.entry.key.op == op.library_name or isinstance(op, DispatchGroupedGemm)
+        assert not isinstance(kind(**(rest | other))._choice, Tuned)
+
+
+@pytest.mark.timeout(300)
+def test_ops_use_winners_that_are_never_slower_than_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "space.toml"
+    file.write_text(SPACE)
+    launcher, options = Spawned(2), Options(rounds=(1, 2, 3), candidate_timeout_s=10)
+    here, cache = survey(launcher, "cpu", None, 1), Cache(TUNE_CACHE.path())
+    searches = [
+        make_search(
+            make_problem(name, 32, 12, 16, "float32", 2, sizes),
+            load_space(file),
+            here.cluster,
+            here.placement,
+            options,
+        )
+        for name, sizes in SIZES.items()
+    ]
+    assert [len(search.candidates) for search in searches] == [5, 4]
+    Tuner(searches, launcher, here, cache, None, options).run()
+    for search in searches:
+        assert search.winner is not None and not search.excluded
+        assert search.winner.ms <= median_ms(search.samples["default"])
+    keys = [entry.key for entry in cache.entries() if entry.key.n == 12]
+    assert {key.variant for key in keys} == {"e4t2p2", "h4d4"}
+    run_ranks(2, _looked_up)
+    for key in keys:
+        cache.remove(key)
+
+
+def test_keys_of_variants_differ_and_those_of_dense_ops_stay() -> None:
+    sizes: list[tuple[str, dict[str, Any]]] = [("ag_gemm", {})]
+    sizes += [("ag_grouped_gemm", {"topk": topk, "ep": ep}) for topk in (1, 2) for ep in (1, 2)]
+    sizes += [("gemm_all_to_all", {"heads": h, "head_dim": 8}) for h in ((4,), (2, 2), (2, 1, 1))]
+    keys = [
+        Key.of(make_problem(name, 64, 32, 16, "float32", 2, of), "1x2", {}, "cpu")
+        for name, of in sizes
+    ]
+    assert len({key.name for key in keys}) == len(keys)
+    for key in keys:
+        entry = Entry(key, {}, (Winner(64, Knobs(), 1.0),))
+        assert Entry.from_dict(entry.as_dict()).key == key
+        assert ("variant" in key.as_dict()) == bool(key.variant)
+    pinned = replace(keys[0], kernels="cpu 1 r1", toolchain="torch 2.9")
+    assert pinned.name == "ag_gemm_float32_n32_k16_1x2_3e296df26681"
+
+
+def test_dispatch_is_not_tried_with_paths_that_move_all_tokens() -> None:
+    from flux.core.knobs import Topology
+    from flux.machine.detection import detect
+    from flux.select.space import candidates
+
+    topology, cluster = Topology(2, 1, 1), detect("cpu")
+    for name in SPARSE:
+        problem = make_problem(name, 64, 128, 128, "float32", 2)
+        kept, _ = candidates(load_space("cpu"), replace(problem, nodes=2), topology, cluster)
+        paths = {candidate.knobs.path for candidate in kept}
+        expected = "one_shot" in paths
+        assert expected == (name in ("ag_grouped_gemm", "grouped_gemm_rs", "grouped_gemm_ar")), name
