@@ -59,6 +59,8 @@ from flux.select.share import gemm_units, slowdown
 
 MOST_TILES = 200_000
 """GEMM tiles of all ranks that one simulation runs; more take over a minute."""
+FEW_TILES = 4_000
+"""The same of one operator of a plan."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,19 @@ def simulate(
         blocks=blocks,
         _log=call.log,
     )
+
+
+def simulated_part(problem: Problem, cluster: Cluster) -> tuple[int, Simulated]:
+    """Return a call of every n-th of the rows of an op of experts, and n: it has FEW_TILES.
+
+    Time grows with rows, as all experts have more of them.
+    """
+    rows, columns = default_kernel(problem, cluster).tile[:2]
+    tiles = problem.world * ceil_div(problem.m, rows) * ceil_div(problem.local[0], columns)
+    least = problem.topk * problem.experts * rows
+    times = max(1, min(ceil_div(tiles, FEW_TILES), problem.m // least))
+    fewer = replace(problem, m=round_up(ceil_div(problem.m, times), problem.topk))
+    return times, simulate(fewer, cluster)
 
 
 def _filled(problem: Problem, kernel: GemmConfig) -> float:

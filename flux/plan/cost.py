@@ -149,11 +149,22 @@ class AnalyticCost:
         """Return what a fused op takes beyond its GEMM, with the knobs that the op would choose."""
         problem = self.problem_of(op)
         cluster = self.fabric.cluster
+        if op.kind == "expert_gemm" and cluster.device.kind == "cuda" and problem.world > 1:
+            from flux.opsim.simulator import simulated_part  # steps without experts do not need it
+
+            times, part = simulated_part(problem, cluster)
+            return times * part.ect_ms
         return predict(problem, cluster, choose(problem, cluster)).exposed_ms
 
     def problem_of(self, op: Operator) -> Problem:
         """Return the problem that a fused op solves."""
         span, (m, n, k) = self.fabric.span(op.group), op.shape
+        if op.kind == "expert_gemm":
+            # Tokens of all ranks, of which each rank has a part of the columns: as many operations
+            # and bytes as with experts of its own, for it receives 1 / size of each row.
+            gathers = FusedOp.ag_gemm if op.dispatches else FusedOp.gemm_rs
+            sizes = (m * span.size, n, k, self.dtype, span.size, span.hosts)
+            return Problem(gathers, *sizes, experts=span.size, topk=span.size)
         kind = FusedOp.named(op.kind)
         n, k = (n * span.size, k) if kind.gathers else (n, k * span.size)
         return Problem(kind, m, n, k, self.dtype, span.size, span.hosts)

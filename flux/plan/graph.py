@@ -17,8 +17,8 @@ import networkx as nx
 
 from flux.plan.mesh import parse_group
 
-FUSED = ("ag_gemm", "gemm_rs", "gemm_ar")
-"""A GEMM and the collective before or after it, as one op of Flux."""
+FUSED = ("ag_gemm", "gemm_rs", "gemm_ar", "expert_gemm")
+"""A GEMM and the collective before or after it, as one op of Flux; of experts, with AllToAll."""
 SERVING = ("grouped_gemm", "cached_attention")
 """Operators of inference alone: of experts whose weights are read, and of queries and a cache."""
 COMPUTE = ("gemm", "attention", "norm", "elementwise", "optimizer", *FUSED, *SERVING)
@@ -81,6 +81,11 @@ class Operator(NamedTuple):
     def is_collective(self) -> bool:
         """Whether the operator moves data between ranks, and computes nothing."""
         return self.kind in COLLECTIVES
+
+    @property
+    def dispatches(self) -> bool:
+        """Whether the AllToAll of an expert_gemm is before its GEMM, and not after it."""
+        return (self.part == "fc1") == (self.role != "dgrad")
 
     @property
     def moves_weights(self) -> bool:

@@ -172,6 +172,8 @@ class OperatorWork:
         if group is None:
             return self.compute(op._replace(kind="gemm"))
         world, gathers = dist.get_world_size(group), op.kind == "ag_gemm"
+        if op.kind == "expert_gemm":
+            return self._expert_gemm(op, group, world)
         x = self.tensor("a", m // world if gathers else m, k)
         weight = self.tensor("weight", n, k)
         key = (op.kind, op.shape, group.group_name)
@@ -182,6 +184,22 @@ class OperatorWork:
             )
         made = self._fused[key]
         return lambda: made(x, weight)
+
+    def _expert_gemm(
+        self, op: Operator, group: dist.ProcessGroup, world: int
+    ) -> Callable[[], object]:
+        """Return a call of an op with an expert on each rank, to which tokens go evenly."""
+        from flux.moe import DispatchGroupedGemm, GroupedGemmCombine  # few steps have experts
+
+        m, n, k = op.shape
+        kind: Any = DispatchGroupedGemm if op.dispatches else GroupedGemmCombine
+        key = (kind.__name__, op.shape, group.group_name)
+        if key not in self._fused:
+            sizes = {"max_m": m * world, "n": n, "k": k, "experts": world, "topk": 1, "ep": world}
+            self._fused[key] = kind(group, dtype=self.dtype, timeout_s=self.timeout_s, **sizes)
+        made, experts = self._fused[key], torch.arange(m * world)[:, None] % world
+        x, weight = self.tensor("a", m, k), self.tensor("experts", 1, n, k)
+        return lambda: made(x, weight, experts)
 
     def close(self) -> None:
         """Free the memory and threads of fused ops. Local; later calls of this lane raise."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -35,6 +36,9 @@ def step_of(layer: Layer = DENSE, regather: bool = True, **degrees: Any) -> Trai
     return TrainingStep(
         "test", layer, 4, "bfloat16", parallel, 2048, 4, 2, regather=regather and parallel.sequence
     )
+
+
+WITH_EXPERTS: dict[str, Any] = {"tp": 1, "dp": 8, "ep": 8}
 
 
 def fabric_of(step: TrainingStep, cluster: str = "flux-h800") -> Fabric:
@@ -111,10 +115,38 @@ def test_a_fused_op_is_between_its_gemm_and_the_unfused_call() -> None:
                 assert 0 <= cost.oef(op, op._replace(kind="all_reduce", resource="intra")) <= 1
 
 
+def test_experts_are_fused_with_their_all_to_alls() -> None:
+    step = step_of(EXPERTS, **WITH_EXPERTS)
+    fabric = fabric_of(step)
+    graph, cost = build_step(step, fabric), AnalyticCost(fabric, step.dtype, step.itemsize)
+    assert sum(op.kind == "all_to_all" for op in graph.ops) == 4 * step.layers * step.micro_batches
+    both = fused(graph, WHICH["all"])
+    assert not any(op.kind == "all_to_all" for op in both.ops) and work(both) == work(graph)
+    ways = {(op.part, op.role): op for op in both.ops if op.kind == "expert_gemm"}
+    dispatching = {key for key, op in ways.items() if op.dispatches}
+    assert len(ways) == 4 and dispatching == {("fc1", "fwd"), ("fc2", "dgrad")}
+    unfused = {op.role: cost.solo(op) for op in graph.ops if op.kind == "all_to_all"}
+    for op in ways.values():
+        alone = cost.solo(op._replace(kind="gemm"))
+        assert alone < cost.solo(op) < alone + unfused[op.role], op
+        problem = cost.problem_of(op)
+        assert problem.m * problem.local[0] * problem.local[1] == math.prod(op.shape)
+        sent = (problem.world - 1) * problem.chunk * problem.row_bytes
+        assert sent == op.shape[0] * step.layer.hidden * step.itemsize * 7 / 8
+    times = {}
+    for which in ("none", "all", "auto"):
+        policy = policy_of("serial", {"fused": which})
+        times[which] = simulate(planned(policy, graph, fabric, cost), cost).iteration_ms
+    assert times["auto"] == times["all"] < times["none"]
+    hosts = Fabric(replace(load_cluster("cpu"), hosts=8), step.parallel)
+    on_cpus = AnalyticCost(hosts, "float32", 4)
+    assert all(on_cpus.solo(op) > 0 for op in ways.values())
+
+
 @pytest.mark.parametrize(
     "step, name, options, message",
     [
-        (step_of(dp=2), "serial", {"fused": "row"}, "no tensor-parallel communication"),
+        (step_of(dp=2), "serial", {"fused": "row"}, "no tensor-parallel or expert-parallel"),
         (step_of(tp=8), "serial", {"fused": "rows"}, "fused must be one of"),
         (step_of(tp=8), "domino", {"fused": "both"}, "fused must be one of"),
         (step_of(tp=8), "domino", {"fused": "row", "columns": 2}, "columns cut what fused ops"),
@@ -124,7 +156,6 @@ def test_a_fused_op_is_between_its_gemm_and_the_unfused_call() -> None:
             {"fused": "column"},
             "gather their input again in backward",
         ),
-        (step_of(EXPERTS, tp=1, dp=8, ep=8), "serial", {"fused": "all"}, "no tensor-parallel"),
     ],
     ids=str,
 )

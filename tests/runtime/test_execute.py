@@ -25,14 +25,20 @@ EXPERTS = Layer(16, 0, 4, 4, 4, True, Moe(4, 2, 16))
 
 
 def config(parallel: Parallel, layer: Layer = DENSE, **options: Any) -> PlanRun:
-    policies = (
+    policies: tuple[tuple[str, dict[str, Any]], ...] = (
         ("serial", {}),
         ("dhelix", {}),
         ("domino", {"slices": 2}),
         ("serial", {"fused": "row"}),
     )
+    if parallel.ep > 1:
+        policies = (*policies[:2], ("serial", {"fused": "all"}))
     step = TrainingStep("test", layer, 2 * parallel.pp, "float32", parallel, 8, 2, 1 + parallel.pp)
-    return PlanRun(step=step, policies=policies if parallel.tp > 1 else policies[:2], **options)
+    return PlanRun(
+        step=step,
+        policies=policies if parallel.tp > 1 or parallel.ep > 1 else policies[:2],
+        **options,
+    )
 
 
 def test_groups_partition_the_ranks() -> None:

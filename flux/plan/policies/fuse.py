@@ -1,9 +1,10 @@
-"""Substitute Flux's fused ops for a GEMM and the tensor-parallel collective alongside it.
+"""Substitute Flux's fused ops for a GEMM and the collective of its group alongside it.
 
     forward, column-parallel    AllGather | GEMM       ag_gemm     (sequence parallelism)
     forward, row-parallel       GEMM | ReduceScatter   gemm_rs     or AllReduce: gemm_ar
     backward, column-parallel   dgrad | ReduceScatter  gemm_rs     or AllReduce: gemm_ar
     backward, row-parallel      AllGather | dgrad      ag_gemm     (sequence parallelism)
+    experts, fc1 and fc2        AllToAll | GEMM | AllToAll    expert_gemm, in backward too
 
 A fused op hides its communication with its own GEMM. So nothing is left for a policy to hide, but
 no other operator helps. Which is better depends on the step, so policies take ``auto``.
@@ -23,7 +24,11 @@ LINEARS = {"qkv": "column", "fc1": "column", "proj": "row", "fc2": "row"}
 WHICH = {"none": (), "column": ("column",), "row": ("row",), "all": ("column", "row")}
 """The kinds of linear layers that a choice fuses."""
 CHOICES = (*WHICH, "auto")
-_REDUCES = {"all_reduce": "gemm_ar", "reduce_scatter": "gemm_rs"}
+_KINDS = {"all_reduce": "gemm_ar", "reduce_scatter": "gemm_rs", "all_gather": "ag_gemm"}
+_KINDS["all_to_all"] = "expert_gemm"
+_BEFORE = (("all_gather", "tp"), ("all_to_all", "ep"))
+_BEHIND = (("all_reduce", "tp"), ("reduce_scatter", "tp"), ("all_to_all", "ep"))
+"""Kind and group of collectives before and behind the GEMM that they are fused with."""
 
 
 def fuse(
@@ -87,8 +92,7 @@ def _pairs(graph: Graph, linears: Collection[str]) -> dict[int, int]:
 
 def _gathers(collective: Operator, gemm: Operator) -> bool:
     return (
-        collective.kind == "all_gather"
-        and collective.group == "tp"
+        (collective.kind, collective.group) in _BEFORE
         and collective.role != "wgrad"
         and gemm.kind == "gemm"
         and gemm.role in ("fwd", "recompute", "dgrad")
@@ -98,8 +102,7 @@ def _gathers(collective: Operator, gemm: Operator) -> bool:
 
 def _reduces(gemm: Operator, collective: Operator, graph: Graph, number: int) -> bool:
     return (
-        collective.kind in _REDUCES
-        and collective.group == "tp"
+        (collective.kind, collective.group) in _BEHIND
         and gemm.kind == "gemm"
         and gemm.role in ("fwd", "recompute", "dgrad")
         and gemm.part in LINEARS
@@ -109,7 +112,7 @@ def _reduces(gemm: Operator, collective: Operator, graph: Graph, number: int) ->
 
 def _merged(gemm: Operator, collective: Operator) -> Operator:
     return gemm._replace(
-        kind=_REDUCES.get(collective.kind, "ag_gemm"),
+        kind=_KINDS[collective.kind],
         group=collective.group,
         allocates=gemm.allocates + collective.allocates,
         frees=gemm.frees + collective.frees,
@@ -133,7 +136,7 @@ def _reason(graph: Graph, kind: str) -> str:
             "Flux's column-parallel layers gather their input again in backward, and this step "
             "keeps it; add regather"
         )
-    return f"the step has no tensor-parallel communication beside a GEMM of {kind}-parallel layers"
+    return f"the step has no tensor-parallel or expert-parallel communication beside {kind}s' GEMMs"
 
 
 def first_layers(graph: Graph, count: int = 2) -> Graph:
