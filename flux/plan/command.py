@@ -82,12 +82,15 @@ def write_trace(timelines: list[tuple[str, Timeline]], target: str) -> None:
         write_chrome(events, target, {"command": command_line()})
 
 
-def draw(title: str, timelines: list[tuple[str, Timeline]], target: str) -> None:
-    """Draw labelled timelines in a file: HTML, or SVG; exit if they are too large."""
+def draw(
+    title: str, timelines: list[tuple[str, Timeline]], target: str, sections: str = ""
+) -> None:
+    """Draw labelled timelines in a file: HTML with sections, or SVG; exit if they are too large."""
     from flux.plan.picture import drawing, page
 
+    svg = target.endswith(".svg")
     try:
-        content = drawing(timelines) if target.endswith(".svg") else page(title, timelines)
+        content = drawing(timelines) if svg else page(title, timelines, sections)
     except ValueError as error:
         refuse(str(error))
     write_file(target, content)
@@ -119,8 +122,8 @@ def _note(text: str) -> None:
     print(printable(f"note: {text}"), file=sys.stderr)
 
 
-def _compare(options: StepOptions) -> tuple[TrainingStep, Cluster, list[Compared]]:
-    """Return the step, the cluster and the outcome of each policy; exit for bad input."""
+def _compare(options: StepOptions) -> tuple[TrainingStep, Cluster, Policies, list[Compared]]:
+    """Return the step, the cluster, policies and the outcome of each; exit for bad input."""
     from flux.machine.cluster import load_cluster
     from flux.plan.compare import compared
 
@@ -132,7 +135,7 @@ def _compare(options: StepOptions) -> tuple[TrainingStep, Cluster, list[Compared
         refuse(str(error))
     if all(outcome.reason for outcome in outcomes):
         refuse("\n".join(f"{outcome.label}: {outcome.reason}" for outcome in outcomes))
-    return step, cluster, outcomes
+    return step, cluster, policies, outcomes
 
 
 @plan.command("simulate")
@@ -149,22 +152,37 @@ def simulate_command(
     the step, or needs more memory than a device has, is a row with the reason; the exit status is
     then 1.
     """
-    from flux.plan import report
-    from flux.plan.compare import usable
+    from flux.plan import page, report
+    from flux.plan.compare import compared, usable
+    from flux.plan.picture import drawable
+    from flux.plan.policies import policy_of
+    from flux.plan.sample import small_timeline
 
     check_writable(trace, picture, json_target)
-    step, cluster, outcomes = _compare(step_options)
-    rows = []
-    for label, timeline, reason in outcomes:
-        row = report.document(label, step, cluster, timeline)
-        rows.append(row | {"error": reason} if reason else row)
+    step, cluster, policies, outcomes = _compare(step_options)
+    rows = report.documents(outcomes, step, cluster)
     if json_target != "-":
         report.show(rows, title_of(step, cluster.name), open_console())
     write(rows[0] if len(rows) == 1 else rows, json_target)
     if trace is not None:
         write_trace(usable(outcomes), trace)
     if picture is not None:
-        draw(title_of(step, cluster.name), usable(outcomes), picture)
+        timelines, sections = usable(outcomes), ""
+        if not picture.endswith(".svg"):
+            half, link = page.halved(cluster, step.parallel.world)
+            memory = step_options.memory_gb, step_options.headroom
+            again = report.documents(compared(policies, step, half, *memory), step, half)
+            notes = []
+            if not drawable(timelines):
+                used = zip(policies, outcomes, strict=True)
+                short = (
+                    (outcome.label, small_timeline(cluster, step, policy_of(*policy)))
+                    for policy, outcome in used
+                    if not outcome.reason
+                )
+                timelines, notes = list(short), [page.SHORTENED]
+            sections = page.candidates(rows, notes) + page.slower(rows, again, link)
+        draw(title_of(step, cluster.name), timelines, picture, sections)
     _fail_if((label, reason) for label, _, reason in outcomes if reason)
 
 
@@ -175,7 +193,7 @@ def explain_command(step_options: StepOptions) -> None:
     from flux.plan.report import explain
 
     console = open_console()
-    step, cluster, outcomes = _compare(step_options)
+    step, cluster, _, outcomes = _compare(step_options)
     console.print(title_of(step, cluster.name), **PLAIN)
     for label, timeline, reason in outcomes:
         if timeline is None or reason:

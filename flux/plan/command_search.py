@@ -64,18 +64,18 @@ def search_command(
     """Find the fastest policy and degrees of parallelism for a model on a cluster.
 
     Without --policy all policies are tried. What does not fit into memory is left out. --json
-    writes the plans for `flux plan run --plan`. --trace has the best three. --html has them with
-    few layers and micro-batches, as many as a picture can hold.
+    writes the plans for `flux plan run --plan`. --trace has the best three. --html has all plans,
+    the first ones drawn with few layers and micro-batches, and all again at half the link's speed.
     """
     check_writable(trace, picture, json_target)
     from flux.plan import search as searching
     from flux.plan import search_output as output
 
-    silent = quiet or json_target == "-"
+    silent, workers = quiet or json_target == "-", os.cpu_count() or 1
     try:
         query = _query(asked)
         with progress_bar(open_console(stderr=True), shown=not silent) as progress:
-            outcome = searching.search(query, progress, workers=os.cpu_count() or 1)
+            outcome = searching.search(query, progress, workers)
     except ValueError as error:
         refuse(str(error))
     why = output.reasons(outcome, query.cluster)
@@ -84,12 +84,14 @@ def search_command(
     if trace is not None:
         write_trace([(output.title_of(p), p.timeline(query.cluster)) for p in best], trace)
     if picture is not None:
-        from flux.plan.picture import MOST_OPS
+        from flux.plan.picture import drawable
 
         small = [(output.title_of(p), p.small_timeline(query.cluster)) for p in best]
-        while len(small) > 1 and sum(len(timeline.start) for _, timeline in small) > MOST_OPS:
+        while len(small) > 1 and not drawable(small):
             small.pop()
-        draw(f"{query.model} on {query.gpus} GPUs: few layers and micro-batches", small, picture)
+        title = f"{query.model} on {query.gpus} GPUs of {query.cluster.name}"
+        svg = picture.endswith(".svg")
+        draw(title, small, picture, "" if svg else output.sections(query, outcome, why, workers))
     if not silent:
         output.show(query, outcome, top, why, open_console())
 

@@ -15,6 +15,7 @@ from html import escape
 
 from flux.plan.graph import FUSED, Operator
 from flux.plan.mesh import parse_group
+from flux.plan.page import STYLE
 from flux.plan.simulate import Timeline
 
 MOST_OPS = 40_000
@@ -69,8 +70,8 @@ _PAGE = _Size(12, 18, 14)
 _PICTURE = _Size(17, 24, 10)  # documents show it at two thirds of its width
 
 
-def page(title: str, timelines: Sequence[tuple[str, Timeline]]) -> str:
-    """Return an HTML page; all timelines have one time scale."""
+def page(title: str, timelines: Sequence[tuple[str, Timeline]], sections: str = "") -> str:
+    """Return an HTML page, of sections (``flux.plan.page``) and timelines on one time scale."""
     parts, height, longest = _rows(timelines, _PAGE)
     legend = "".join(
         f'<span><i style="background:{colour}"></i>{name}</span>'
@@ -79,13 +80,18 @@ def page(title: str, timelines: Sequence[tuple[str, Timeline]]) -> str:
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
         "<style>body{font:14px system-ui,sans-serif;margin:24px;color:#1a202c}"
-        f"{_PAGE.style}"
+        f"{_PAGE.style}{STYLE}"
         "span{margin-right:18px}i{display:inline-block;width:11px;height:11px;margin-right:5px}"
         "</style>"
-        f"<h1 style='font-size:17px'>{escape(title)}</h1><p>{legend}</p>"
-        f"{_svg(parts, height)}<p>0 to {longest:.2f} ms from left to right; "
+        f"<h1 style='font-size:17px'>{escape(title)}</h1>{sections}<h2>Timelines</h2>"
+        f"<p>{legend}</p>{_svg(parts, height)}<p>0 to {longest:.2f} ms from left to right; "
         "point at a bar for its name and times.</p></html>\n"
     )
+
+
+def drawable(timelines: Sequence[tuple[str, Timeline]]) -> bool:
+    """Return whether a picture can hold so many operators."""
+    return sum(len(timeline.start) for _, timeline in timelines) <= MOST_OPS
 
 
 def drawing(timelines: Sequence[tuple[str, Timeline]]) -> str:
@@ -123,8 +129,8 @@ def _legend(timelines: Sequence[tuple[str, Timeline]]) -> list[tuple[str, str]]:
 
 def _rows(timelines: Sequence[tuple[str, Timeline]], size: _Size) -> tuple[list[str], int, float]:
     """Return the elements of all timelines, their height in pixels, and the time scale in ms."""
-    count = sum(len(timeline.start) for _, timeline in timelines)
-    if count > MOST_OPS:
+    if not drawable(timelines):
+        count = sum(len(timeline.start) for _, timeline in timelines)
         raise ValueError(
             f"a picture of {count} operators is too large (at most {MOST_OPS}): draw fewer layers "
             "or micro-batches, or use a trace"

@@ -13,6 +13,7 @@ from flux.plan.simulate import Timeline
 
 if TYPE_CHECKING:
     from flux.machine.cluster import Cluster
+    from flux.plan.compare import Compared
     from flux.plan.sample import Figures
 
 
@@ -66,6 +67,16 @@ def document(
         kinds["optimizer"] += figures.resident_bytes - sum(kinds.values())
         row["memory_bytes"] = kinds | {"activations": peak - figures.resident_bytes}
     return row
+
+
+def documents(
+    outcomes: Sequence[Compared], step: TrainingStep, cluster: Cluster
+) -> list[dict[str, Any]]:
+    """Return the JSON object of each policy; ``error`` says why a plan cannot be used."""
+    return [
+        document(label, step, cluster, timeline) | ({"error": reason} if reason else {})
+        for label, timeline, reason in outcomes
+    ]
 
 
 def show(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:

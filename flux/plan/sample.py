@@ -164,6 +164,14 @@ def short_of(step: TrainingStep, layers: int, micro_batches: int) -> TrainingSte
     return replace(step, layers=layers, split=(), dense_layers=dense, micro_batches=micro_batches)
 
 
+def small_timeline(cluster: Cluster, step: TrainingStep, policy: Policy) -> Timeline:
+    """Return the timeline of a few layers and micro-batches, as a picture can show them."""
+    stages = step.parallel.pp
+    layers = few_layers(step, total=1) * stages
+    short = short_of(step, layers, min(step.micro_batches, 2 * stages))
+    return StepLayout(cluster, short).timeline(policy)
+
+
 def few_layers(step: TrainingStep, total: int = LAYERS) -> int:
     """Return the number of layers of a stage in a short step of ``total`` layers."""
     layers = max(step.stages)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import product, repeat
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -40,11 +40,11 @@ from flux.plan.sample import (
     Figures,
     StepLayout,
     estimates,
-    few_layers,
     from_few_micro_batches,
     lengths,
     refusal,
     short_of,
+    small_timeline,
     whole,
 )
 from flux.plan.simulate import Timeline
@@ -134,17 +134,12 @@ class SearchedPlan(Figures):
         That of a scaled plan has fewer micro-batches.
         """
         count = lengths(self.step)[-1] if self.scaled else self.step.micro_batches
-        return self._timeline(cluster, replace(self.step, micro_batches=count))
+        step = replace(self.step, micro_batches=count)
+        return StepLayout(cluster, step).timeline(policy_of(self.policy, self.options))
 
     def small_timeline(self, cluster: Cluster) -> Timeline:
-        """Return the timeline of a few layers and micro-batches, as a picture can show them."""
-        stages = self.step.parallel.pp
-        count = min(self.step.micro_batches, 2 * stages)
-        layers = few_layers(self.step, total=1) * stages
-        return self._timeline(cluster, short_of(self.step, layers, count))
-
-    def _timeline(self, cluster: Cluster, step: TrainingStep) -> Timeline:
-        return StepLayout(cluster, step).timeline(policy_of(self.policy, self.options))
+        """Return the timeline of a few layers and micro-batches."""
+        return small_timeline(cluster, self.step, policy_of(self.policy, self.options))
 
 
 @dataclass(frozen=True)
@@ -232,6 +227,15 @@ def search(
     large = len(possible) - len(fitting) + len(plans) - len(fits)
     large += sum(not _may_fit(candidate, query) for candidate in candidates)
     return SearchOutcome(tuple(fits), len(fitting), len(candidates), dict(refused), large)
+
+
+def planned_again(
+    plans: Sequence[SearchedPlan], cluster: Cluster, workers: int
+) -> list[SearchedPlan | str]:
+    """Return the same plans on another cluster; or why there is none."""
+    jobs = [(plan.step, plan.policy, plan.options) for plan in plans]
+    with _pool(workers) as pool:
+        return list(pool.map(plan_of, repeat(cluster), [not plan.scaled for plan in plans], jobs))
 
 
 class _Here(Executor):

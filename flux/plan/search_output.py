@@ -9,9 +9,10 @@ from rich.table import Table as PrintedTable
 
 from flux.cli.terminal import PLAIN
 from flux.machine.cluster import Cluster
+from flux.plan import page
 from flux.plan.model import TrainingStep
 from flux.plan.report import document, mfu, tokens_per_s
-from flux.plan.search import Query, SearchedPlan, SearchOutcome, plan_of
+from flux.plan.search import Query, SearchedPlan, SearchOutcome, plan_of, planned_again
 
 _DEGREES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep": "expert"}
 
@@ -91,6 +92,23 @@ def search_document(query: Query, outcome: SearchOutcome, why: list[str]) -> dic
         "why": why,
         "plans": rows,
     }
+
+
+def sections(query: Query, outcome: SearchOutcome, why: list[str], workers: int) -> str:
+    """Return the sections of a page: all plans, and the same with a slower link."""
+    half, link = page.halved(query.cluster, query.gpus)
+    rows, again = [], []
+    for plan, then in zip(
+        outcome.ranked, planned_again(outcome.ranked, half, workers), strict=True
+    ):
+        layout = {"layout": layout_of(plan.step)}
+        rows.append(document(plan.label, plan.step, query.cluster, plan) | layout)
+        if isinstance(then, SearchedPlan):
+            again.append(document(then.label, then.step, half, then) | layout)
+        else:
+            again.append({"error": then})
+    notes = [*why, legend(list(outcome.ranked)), page.SHORTENED]
+    return page.candidates(rows, notes, list(outcome.reasons)) + page.slower(rows, again, link)
 
 
 def reasons(outcome: SearchOutcome, cluster: Cluster) -> list[str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import random
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
@@ -27,9 +29,11 @@ from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, GraphError, Operator
 from flux.plan.model import Parallel, TrainingStep, step_of
 from flux.plan.options import parse_policy
+from flux.plan.page import SHORTENED, halved, slower
 from flux.plan.policies import label_of, planned, policy_names, policy_of
 from flux.plan.policies.domino import ORDERS, DominoPolicy
 from flux.plan.policies.passes import one_f_one_b
+from flux.plan.sample import StepLayout
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import Timeline, simulate
 from flux.runtime.profile import Profile, ProfiledCost, key_of, read_profile
@@ -513,6 +517,17 @@ def test_the_command_prints_json_and_says_what_is_wrong(tmp_path: Path) -> None:
     assert "serial: comp" in lanes and "domino slices=4 order=blocks: intra" in lanes
     page = drawn.read_text()
     assert page.count("<rect") > 100 and "<title>L0.qkv.m0.s3 (gemm " in page
+    addresses = set(re.findall(r"https?://[^'\" ]+|(?:src|href)=", page))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # nothing is fetched
+    _, candidates, at_half, _ = page.split("<h2>")
+    assert f"{100 * domino['mfu']:.1f}%" in candidates and "activations " in candidates
+    cluster = load_cluster("flux-h800")
+    half = replace(cluster, link=replace(cluster.link, gbs=cluster.link.gbs / 2))
+    step = step_of("gpt3-175b", Parallel(tp=8), layers=2, micro_batch=4)
+    then = StepLayout(half, step).timeline(policy_of("domino", {"slices": 4, "order": "blocks"}))
+    change = 100 * (then.iteration_ms / domino["iteration_ms"] - 1)
+    cells = [f"{domino['iteration_ms']:.1f} ms", f"{then.iteration_ms:.1f} ms", f"{change:+.1f}%"]
+    assert change > 5 and "".join(f"<td>{cell}</td>" for cell in cells) in at_half
     assert "domino slices=4 order=blocks: " in page
     vector = tmp_path / "picture.svg"
     assert run(app, [*base, *both, "--html", str(vector)]).exit_code == 0
@@ -520,7 +535,7 @@ def test_the_command_prints_json_and_says_what_is_wrong(tmp_path: Path) -> None:
     drawn_bars = sum(e.get("d", "").count("M") for e in root.iter())
     assert drawn_bars == page.count("<title>L") + page.count("<title>S")
     for words, message in (
-        (["--html", str(drawn), "--micro-batches", "500", "--memory-gb", "1e6"], "is too large"),
+        (["--html", str(vector), "--micro-batches", "500", "--memory-gb", "1e6"], "is too large"),
         (["--tp", "7"], "tp = 7 must divide heads = 96"),
         (["--policy", "magic"], "policy must be one of"),
         (["--policy", "domino:slices"], "expected option=value, got 'slices'"),
@@ -530,8 +545,29 @@ def test_the_command_prints_json_and_says_what_is_wrong(tmp_path: Path) -> None:
     ):
         result = run(app, [*base, *words])
         assert result.exit_code == 2 and message in result.output, result.output
+    with mock.patch("flux.plan.picture.MOST_OPS", 200):
+        words = ["--layers", "8", "--html", str(drawn), "--policy", "serial"]
+        assert run(app, [*base, *words]).exit_code == 0 and SHORTENED in drawn.read_text()
     result = run(app, ["plan", "explain", "--layers", "2", "--policy", "serial"])
     assert result.exit_code == 0 and "has most exposed communication" in result.output
+
+
+def test_a_page_says_whether_another_plan_wins_with_a_slower_link() -> None:
+    def row(policy: str, ms: float) -> dict[str, Any]:
+        return {"policy": policy, "iteration_ms": ms, "exposed_comm_ms": 1.0, "mfu": None} | {
+            "tokens_per_s_per_device": 1e3 / ms
+        }
+
+    rows = [row("a", 10.0), row("b", 11.0), row("c", 9.0) | {"error": "too large"}]
+    others = [row("a", 14.0), row("b", 12.0), row("c", 9.0)]
+    changed = slower(rows, others, "the network")
+    assert "a is no longer the fastest of these plans: b is faster than it by 16.7%." in changed
+    assert "<td>+40.0%</td>" in changed and "<td class=text>c</td>" not in changed
+    others[1] |= {"error": "too large"}
+    assert "a is the fastest of these plans at both speeds." in slower(rows, others, "the network")
+    several = halved(load_cluster("flux-h800"), 9)[0], halved(load_cluster("flux-h800"), 8)[0]
+    assert [cluster.network.gbs for cluster in several] == [200.0, 400.0]
+    assert several[0].link.gbs == 2 * several[1].link.gbs
 
 
 # -- policies that fail ----------------------------------------------------------------------------

@@ -234,7 +234,10 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     assert first["mfu"] == pytest.approx(of_token * first["tokens_per_s"] / (2 * 989.4e12))
     assert f"{first['tokens_per_s']:,.0f} tokens/s, {100 * first['mfu']:.1f}% MFU" in result.output
     assert "layout: ranks by kind of parallelism (" in result.output
-    assert trace.stat().st_size and "<svg" in page.read_text()
+    assert trace.stat().st_size
+    written = page.read_text()
+    assert "<svg" in written and "At half the speed of the link inside a host" in written
+    assert written.count("<tr") == 2 + 2 * len(content["plans"])
     (told,) = (line for line in content["why"] if line.startswith("why: under serial its layout"))
     share = re.search(r"takes ([\d.]+)% (more|less) time: ", told)
     parts = re.findall(r"([\d.]+) ms (more|less) ", told)
