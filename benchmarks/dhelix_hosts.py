@@ -335,6 +335,7 @@ def table(content: dict[str, Any]) -> str:
         "wgrad",
         "DHelix",
         "over serial",
+        "over wgrad",
     ]
     lines = [
         [
@@ -347,6 +348,7 @@ def table(content: dict[str, Any]) -> str:
             *(f"{case['median_ms'][method]:.0f} ms" for method in ("serial", "wgrad")),
             f"{case['median_ms']['dhelix']:.0f} ms",
             f"**{case['ratio_to_serial']:.2f}**",
+            f"**{case['ratio_to_wgrad']:.2f}**",
         ]
         for case in content["cases"]
     ]

@@ -20,7 +20,9 @@ import charts
 import conclusions
 import cpu_overhead
 import cuda_host_time
+import dhelix_hosts
 import dhelix_paper
+import dhelix_parts
 import domino_hosts
 import domino_paper
 import drawing
@@ -130,7 +132,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan_hosts_says": of(plan_hosts.conclusion, plan_hosts.RESULT),
     "published_runs": of(published_runs.table, published_runs.RESULT),
     "flux_paper": of(flux_paper.table, flux_paper.RESULT),
-    "dhelix_paper": of(dhelix_paper.table, dhelix_paper.RESULT),
+    "dhelix_hosts": of(dhelix_hosts.table, dhelix_hosts.RESULT),
+    "dhelix_gains": of(dhelix_paper.table, dhelix_paper.RESULT),
+    "dhelix_variants": of(dhelix_paper.table, dhelix_paper.RESULT, True),
+    "dhelix_hidden": of(dhelix_paper.hidden_table, dhelix_paper.RESULT),
+    "dhelix_tflops": of(dhelix_paper.tflops_table, dhelix_paper.RESULT),
+    "dhelix_shares": of(dhelix_parts.shares_table, dhelix_parts.RESULT),
+    "dhelix_volumes": of(dhelix_parts.volumes_table, dhelix_parts.RESULT),
+    "dhelix_oef": of(dhelix_parts.heatmap_table, dhelix_parts.RESULT),
+    "dhelix_plans": of(dhelix_parts.plans_table, dhelix_parts.RESULT),
+    "dhelix_parts": of(dhelix_parts.parts_table, dhelix_parts.RESULT),
+    "dhelix_memory": of(dhelix_parts.memory_table, dhelix_parts.RESULT),
     "domino_hosts": of(domino_hosts.table, domino_hosts.RESULT),
     "domino_paper": of(domino_paper.table, domino_paper.RESULT),
     "domino_orders": of(domino_paper.orders_table, domino_paper.RESULT),
@@ -152,11 +164,13 @@ TABLES: dict[str, Callable[[], str]] = {
 
 PAGES = (
     ROOT / "README.md",
+    ROOT / "docs" / "use" / "dhelix.md",
     ROOT / "docs" / "use" / "domino.md",
     ROOT / "docs" / "kernels" / "kernels.md",
     ROOT / "docs" / "use" / "plan.md",
     ROOT / "docs" / "use" / "scale.md",
     ROOT / "docs" / "use" / "simulator.md",
+    ROOT / RESULTS.parent / "dhelix.md",
     ROOT / RESULTS.parent / "runs.md",
     *sorted(FOLDER.glob("*.md")),
 )

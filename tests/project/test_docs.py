@@ -28,7 +28,9 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 API = DOCS / "use" / "ops.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES += [ROOT / "benchmarks" / name for name in ("README.md", "results/runs.md")]
+PAGES += [
+    ROOT / "benchmarks" / name for name in ("README.md", "results/runs.md", "results/dhelix.md")
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

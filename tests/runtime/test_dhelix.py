@@ -14,6 +14,7 @@ from typing import Any
 
 import dhelix_hosts
 import dhelix_paper
+import dhelix_parts
 import pytest
 import torch
 import torch.distributed as dist
@@ -351,3 +352,23 @@ def test_a_gain_inside_of_the_papers_range_is_not_off() -> None:
     for gain, points in ((1.5, -0.5), (3.0, 0.0), (9.0, 4.0)):
         made_up = {"paper": {"dhelix": [2, 5]}, "gains": {"dhelix": gain}}
         assert dhelix_paper.off(made_up, "dhelix") == points
+
+
+def test_volumes_of_the_papers_table_1_follow_from_sizes_of_the_model() -> None:
+    for degrees, sequence, micro_batches, (local, _, between, _) in dhelix_parts.TABLE_1:
+        found = dhelix_parts.volumes(degrees, sequence, micro_batches)
+        assert found["whole_tp"] == pytest.approx(local, rel=5e-3)
+        assert "cp" not in degrees or found["cp_all_heads"] == pytest.approx(between, rel=0.07)
+
+
+def test_context_parallelism_sends_all_heads_and_again_in_backward() -> None:
+    case = dhelix_parts.LONG
+    sent = [
+        {
+            op.role: op.shape[1]
+            for op in dhelix_paper.planner_of(replace(case, sent_heads=heads), 1)[3].ops
+            if op.part == "ag_kv"
+        }
+        for heads in (None, 8)
+    ]
+    assert sent[0]["dgrad"] == 2 * sent[0]["fwd"] and sent[0]["fwd"] == 16 * sent[1]["fwd"]
