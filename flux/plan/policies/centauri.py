@@ -14,6 +14,7 @@ closed forms, those are candidates among others, and the simulator takes the bes
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from math import ceil, inf
 
 from flux.core.problem import checked_integer
@@ -23,6 +24,7 @@ from flux.plan.graph import Graph, Operator
 from flux.plan.policies.centauri_graph import (
     Key,
     Partition,
+    is_substituted,
     limited,
     partitioned,
     substituted,
@@ -39,11 +41,15 @@ from flux.plan.policies.centauri_space import (
 from flux.plan.policies.folding import layers_of, placed
 from flux.plan.policies.passes import Block
 from flux.plan.schedule import StepSchedule
-from flux.plan.simulate import simulate
+from flux.plan.simulate import Timeline, simulate
 
 _MOST_OPS = 20_000
-"""Operators of a step that is simulated for each candidate of the layer and model tier. Of larger
-ones a part is: the first layers, and two micro-batches."""
+"""Operators of a step that is simulated for each candidate. Of larger ones a part is: the first
+layers, and two micro-batches."""
+
+
+Rating = tuple[float, float, float]
+"""Bytes that a plan needs, or the memory of a device if they fit; time; bytes."""
 
 
 class Centauri:
@@ -56,7 +62,7 @@ class Centauri:
         model: run several micro-batches together at both ends of the step (model tier) where that
             is faster.
         substitute: AllReduce of gradients becomes ReduceScatter and AllGather, and AllGathers of
-            weights run under the next step's forward; else they end the step.
+            weights run under the next step's forward, where that is faster; else they end the step.
         max_chunks: of a collective.
         prefetch: with ZeRO-3, layers whose weights are gathered ahead; 0: each when it is needed.
         chunks: with pipeline parallelism, stages of each rank: gradients of one are reduced while
@@ -89,60 +95,69 @@ class Centauri:
         self.operation, self.layer, self.model = operation, layer, model
         self.substitute, self.memory_gb = substitute, memory_gb
         self._known: tuple[Graph, CostModel, StepSchedule] | None = None  # what rewrite compared
-        self._tier: tuple[object, dict[Key, Partition]] | None = None  # of the window before
+        self._tiers: dict[tuple[int, bool], tuple[object, dict[Key, Partition]]] = {}
         self.share = 1.0
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
-        """Return the graph with collectives in parts."""
-        if isinstance(self.chunks, int):
-            return self._parts(graph, self.chunks, fabric, cost)
-        limit = 1e9 * self._memory_gb(cost)
-        layers, changes = layers_of(graph) // graph.stages, []
-        for chunks in (1, 2, 3, 4) if graph.stages > 1 else (1,):
-            if layers % chunks == 0:
-                parts = self._parts(graph, chunks, fabric, cost)
-                timeline = simulate(self.order(parts, cost), cost)
-                rating = (max(timeline.peak_memory_bytes, limit), timeline.iteration_ms, chunks)
-                changes.append((rating, parts))
-        rating, parts = min(changes, key=lambda of: of[0])
-        self.chosen = {"chunks": rating[-1]}
-        return parts
+        """Return the graph of the fastest plan that fits, with collectives in parts."""
+        counts = [self.chunks] if isinstance(self.chunks, int) else [1, 2, 3, 4]
+        if self.chunks == "auto":
+            layers = layers_of(graph) // graph.stages
+            counts = [n for n in counts if layers % n == 0] if graph.stages > 1 else [1]
+        plans = []
+        for chunks in counts:
+            rating, schedule = self._plan(graph, chunks, fabric, cost)
+            if len(counts) > 1 and self._is_large(graph):  # what _plan rates is a part
+                rating = self._rating(simulate(schedule, cost), cost)
+            plans.append((rating, chunks, schedule))
+        _, chunks, best = min(plans, key=lambda plan: plan[:2])
+        self.chosen = {"chunks": chunks}
+        self._known = (best.graph, cost, best)
+        return best.graph
 
-    def _parts(self, graph: Graph, chunks: int, fabric: Fabric, cost: CostModel) -> Graph:
-        """Return the graph with so many stages on a rank, and collectives in parts."""
+    def _plan(
+        self, graph: Graph, chunks: int, fabric: Fabric, cost: CostModel
+    ) -> tuple[Rating, StepSchedule]:
+        """Return the best plan with so many stages on a rank.
+
+        Substitution and partitions are compared with none: gathers at the beginning of the step
+        delay a pipeline, and what is best for the first layers may not be so for all.
+        """
+        ranks, large = graph.stages, self._is_large(graph)
         if chunks > 1:
-            ranks = graph.stages
             if ranks == 1:
                 raise ValueError(f"centauri: chunks = {chunks} needs a pipeline, and pp is 1")
             graph = placed(graph, chunks * ranks, lambda stage: stage % ranks)
-        if self.substitute:
-            graph = substituted(graph, fabric, cost)
-        passes = [[operator for block in of for operator in block] for of in _blocks(graph, 1, 1)]
-        graph = limited(graph, passes, graph.stages * chunks_of(graph), self.prefetch)
-        if not self.operation:
-            return graph
-        small = window(graph)
-        parts = partitioned(graph, self._operation_tier(small, fabric, cost), fabric)
-        if small is graph or self._is_large(parts):
-            return parts
-        # The best choice for the first layers may not be the best for all.
-        schedules = [self._schedule(each, cost) for each in (graph, parts)]
-        best = min(schedules, key=lambda schedule: simulate(schedule, cost).iteration_ms)
-        self._known = (best.graph, cost, best)
-        return best.graph
+        plans = []
+        substitutes = self.substitute and any(map(is_substituted, graph.ops))
+        for less in (True, False) if substitutes else (False,):
+            base = substituted(graph, fabric, cost) if less else graph
+            passes = [list(chain.from_iterable(of)) for of in _blocks(base, 1, 1)]
+            base = limited(base, passes, ranks * chunks, self.prefetch)
+            partitions: list[dict[Key, Partition]] = [{}]
+            if self.operation:
+                partitions.append(self._operation_tier(base, (chunks, less), fabric, cost))
+            for how in partitions if partitions[-1] else partitions[:1]:
+                tried = partitioned(window(base) if large else base, how, fabric)
+                plans.append((*self._best(tried, cost, self.model and not large), base, how))
+        rating, options, best, base, how = min(plans, key=lambda plan: plan[0])
+        if large:
+            best, _ = self._ordered(partitioned(base, how, fabric), cost, *options)
+        return rating, best
 
     # -- operation tier ----------------------------------------------------------------------------
 
     def _operation_tier(
-        self, graph: Graph, fabric: Fabric, cost: CostModel
+        self, graph: Graph, variant: tuple[int, bool], fabric: Fabric, cost: CostModel
     ) -> dict[Key, Partition]:
         """Return how collectives are partitioned: one after the other, each the best way.
 
         Steps of one layout that differ in their number of micro-batches have equal windows.
         """
+        graph = window(graph)
         asked = [op[1:] for op in graph.ops], graph.deps
-        if self._tier is not None and self._tier[0] == asked:
-            return self._tier[1]
+        if variant in self._tiers and self._tiers[variant][0] == asked:
+            return self._tiers[variant][1]
         chosen: dict[Key, Partition] = {}
         best = self._time(graph, cost)
         examples: dict[Key, int] = {}
@@ -152,17 +167,20 @@ class Centauri:
                 examples.setdefault((op.part, op.role), number)
         for key, number in examples.items():
             for candidate in self._candidates(graph, number, fabric, cost):
-                time = self._time(partitioned(graph, {**chosen, key: candidate}, fabric), cost)
+                parts = partitioned(graph, {**chosen, key: candidate}, fabric)
+                time = self._time(parts, cost, best * (1 - 1e-6))
                 if time < best * (1 - 1e-6):
                     best, chosen[key] = time, candidate
-        self._tier = asked, chosen
+        self._tiers[variant] = asked, chosen
         return chosen
 
     def _is_large(self, graph: Graph) -> bool:
         return len(graph.ops) > _MOST_OPS * self.share
 
-    def _time(self, graph: Graph, cost: CostModel) -> float:
-        return simulate(self._ordered(graph, cost, self.layer == "t2", 1, 1), cost).iteration_ms
+    def _time(self, graph: Graph, cost: CostModel, most: float = inf) -> float:
+        """Return the time of a step; if it is not below ``most``, one that is not either."""
+        schedule, least = self._ordered(graph, cost, self.layer == "t2", 1, 1)
+        return least if least >= most else simulate(schedule, cost).iteration_ms
 
     def _candidates(
         self, graph: Graph, number: int, fabric: Fabric, cost: CostModel
@@ -200,33 +218,34 @@ class Centauri:
         """Return the schedule."""
         if self._known is not None and self._known[0] is graph and self._known[1] is cost:
             return self._known[2]
-        return self._schedule(graph, cost)
+        if not self._is_large(graph):
+            return self._best(graph, cost, self.model)[2]
+        return self._ordered(graph, cost, *self._best(window(graph), cost, False)[1])[0]
 
-    def _schedule(self, graph: Graph, cost: CostModel) -> StepSchedule:
-        small = window(graph) if self._is_large(graph) else graph
+    def _best(
+        self, graph: Graph, cost: CostModel, model: bool
+    ) -> tuple[Rating, tuple[bool, int, int], StepSchedule]:
+        """Return the best order of both tiers: what it takes, its options, and the schedule."""
         modes = [False, True] if self.layer == "auto" else [self.layer == "t2"]
-        together = [(1, 1)]
-        if self.model and small is graph:
-            together += self._model_tier(graph, cost)
-        options = [(mode, pair) for pair in together for mode in modes]
-        if len(options) == 1:
-            return self._ordered(graph, cost, *options[0][:1], *options[0][1])
-        streams = []
-        limit = 1e9 * self._memory_gb(cost)
-        for mode, (forward, backward) in options:
-            schedule = self._ordered(small, cost, mode, forward, backward)
-            timeline = simulate(schedule, cost)
-            peak = timeline.peak_memory_bytes
-            streams.append((max(peak, limit), timeline.iteration_ms, peak, schedule))
-        best = min(range(len(streams)), key=lambda index: streams[index][:3])
-        if small is graph:
-            return streams[best][3]
-        mode, (forward, backward) = options[best]
-        return self._ordered(graph, cost, mode, forward, backward)
+        together = [(1, 1), *(self._model_tier(graph, cost) if model else ())]
+        best = None
+        for options in ((mode, *pair) for pair in together for mode in modes):
+            schedule, least = self._ordered(graph, cost, *options)
+            if best is None or best[0] >= (1e9 * self._memory_gb(cost), least, 0.0):
+                rating = self._rating(simulate(schedule, cost), cost)
+                if best is None or rating < best[0]:
+                    best = rating, options, schedule
+        assert best is not None  # the first one
+        return best
+
+    def _rating(self, timeline: Timeline, cost: CostModel) -> Rating:
+        """Return a sort key: of plans that fit into memory the fastest first."""
+        peak = timeline.peak_memory_bytes
+        return max(peak, 1e9 * self._memory_gb(cost)), timeline.iteration_ms, peak
 
     def _ordered(
         self, graph: Graph, cost: CostModel, weights_first: bool, forward: int, backward: int
-    ) -> StepSchedule:
+    ) -> tuple[StepSchedule, float]:
         passes = _blocks(graph, forward, backward)
         return list_schedule(graph, cost, passes, weights_first, self.name)
 

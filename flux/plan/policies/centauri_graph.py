@@ -60,9 +60,7 @@ def substituted(graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
     waits: dict[int, list[int]] = {}  # for old operators, gathers at the beginning of the step
     whole = {number for number, op in enumerate(graph.ops) if not _splits(op, cost)}
     for number, op in enumerate(graph.ops):
-        if op.role != "step" or not op.is_collective or op.kind == "reduce_scatter":
-            continue
-        if number in whole:
+        if not is_substituted(op) or number in whole:
             continue
         if op.kind == "all_reduce":
             part = op.part.replace("grads", "weights")
@@ -90,6 +88,11 @@ def substituted(graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
         behind = [place[dep] for dep in graph.deps[number]]
         place[number] = builder.add(op, [*behind, *waits.get(number, [])])
     return builder.build(resident)
+
+
+def is_substituted(op: Operator) -> bool:
+    """Return whether an operator is of the step's end, and may move or change."""
+    return op.role == "step" and op.is_collective and op.kind != "reduce_scatter"
 
 
 def _splits(op: Operator, cost: CostModel) -> bool:
@@ -174,7 +177,7 @@ def window(graph: Graph, layers: int = 4) -> Graph:
 
 def partitioned(graph: Graph, how: Mapping[Key, Partition], fabric: Fabric) -> Graph:
     """Return the graph with collectives in pieces, and chunks of the operators alongside them."""
-    return _Rewriter(graph, how, fabric).build()
+    return _Rewriter(graph, how, fabric).build() if how else graph
 
 
 class _Rewriter:
@@ -273,7 +276,7 @@ class _Rewriter:
         gathers = op.kind == "all_gather"
         beside = self.after[number] if gathers else self.graph.deps[number]
         gemms = [n for n in beside if self.graph.ops[n].kind == "gemm"]
-        if not partition.by_gemm or len(gemms) < len(beside):
+        if not partition.by_gemm or not gemms or len(gemms) < len(beside):
             self.outs[number] = self._add_pieces(number, op, partition, "", 1.0, None)
             return
         # In backward a gather's GEMMs come in another order than forward's: that of the graph.

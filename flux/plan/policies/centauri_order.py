@@ -77,13 +77,14 @@ def list_schedule(
     passes: Sequence[Sequence[Block]],
     weights_first: bool,
     policy: str,
-) -> StepSchedule:
-    """Return the schedule of a graph.
+) -> tuple[StepSchedule, float]:
+    """Return the schedule of a graph, and the time below which no simulation of it can be.
 
     ``passes`` has the blocks of each pipeline rank. ``weights_first``: in backward, gradients of
     weights have priority over those of activations (T2 of Eq. 1); else the other way round (T1).
     """
-    return _Lists(graph, cost, passes, weights_first).schedule(policy)
+    lists = _Lists(graph, cost, passes, weights_first)
+    return lists.schedule(policy), max(lists.end, default=0.0)
 
 
 class _Lists(Simulation):
