@@ -1,16 +1,26 @@
-"""The comparisons of the Centauri paper, simulated: clusters A and B, models of its Table 4.
+"""The experiments of the Centauri paper, simulated: clusters A and B, models of its Table 4.
 
-    python benchmarks/centauri_paper.py        # some ten seconds; nothing is run
+    python benchmarks/centauri_paper.py        # three minutes; nothing is run
 
-The paper's figures are pictures; what can be compared is what its text says in numbers. Baselines:
-*serial* has no overlap; *direct* reduces gradients under backward, and gathers weights in front of
-the layer that needs them (figure 1a); *coarse* gathers one layer ahead, too, as FSDP2 does. With a
-pipeline, these have two interleaved stages on each rank, as in figures 7a and 7b.
+C. Chen et al., ASPLOS 2024, section 5. Its figures are pictures; what can be compared is what its
+text says in numbers. Baselines:
+
+    serial   no overlap
+    direct   gradients are reduced under backward, and weights gathered in front of the layer that
+             needs them (figure 1a)
+    waiting  likewise, but a layer's gather in backward also waits for all gradients of weights of
+             the layer before
+    coarse   gathers one layer ahead, too, as FSDP2 does
+    ooo      out-of-order backpropagation: gradients of weights of the first layers come last, the
+             first layer's at first; the number of layers is the one that is fastest
+
+With a pipeline, these have two interleaved stages on each rank, as in figures 7a and 7b.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +32,16 @@ from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric, GroupSpan
-from flux.plan.graph import Operator
+from flux.plan.graph import Graph, Operator
 from flux.plan.model import Parallel, TrainingStep
 from flux.plan.policies import Policy, planned
 from flux.plan.policies.centauri import Centauri
+from flux.plan.policies.centauri_graph import Key, Partition
+from flux.plan.policies.centauri_space import even, even_by_group, uneven_by_group
+from flux.plan.policies.passes import sequences
 from flux.plan.policies.pipelines import Interleaved1F1B
 from flux.plan.policies.serial import Serial
+from flux.plan.schedule import StepSchedule, on_lanes
 from flux.plan.simulate import Timeline, simulate
 
 RESULT = ROOT / "benchmarks" / "results" / "plan" / "centauri_paper.json"
@@ -39,6 +53,29 @@ MODELS = {
     "large": (Layer(8192, 22016, 64, 64, 128, True), 8),
 }
 SEQUENCE = 2048
+SCALES = (16, 32, 64, 128, 256)
+BATCHES = (1, 2, 4, 8)
+WAYS: dict[str, Mapping[str, Partition]] = {
+    "whole": {},
+    "by MatMul": {
+        "all_gather": Partition(by_gemm=True),
+        "reduce_scatter": Partition(by_gemm=True),
+    },
+    "4 chunks": {"all_gather": Partition(even(4)), "reduce_scatter": Partition(even(4))},
+    "groups": {
+        "all_gather": Partition(even_by_group("all_gather", 1, 8)),
+        "reduce_scatter": Partition(even_by_group("reduce_scatter", 1, 8)),
+    },
+    "groups by MatMul": {
+        "all_gather": Partition(even_by_group("all_gather", 1, 8), True),
+        "reduce_scatter": Partition(even_by_group("reduce_scatter", 1, 8), True),
+    },
+    "Algorithm 1, three parts": {
+        "all_gather": Partition(uneven_by_group(3, False, 2, 8)),
+        "reduce_scatter": Partition(even_by_group("reduce_scatter", 1, 8)),
+    },
+}
+"""Partitions of section 5.4, by kind of collective: figure 12 shows some of them."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +111,7 @@ class Hierarchical(AnalyticCost):
 def cases() -> list[Case]:
     every = []
     for model in MODELS:
-        for batch in (1, 2, 4, 8):
+        for batch in BATCHES:
             every.append(Case("FSDP", "centauri-a", 2, model, Parallel(dp=16), batch, 3))
             every.append(Case("DP", "centauri-a", 2, model, Parallel(dp=16), batch, 0))
     for shard in (16, 8, 4):
@@ -89,13 +126,96 @@ def cases() -> list[Case]:
         replace(case, group=f"{case.group}, hierarchical", hierarchical=True) for case in every
     ]
     for cluster in ("centauri-a", "centauri-b"):
-        for ranks in (16, 64, 256):
-            parallel = Parallel(dp=ranks)
-            every.append(Case(f"FSDP on {ranks}", cluster, ranks // 8, "small", parallel, 4, 3))
+        for ranks in SCALES:
+            parallel, hosts = Parallel(dp=ranks), ranks // 8
+            for lib, hierarchical in (("", False), (", hierarchical", True)):
+                every += [
+                    Case(
+                        *(f"FSDP on {ranks}{lib}", cluster, hosts, "small", parallel, 4, 3),
+                        hierarchical=hierarchical,
+                    ),
+                    Case(
+                        *(f"FSDP16+DP on {ranks}{lib}", cluster, hosts, "big", parallel, 4, 3),
+                        *(1, 16, hierarchical),
+                    ),
+                ]
     return every
 
 
-def timelines(case: Case) -> dict[str, Timeline]:
+class Fixed(Centauri):
+    """Centauri whose collectives of weights and gradients are all partitioned in one way.
+
+    Args:
+        ways: a partition by kind of collective.
+    """
+
+    def __init__(self, ways: Mapping[str, Partition]) -> None:
+        super().__init__(layer="auto", model=False)
+        self.ways = ways
+
+    def _operation_tier(self, graph: Graph, *_: Any) -> dict[Key, Partition]:
+        moving = [op for op in graph.ops if op.moves_weights and op.kind in self.ways]
+        return {(op.part, op.role): self.ways[op.kind] for op in moving}
+
+
+class Waiting(Centauri):
+    """Direct overlap whose gathers in backward wait for the gradients of the layer before."""
+
+    def __init__(self, chunks: int = 1) -> None:
+        super().__init__(False, "t1", False, False, prefetch=0, chunks=chunks)
+
+    def rewrite(self, graph: Graph, fabric: Fabric, cost: Any) -> Graph:
+        """Return the graph with these dependencies."""
+        before: dict[tuple[int, int], list[int]] = {}
+        for number, op in enumerate(graph.ops):
+            if op.role == "wgrad" and not op.is_collective:
+                before.setdefault((op.micro, op.layer), []).append(number)
+        deps = [
+            (*deps, *before.get((op.micro, op.layer + 1), ()))
+            if op.role == "dgrad" and op.moves_weights
+            else deps
+            for op, deps in zip(graph.ops, graph.deps, strict=True)
+        ]
+        return super().rewrite(replace(graph, deps=tuple(deps)), fabric, cost)
+
+
+class OutOfOrder:
+    """Out-of-order backpropagation (the paper's reference 27), of one stage."""
+
+    name = "ooo"
+
+    def rewrite(self, graph: Graph, fabric: Fabric, cost: Any) -> Graph:
+        """Return the graph as it is."""
+        return graph
+
+    def order(self, graph: Graph, cost: Any) -> StepSchedule:
+        """Return the fastest schedule of those in which the first k layers are delayed."""
+        layers = max(op.layer for op in graph.ops) + 1
+        schedules = (self._delayed(graph, first) for first in range(layers + 1))
+        return min(schedules, key=lambda schedule: simulate(schedule, cost).iteration_ms)
+
+    def _delayed(self, graph: Graph, first: int) -> StepSchedule:
+        ops, complete = graph.ops, dict[int, int]()  # by layer, where its gradients are
+
+        def is_late(number: int) -> bool:
+            return ops[number].role == "wgrad" and ops[number].layer < first
+
+        def within(kind: str, numbers: Sequence[int]) -> Sequence[int]:
+            if kind == "S":  # gradients leave when they are complete, not in the order of layers
+                return sorted(numbers, key=lambda n: complete.get(ops[n].layer, 0))
+            if kind == "B":
+                late = sorted(filter(is_late, numbers), key=lambda n: ops[n].layer)
+                numbers = [*(n for n in numbers if not is_late(n)), *late]
+                complete.update(
+                    {ops[n].layer: at for at, n in enumerate(numbers) if ops[n].role == "wgrad"}
+                )
+            return numbers
+
+        return on_lanes(graph, sequences(graph, within), self.name)
+
+
+def layout_of(case: Case) -> tuple[TrainingStep, Graph, Fabric, AnalyticCost]:
+    """Return the step of a case, its graph, where its ranks are, and what operators cost."""
     layer, layers = MODELS[case.model]
     step = TrainingStep(
         *(f"LLaMA {case.model}", layer, layers, "float16", case.parallel, SEQUENCE),
@@ -104,28 +224,36 @@ def timelines(case: Case) -> dict[str, Timeline]:
     )
     fabric = Fabric(replace(load_cluster(case.cluster), hosts=case.hosts), case.parallel)
     cost = (Hierarchical if case.hierarchical else AnalyticCost)(fabric, step.dtype, step.itemsize)
-    graph = build_step(step, fabric)
+    return step, build_step(step, fabric), fabric, cost
+
+
+def policies_of(case: Case) -> dict[str, Policy]:
+    """Return the baselines of a case, and Centauri with one tier more each time."""
     several = case.parallel.pp > 1
     stages = 2 if several else 1
     policies: dict[str, Policy] = {
         "serial": Interleaved1F1B(stages) if several else Serial(),
         "direct": Centauri(False, "t1", False, False, prefetch=0, chunks=stages),
+        "waiting": Waiting(stages),
         "coarse": Centauri(False, "t1", False, False, chunks=stages),
-        "coarse, T1 or T2": Centauri(False, "auto", False, False, chunks=stages),
+        "+ substitution": Centauri(False, "t1", False, chunks=stages),
+        "+ operation": Centauri(True, "t1", False, chunks=stages),
+        "+ layer": Centauri(True, "auto", False, chunks=stages),
+        "+ model": Centauri(chunks=stages),
         "centauri": Centauri(chunks="auto"),
     }
-    if several:
-        policies |= {f"centauri, {count} stages": Centauri(chunks=count) for count in (1, 2, 3)}
-    return {
-        name: simulate(planned(policy, graph, fabric, cost), cost)
-        for name, policy in policies.items()
-    }
+    return policies | ({"ooo": OutOfOrder()} if case.group.startswith("DP") else {})
 
 
 def measured(case: Case) -> dict[str, Any]:
-    by_policy = timelines(case)
-    limit = load_cluster(case.cluster).device.memory_gb
-    serial = by_policy["serial"]
+    step, graph, fabric, cost = layout_of(case)
+    by_policy: dict[str, Timeline] = {
+        name: simulate(planned(policy, graph, fabric, cost), cost)
+        for name, policy in policies_of(case).items()
+    }
+    limit, serial = load_cluster(case.cluster).device.memory_gb, by_policy["serial"]
+    best = by_policy["centauri"].iteration_ms
+    flops = step.operations / step.parallel.world
     return {
         "group": case.group,
         "cluster": case.cluster,
@@ -135,59 +263,162 @@ def measured(case: Case) -> dict[str, Any]:
         "degrees": {k: getattr(case.parallel, k) for k in ("tp", "pp", "dp")},
         "communication": serial.comm_ms / (serial.comm_ms + serial.compute_ms),
         "fits": by_policy["centauri"].peak_memory_bytes < 1e9 * limit,
+        "tflops": {n: flops / t.iteration_ms / 1e9 for n, t in by_policy.items()},
         **{f"{name}_ms": timeline.iteration_ms for name, timeline in by_policy.items()},
-        "over_serial": serial.iteration_ms / by_policy["centauri"].iteration_ms,
-        "over_direct": by_policy["direct"].iteration_ms / by_policy["centauri"].iteration_ms,
-        "over_coarse": by_policy["coarse"].iteration_ms / by_policy["centauri"].iteration_ms,
+        **{f"over_{name}": by_policy[name].iteration_ms / best for name in by_policy},
+    }
+
+
+def ways(batch: int, hierarchical: bool) -> dict[str, Any]:
+    """Return figure 12: FSDP of a Big layer, with every collective partitioned in one way."""
+    case = Case(
+        *("FSDP", "centauri-a", 2, "big", Parallel(dp=16), batch, 3), hierarchical=hierarchical
+    )
+    _, graph, fabric, cost = layout_of(case)
+    serial = simulate(planned(Serial(), graph, fabric, cost), cost)
+    policies: dict[str, Policy] = {name: Fixed(how) for name, how in WAYS.items()}
+    policies["Centauri"] = Centauri()
+    steps = {
+        name: simulate(planned(policy, graph, fabric, cost), cost).iteration_ms
+        for name, policy in policies.items()
+    }
+    share = serial.comm_ms / (serial.comm_ms + serial.compute_ms)
+    return {
+        "batch": batch,
+        "hierarchical": hierarchical,
+        "share": share,
+        "bound": min(1 / share, 1 / (1 - share)),
+        "speedup": {name: serial.iteration_ms / ms for name, ms in steps.items()},
     }
 
 
 # What the paper's text says, and the runs that it is about.
-CLAIMS: list[tuple[str, str, float, dict[str, Any]]] = [
-    ("FSDP, 16 GPUs of A, up to", "section 5.1", 1.45, {"group": "FSDP"}),
-    ("the same, hierarchical", "section 5.1", 1.45, {"group": "FSDP, hierarchical"}),
-    ("DP, 16 GPUs of A, up to", "abstract of section 1", 1.45, {"group": "DP"}),
-    ("the same, hierarchical", "abstract of section 1", 1.45, {"group": "DP, hierarchical"}),
-    ("FSDP+DP, 48 GPUs of A, up to", "abstract", 1.49, {"group": "FSDP+DP"}),
-    ("the same, hierarchical", "abstract", 1.49, {"group": "FSDP+DP, hierarchical"}),
-    ("TP+PP+DP, 48 GPUs of A, up to", "abstract", 1.49, {"group": "TP+PP+DP"}),
-    ("the same, hierarchical", "abstract", 1.49, {"group": "TP+PP+DP, hierarchical"}),
-    (
-        *("FSDP, 256 GPUs of B", "section 5.3", 1.05),
-        {"group": "FSDP on 256", "cluster": "centauri-b"},
-    ),
+CLAIMS: list[tuple[str, str, float, str, dict[str, Any]]] = [
+    ("FSDP, 16 GPUs of A, up to", "section 1", 1.45, "FSDP", {}),
+    ("DP, 16 GPUs of A, up to", "section 1", 1.45, "DP", {}),
+    ("FSDP, large batches, over", "section 5.1", 1.40, "FSDP", {"batch": 4}),
+    ("FSDP+DP, 48 GPUs of A, up to", "abstract", 1.49, "FSDP+DP", {}),
+    ("TP+PP+DP, 48 GPUs of A, up to", "abstract", 1.49, "TP+PP+DP", {}),
+    ("FSDP, 256 GPUs of B", "section 5.3", 1.05, "FSDP on 256", {"cluster": "centauri-b"}),
 ]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the table of docs/use/centauri.md."""
-    header = ["speedup over", "paper", "direct", "coarse", "serial"]
+def rows_of(content: Mapping[str, Any], **where: Any) -> list[dict[str, Any]]:
+    """Return the rows that fit into memory and have these values."""
+    return [
+        row
+        for row in content["rows"]
+        if row["fits"] and all(row[key] == value for key, value in where.items())
+    ]
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """Return the largest speed-ups that the text states: by one ring; hierarchical."""
+    names = ("direct", "waiting", "coarse", "serial")
     lines = []
-    for name, _, paper, where in CLAIMS:
-        chosen = [row for row in rows if row["fits"] and all(row[k] == v for k, v in where.items())]
-        most = [
-            max(row[key] for row in chosen) for key in ("over_direct", "over_coarse", "over_serial")
-        ]
-        lines.append([name, f"{paper:.2f}", *(f"{value:.2f}" for value in most)])
+    for what, source, paper, group, where in CLAIMS:
+        cells = []
+        for name in names:
+            most = [
+                max(row[f"over_{name}"] for row in rows_of(content, group=group + lib, **where))
+                for lib in ("", ", hierarchical")
+            ]
+            cells.append("; ".join(f"{value:.2f}" for value in most))
+        lines.append([what, source, f"{paper:.2f}", *cells])
+    return markdown(["speed-up over, by one ring; hierarchical", "source", "paper", *names], lines)
+
+
+TIERS = ("coarse", "+ substitution", "+ operation", "+ layer", "+ model", "centauri")
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    """Return a case as tables show it."""
+    d = row["degrees"]
+    degrees = {
+        "TP+PP+DP": f"TP{d['tp']}+PP{d['pp']}+DP{d['dp']}",
+        "FSDP+DP": f"DP{d['dp'] // max(row['shard'], 1)}+FSDP{row['shard']}",
+    }
+    return f"{degrees.get(row['group'], row['group'])}, {row['model']}, batch {row['batch']}"
+
+
+def tiers_table(content: Mapping[str, Any]) -> str:
+    """Return the speed-up over direct with one tier more each time."""
+    lines = []
+    for row in content["rows"]:
+        group, model = row["group"], row["model"]
+        if group in ("TP+PP+DP", "FSDP+DP") or (group in ("FSDP", "DP") and model == "big"):
+            gains = [f"{row['direct_ms'] / row[f'{name}_ms']:.3f}" for name in TIERS]
+            lines.append([_name(row), f"{row['communication']:.0%}", *gains])
+    header = ["over direct", "comm.", *TIERS[:-1], "stages searched"]
     return markdown(header, lines)
+
+
+def ways_table(content: Mapping[str, Any]) -> str:
+    """Return figure 12: speed-up over serial of each partition, by batch."""
+    lines = []
+    for row in content["ways"]:
+        best = max(value for name, value in row["speedup"].items() if name in WAYS)
+        cells = [
+            f"**{value:.2f}**" if name in WAYS and value == best else f"{value:.2f}"
+            for name, value in row["speedup"].items()
+        ]
+        library = "hierarchical" if row["hierarchical"] else "one ring"
+        lines.append(
+            [f"{row['batch']}, {library}", f"{row['share']:.0%}", f"{row['bound']:.2f}", *cells]
+        )
+    return markdown(["batch, library", "comm.", "bound", *WAYS, "Centauri"], lines)
+
+
+def scales_table(content: Mapping[str, Any], what: str) -> str:
+    """Return TFLOPS of a GPU on more and more of them: figure 13 or 14."""
+    lines = []
+    names = ("serial", "direct", "waiting", "coarse", "centauri")
+    for library in ("", ", hierarchical"):
+        for ranks in SCALES:
+            cells = []
+            for cluster in ("centauri-a", "centauri-b"):
+                (row,) = rows_of(content, group=f"{what} on {ranks}{library}", cluster=cluster)
+                cells += [f"{row['tflops'][name]:.0f}" for name in names]
+                cells.append(f"{row['over_direct']:.2f}")
+            lines.append([f"{ranks}{library or ', one ring'}", *cells])
+    header = [f"{letter}, {n}" for letter in "AB" for n in (*names, "over direct")]
+    return markdown(["GPUs, library", *header], lines)
+
+
+def orders_table(content: Mapping[str, Any]) -> str:
+    """Return data parallelism beside DDP and out-of-order backpropagation."""
+    lines = []
+    for library in ("", ", hierarchical"):
+        for batch in BATCHES:
+            (row,) = rows_of(content, group=f"DP{library}", model="big", batch=batch)
+            ms = [f"{row[f'{name}_ms']:.0f}" for name in ("serial", "direct", "ooo", "centauri")]
+            gains = [f"{row[f'over_{name}']:.2f}" for name in ("direct", "ooo")]
+            lines.append([f"{batch}{library or ', one ring'}", *ms, *gains])
+    header = ["batch, library", "serial ms", "DDP ms", "out of order ms", "Centauri ms"]
+    return markdown([*header, "over DDP", "over out of order"], lines)
+
+
+TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "centauri_paper": table,
+    "centauri_paper_tiers": tiers_table,
+    "centauri_paper_ways": ways_table,
+    "centauri_paper_fsdp": lambda content: scales_table(content, "FSDP"),
+    "centauri_paper_hybrid": lambda content: scales_table(content, "FSDP16+DP"),
+    "centauri_paper_orders": orders_table,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    rows = [measured(case) for case in cases()]
-    content = {"command": "python benchmarks/centauri_paper.py", "rows": rows}
+    content = {
+        "command": "python benchmarks/centauri_paper.py",
+        "ways": [ways(batch, lib) for lib in (False, True) for batch in BATCHES],
+        "rows": [measured(case) for case in cases()],
+    }
     keep(content, options.out)
-    for row in rows:
-        print(
-            f"{row['group']:12} {row['cluster'][-1]} {row['model']:6} batch {row['batch']} "
-            f"shard {row['shard']:2} communication {row['communication']:.0%} "
-            f"over direct {row['over_direct']:.2f}, "
-            f"over coarse {row['over_coarse']:.2f}, over serial {row['over_serial']:.2f}"
-            + ("" if row["fits"] else "  (out of memory)")
-        )
-    print(table(rows))
+    print("\n\n".join(make(content) for make in TABLES.values()))
 
 
 if __name__ == "__main__":

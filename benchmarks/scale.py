@@ -1,4 +1,4 @@
-"""Simulate training steps on 8 to 16,384 GPUs under every policy. Runs without a GPU.
+"""Simulate training steps on 8 to 16,384 GPUs under Megatron's and Domino's policies. No GPU.
 
     python benchmarks/scale.py benchmarks/results/plan/scale.json
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import centauri_paper
 import charts
 import conclusions
 import cpu_overhead
@@ -143,6 +144,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "dhelix_plans": of(dhelix_parts.plans_table, dhelix_parts.RESULT),
     "dhelix_parts": of(dhelix_parts.parts_table, dhelix_parts.RESULT),
     "dhelix_memory": of(dhelix_parts.memory_table, dhelix_parts.RESULT),
+    **{name: of(make, centauri_paper.RESULT) for name, make in centauri_paper.TABLES.items()},
     "domino_hosts": of(domino_hosts.table, domino_hosts.RESULT),
     "domino_paper": of(domino_paper.table, domino_paper.RESULT),
     "domino_orders": of(domino_paper.orders_table, domino_paper.RESULT),
@@ -170,6 +172,7 @@ PAGES = (
     ROOT / "docs" / "use" / "plan.md",
     ROOT / "docs" / "use" / "scale.md",
     ROOT / "docs" / "use" / "simulator.md",
+    ROOT / RESULTS.parent / "centauri.md",
     ROOT / RESULTS.parent / "dhelix.md",
     ROOT / RESULTS.parent / "runs.md",
     *sorted(FOLDER.glob("*.md")),

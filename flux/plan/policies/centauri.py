@@ -165,8 +165,23 @@ class Centauri:
             op = graph.ops[number]
             if op.is_collective and op.kind != "send":
                 examples.setdefault((op.part, op.role), number)
-        for key, number in examples.items():
-            for candidate in self._candidates(graph, number, fabric, cost):
+        choices = {
+            key: list(self._candidates(graph, number, fabric, cost))
+            for key, number in examples.items()
+        }
+        # All alike first: one that is better only along with others is not found one by one.
+        for grouped, by_gemm in ((False, True), (True, False), (True, True)):
+            alike = {
+                key: candidate
+                for key, candidates in choices.items()
+                for candidate in candidates
+                if candidate.by_gemm == by_gemm and candidate.is_single(grouped)
+            }
+            time = self._time(partitioned(graph, alike, fabric), cost, best)
+            if time < best * (1 - 1e-6):
+                best, chosen = time, alike
+        for key, candidates in choices.items():
+            for candidate in candidates:
                 parts = partitioned(graph, {**chosen, key: candidate}, fabric)
                 time = self._time(parts, cost, best * (1 - 1e-6))
                 if time < best * (1 - 1e-6):

@@ -42,6 +42,11 @@ class Partition:
         """Fractions of the result that come one after the other."""
         return tuple(piece.brings for piece in self.pieces if piece.brings > 0)
 
+    def is_single(self, grouped: bool) -> bool:
+        """Return whether it is one collective, or one between hosts and one inside."""
+        where = [piece.where for piece in self.pieces]
+        return where == ["whole"] or (grouped and len(where) == 2 and "whole" not in where)
+
 
 def substituted(graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
     """Return the graph in which gradients are reduce-scattered, and weights gathered.
