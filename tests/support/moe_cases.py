@@ -26,7 +26,7 @@ MOE_OPS = {
     "dispatch": DispatchGroupedGemm,
     "combine": GroupedGemmCombine,
 }
-ROUTINGS = ("random", "random", "dropped", "one", "few", "none")
+ROUTINGS = ("random", "random", "dropped", "one", "few", "none", "capacity")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def routing_of(case: MoeCase, m: int, kind: str, seed: int) -> torch.Tensor:
     """The experts of ``m`` tokens, [m, topk].
 
     ``dropped``: some choices are; ``one``: all choices are one expert; ``few``: two experts have
-    them all; ``none``: all are dropped.
+    them all; ``none``: all are dropped; ``capacity``: experts take their even share at most.
     """
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(m, case.experts, generator=generator)
@@ -82,6 +82,11 @@ def routing_of(case: MoeCase, m: int, kind: str, seed: int) -> torch.Tensor:
         experts = (seed + experts % 2) % case.experts
     elif kind == "none":
         experts.fill_(-1)
+    elif kind == "capacity":
+        room = max(1, m * case.topk // case.experts)
+        for expert in range(case.experts):
+            late = (experts == expert).nonzero()[room:]
+            experts[late[:, 0], late[:, 1]] = -1
     return experts
 
 

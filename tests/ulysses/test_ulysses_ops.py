@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from flux.layers import UlyssesAttention
 from flux.select.all_to_all import block_schedule
 from flux.trace import Kind, record_op
 from flux.ulysses import AllToAllGemm, GemmAllToAll
-from harness import STRESS, fresh_ranks, more, run_ranks
+from harness import BUSY, STRESS, fresh_ranks, more, run_ranks
 from op_cases import same_bits
 from ulysses_cases import CALLS, UlyssesCase, UlyssesInputs, random_case, random_hosts
 
@@ -234,16 +235,20 @@ def test_constructors_name_what_is_wrong() -> None:
     run_ranks(3, _constructors)
 
 
-def _killed(rank: int, world: int, kind: Any) -> None:
+def _killed(rank: int, world: int, kind: Any) -> float:
     inputs = UlyssesInputs(SMALL, 2)
     op = SMALL.build(kind)
     CALLS[kind](inputs, op, rank)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
     with pytest.raises(PeerTimeoutError, match="rank 1"):
         for _ in range(2):
             CALLS[kind](inputs, op, rank)
+    took = time.monotonic() - began
+    assert took < BUSY
+    return took
 
 
 @OPS
