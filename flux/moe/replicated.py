@@ -19,6 +19,7 @@ from flux.core.call import rows_of_call
 from flux.moe.autograd import _bias_grad, _each, _op, _turned, _weight_grads, _where
 from flux.moe.ops import GroupedChecker, GroupedGemmAR, Operands, Weights
 from flux.moe.product import Experts, GatherProduct
+from flux.moe.routing import Routing
 from flux.ops.transforms import Formula, call, define
 
 Tensors = Sequence[torch.Tensor]
@@ -54,11 +55,6 @@ def expand_tokens(
     listed = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     biases = [] if bias is None else [bias]
     op._check_tensors(x, *listed, *biases, experts)
-    try:
-        _check(op, x, listed, bias, experts)
-    except (TypeError, ValueError) as error:
-        op._guarded(op._refuse, error)
-        raise
     out: torch.Tensor = call("grouped_gemm", x, listed, biases, experts, op.handle)
     return out
 
@@ -69,10 +65,11 @@ def _check(
     weights: Tensors,
     bias: torch.Tensor | None,
     experts: torch.Tensor,
-) -> None:
+) -> Routing:
+    """Check the arguments of a call; return the routed rows of this rank."""
     checker, spec = cast(GroupedChecker, op._checker), op.spec
     label, (width,) = f"{spec.label}, first product", spec.n
-    checker._routing(experts)
+    routing = checker._routing(experts)
     x = checker._tensor("x", x, spec.dtype)
     expected = [experts.shape[0], width]
     if list(x.shape) != expected:
@@ -87,16 +84,22 @@ def _check(
     checker._weights(weights, (own, width))
     if bias is not None:
         checker._expert_bias(bias, own)
+    return routing
 
 
 def _expand(
     x: torch.Tensor, weights: Tensors, biases: Tensors, experts: torch.Tensor, handle: int
 ) -> torch.Tensor:
     op = cast(GroupedGemmAR, _op(handle))
-    routing = op.routing(experts)
+    bias = biases[0] if biases else None
+    try:
+        routing = _check(op, x, weights, bias, experts)
+    except (TypeError, ValueError) as error:
+        op._guarded(op._refuse, error)
+        raise
     each = _each(op, weights, transposed=False)
     out = x.new_empty(routing.rows, each[0].shape[0])
-    product = GatherProduct(op.spec, Experts(each, biases[0] if biases else None, routing))
+    product = GatherProduct(op.spec, Experts(each, bias, routing))
     product(x, 0, x.shape[0], out, None)
     return out
 

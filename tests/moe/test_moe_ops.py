@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from flux import Knobs, PeerTimeoutError
+from flux import _C, Knobs, PeerTimeoutError
 from flux.core.env import HOST
 from flux.moe import (
     DispatchGroupedGemm,
@@ -303,7 +303,9 @@ def _refused_products(rank: int, world: int) -> None:
             arguments, said = (bad, text) if rank == 0 else ((x, up), "rank 0 refused")
             with pytest.raises((TypeError, ValueError), match=said):
                 layer(*arguments)
-        assert layer(x, up).shape == (m, k)
+        with mock.patch.object(_C, "Routing", wraps=_C.Routing) as built:
+            assert layer(x, up).shape == (m, k)
+        assert built.call_count == 2  # one for each product
 
 
 def test_a_first_product_is_refused_on_all_ranks() -> None:

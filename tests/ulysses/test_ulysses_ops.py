@@ -48,7 +48,7 @@ def _random(rank: int, world: int, kind: Any, cases: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4, *more(8)])
 @OPS
 def test_random_cases(kind: Any, world: int) -> None:
-    run_ranks(world, _random, kind, (10 if world < 4 else 5) * STRESS)
+    run_ranks(world, _random, kind, {4: 5, 8: 2}.get(world, 10) * STRESS)
 
 
 def _schedules(rng: random.Random) -> None:
