@@ -32,6 +32,7 @@ from flux.select.cost import (
     attention_ms,
     choose,
     collective_ms,
+    gemm_ms,
     kernel_ms,
     library_ms,
     predict,
@@ -146,15 +147,18 @@ class AnalyticCost:
         return bool(self.gemm_dtype) and "gemm" in op.kind and op.part not in ("head", "router")
 
     def _exposed_ms(self, op: Operator) -> float:
-        """Return what a fused op takes beyond its GEMM, with the knobs that the op would choose."""
-        problem = self.problem_of(op)
-        cluster = self.fabric.cluster
+        """Return what a fused op takes beyond its GEMM, with the knobs that the op would choose.
+
+        Of a fused kernel also what its GEMM loses to communication: ``choose`` counts it, and with
+        another sum a faster link could make the op that it chooses slower.
+        """
+        problem, cluster = self.problem_of(op), self.fabric.cluster
         if op.kind == "expert_gemm" and cluster.device.kind == "cuda" and problem.world > 1:
             from flux.opsim.simulator import simulated_part  # steps without experts do not need it
 
             times, part = simulated_part(problem, cluster)
             return times * part.ect_ms
-        return predict(problem, cluster, choose(problem, cluster)).exposed_ms
+        return sum(predict(problem, cluster, choose(problem, cluster))) - gemm_ms(problem, cluster)
 
     def problem_of(self, op: Operator) -> Problem:
         """Return the problem that a fused op solves."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -18,6 +19,7 @@ from flux.plan.graph import FUSED, Graph
 from flux.plan.model import Parallel, TrainingStep
 from flux.plan.policies import planned, policy_of
 from flux.plan.policies.fuse import WHICH, fused
+from flux.plan.sample import StepLayout
 from flux.plan.simulate import simulate
 from flux.select.cost import library_ms
 
@@ -175,3 +177,28 @@ def test_auto_fuses_nothing_where_nothing_can_be() -> None:
     policy: Any = policy_of("serial", {"fused": "auto"})
     planned(policy, build_step(step, fabric), fabric, cost)
     assert policy.chosen == {"fused": "none"}
+
+
+def test_a_better_link_never_makes_a_plan_slower() -> None:
+    """Of a seeded sample; a fused op counts all that its choice of path counts."""
+    pick = random.Random(1)
+    policies: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("serial", {"fused": "auto"}),
+        ("domino", {"slices": 2, "fused": "auto"}),
+    )
+    for _ in range(6):
+        cluster = load_cluster(pick.choice(["centauri-a", "centauri-b", "flux-a100-nvlink"]))
+        degrees = pick.choice([{"tp": 4, "dp": 2}, {"tp": 4, "pp": 2, "dp": 2}, {"tp": 8}])
+        layer = pick.choice([DENSE, Layer(12288, 49152, 96, 96, 128, False)])
+        step = replace(step_of(layer, sequence=True, **degrees), sequence=pick.choice([1024, 4096]))
+        intra, inter = pick.choice([(1, 0), (0, 1), (1, 1)])
+        before: list[float] = []
+        for speed in (1.0, 1.25, 1.5, 2.0):
+            link = replace(cluster.link, gbs=cluster.link.gbs * speed**intra)
+            network = replace(cluster.network, gbits=cluster.network.gbits * speed**inter)
+            layout = StepLayout(replace(cluster, link=link, network=network, hosts=8), step)
+            times = [layout.timeline(policy_of(*policy)).iteration_ms for policy in policies]
+            assert not before or all(
+                now <= then * (1 + 1e-3) for now, then in zip(times, before, strict=True)
+            ), (cluster.name, step, speed, before, times)
+            before = times
