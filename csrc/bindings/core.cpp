@@ -103,7 +103,8 @@ std::shared_ptr<Schedule> make_schedule(int op, int m, int n, int k, int rank,
                                         const MeshTuple& mesh, int tile_m, int tile_n, int raster,
                                         int comm_rows, int direction, int order, int swizzle,
                                         int store, std::vector<int> hosts, bool spread, bool split,
-                                        bool copied, bool in_kernel, std::vector<int> rows) {
+                                        bool copied, bool in_kernel, bool sums_in_kernel,
+                                        std::vector<int> rows) {
   ScheduleSpec spec;
   spec.problem = Problem{static_cast<OpKind>(op), m, n, k, world_of(mesh_of(mesh))};
   // Do not divide by a world below 1, which build_schedule refuses later.
@@ -117,6 +118,7 @@ std::shared_ptr<Schedule> make_schedule(int op, int m, int n, int k, int rank,
   spec.split = split;
   spec.copied = copied;
   spec.in_kernel = in_kernel;
+  spec.sums_in_kernel = sums_in_kernel;
   spec.rows = std::move(rows);
   return std::make_shared<Schedule>(build_schedule(spec));
 }
@@ -203,6 +205,9 @@ void bind_kernel_maps(py::module_& core) {
       .def("sum_count", &sum_count, py::arg("owner"))
       .def("sum_of_owner", [](const ScatterTiling& s, int owner,
                               int index) { return tuple_of(sum_of_owner(s, owner, index)); })
+      .def("own_sum_count", &own_sum_count, py::arg("owner"))
+      .def("own_sum", [](const ScatterTiling& s, int owner, int raster,
+                         int index) { return tuple_of(own_sum(s, owner, raster, index)); })
       .def("copy_count", &copy_count)
       .def("copied_piece",
            [](const ScatterTiling& s, int index) { return tuple_of(copied_piece(s, index)); })
@@ -354,7 +359,8 @@ void bind_schedule(py::module_& m) {
         py::arg("raster"), py::arg("comm_rows"), py::arg("direction"), py::arg("order"),
         py::arg("swizzle"), py::arg("store"), py::arg("hosts") = std::vector<int>(),
         py::arg("spread") = false, py::arg("split") = false, py::arg("copied") = false,
-        py::arg("in_kernel") = false, py::arg("rows") = std::vector<int>());
+        py::arg("in_kernel") = false, py::arg("sums_in_kernel") = false,
+        py::arg("rows") = std::vector<int>());
   m.def(
       "room_for",
       [](int order, int direction, const MeshTuple& mesh, const std::vector<int>& hosts) {

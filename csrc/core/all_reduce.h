@@ -1,6 +1,10 @@
-// An AllReduce inside the kernel that computes the partials (cuda/gemm/all_reduce.cuh): pieces of the
-// owner's rows that one warp sums, and pieces of the result that one warp copies out. A piece is a column of
-// tiles wide. M = 14, W = 4, tiles of 64 rows:
+// Sums inside the kernel that computes the partials (cuda/gemm/all_reduce.cuh). A piece of rows, a column of
+// tiles wide, is one warp's.
+//
+// ReduceScatter: strips of tiles, in the order of the tiles (own_sum).
+//
+// AllReduce: pieces of the owner's rows that are summed, and pieces of the result that are copied out. M = 14,
+// W = 4, tiles of 64 rows:
 //
 //   row             0  1  2  3| 4  5  6  7| 8  9 10 11|12 13
 //   owner                0    |     1     |     2     |  3
@@ -10,7 +14,9 @@
 // The word of a sum is that of its first row, so that M may change: it holds the number of the call.
 #pragma once
 
+#include "core/relay.h"
 #include "core/scatter.h"
+#include "core/tile_order.h"
 
 namespace flux {
 
@@ -45,6 +51,29 @@ FLUX_HD constexpr int copy_count(const ScatterTiling& s) {
 FLUX_HD constexpr Piece copied_piece(const ScatterTiling& s, int index) {
   const int first = index / flag_columns(s) * kCopiedRows;
   return Piece{index % flag_columns(s), first, min_of(first + kCopiedRows, s.m)};
+}
+
+// A tile of own rows is complete with its last partial, which is the own one where own rows are visited last:
+// so strips are summed in the order in which a rank visits tiles, `raster` rows of them at a time.
+FLUX_HD constexpr int own_sum_count(const ScatterTiling& s, int owner) {
+  const Range tiles = tiles_of_owner(s, owner);
+  return (tiles.end - tiles.begin) * flag_columns(s) * strips_per_tile(s.tile_m);
+}
+// Words with a bit for each of them.
+FLUX_HD constexpr int taken_words(const ScatterTiling& s, int owner) {
+  return ceil_div(own_sum_count(s, owner), 32);
+}
+// Without rows where all rows of the strip are another owner's.
+FLUX_HD constexpr Piece own_sum(const ScatterTiling& s, int owner, int raster, int index) {
+  const Range tiles = tiles_of_owner(s, owner);
+  const int strips = strips_per_tile(s.tile_m);
+  const TileCoord at =
+      raster_slot(tiles.end - tiles.begin, flag_columns(s), raster, index / strips);
+  const int tile = tiles.begin + at.m;
+  const int first = tile * s.tile_m + index % strips * kStripRows;
+  const int last = min_of(first + kStripRows, (tile + 1) * s.tile_m);
+  return Piece{at.n, max_of(first, row_begin(s.m, s.world, owner)),
+               min_of(last, row_end(s.m, s.world, owner))};
 }
 
 FLUX_HD constexpr bool begins_sum(const ScatterTiling& s, int row) {

@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 /* Raised whenever a struct here changes; libraries of another version are refused. */
-#define FLUX_ABI_VERSION 9
+#define FLUX_ABI_VERSION 10
 /* Ranks whose memory one kernel can address: tensor maps are kernel parameters. */
 #define FLUX_MAX_WORLD 32
 
@@ -127,25 +127,32 @@ enum {
   FLUX_GATHER_WORDS = 5
 };
 
-/* AllReduce inside the kernel (Knobs.path = in_kernel, cuda/gemm/all_reduce.cuh): when its tiles are done, its
- * warps sum the own rows, put the sums to all ranks, and copy out what others have put here. The number of
- * the call is in device memory, so a replay of a graph is a call as well. */
+/* Sums inside the kernel (cuda/gemm/all_reduce.cuh).
+ * AllReduce (Knobs.path = in_kernel): when its tiles are done, its warps sum the own rows, put the sums to
+ * all ranks, and copy out what others have put here. The number of the call is in device memory, so a
+ * replay of a graph is a call as well.
+ * ReduceScatter (Knobs.reduce = in_kernel): warps that do not multiply sum the own rows, strip by strip,
+ * when all partials of a strip are there; when its tiles are done, other warps sum what is left. Flags
+ * hold the epoch, as those of other calls do. */
 typedef struct FluxAllReduce {
   const void* partials[FLUX_MAX_WORLD]; /* own rows, by source: [own rows, n], rows slot_ld apart */
-  void* outs[FLUX_MAX_WORLD]; /* by rank: [m, n] without gaps, where others put; own: the result */
+  void* outs[FLUX_MAX_WORLD]; /* by rank: [m, n] without gaps, where others put; own: the result. Or
+                                 (ReduceScatter) the own one: [own rows, n] without gaps */
   const void* put;            /* what others have put here */
   uint32_t* sums[FLUX_MAX_WORLD]; /* by rank: a word for each sum (core/all_reduce.h) */
   uint32_t* words;     /* own flags, as FluxGemmArgs.flags of peers, and behind them own sums[] */
   uint32_t word_count; /* of both */
   float scale;         /* of sums */
-  uint32_t* counts; /* FLUX_SUM_WORDS words of this rank, zeroed once; null: a reduction follows */
+  uint32_t* counts;  /* FLUX_SUM_WORDS words of this rank, zeroed once; null: a reduction follows */
+  uint32_t scatters; /* 1: ReduceScatter. The counts are in the kernel's workspace */
 } FluxAllReduce;
 enum {
   FLUX_SUM_CALLS = 0,   /* calls that have ended; flags and words of a call hold the next number */
   FLUX_SUM_BLOCKS = 1,  /* of the current launch that have begun */
   FLUX_SUM_CLAIMED = 2, /* pieces that warps have taken */
   FLUX_SUM_WARPS = 3,   /* that have nothing more to do */
-  FLUX_SUM_WORDS = 4
+  FLUX_SUM_BESIDE = 4,  /* ReduceScatter: strips that warps beside those that multiply look after */
+  FLUX_SUM_WORDS = 5
 };
 
 /* A grouped GEMM: rows of A times the weights of experts (docs/kernels/protocol.md, "Mixtures of experts"). All maps
@@ -202,7 +209,7 @@ typedef struct FluxGemmArgs {
   int32_t guard_rows;
   uint32_t* flags[FLUX_MAX_WORLD];
   const uint32_t* entries;
-  /* With counts: bias is that of the result, and slots and flags need no entries. */
+  /* With counts: bias is that of the result, and slots and flags need no entries. So is it where it scatters. */
   FluxAllReduce all_reduce;
   const FluxGroups* groups; /* (host) grouped kernels; others ignore it */
   /* Resources. */

@@ -11,6 +11,10 @@
 
 namespace flux {
 
+// Bytes in front of what else a kernel's workspace holds: counters, which are zero whenever no kernel runs,
+// so kernels of all kinds may take turns with a workspace.
+constexpr std::uint64_t kCounterBytes = 128;
+
 // The order in which a kernel of this op visits units of tile_m x tile_n. A plain launch (world 0)
 // visits them row by row in bands of `raster`.
 inline TileOrder tile_order(const FluxGemmArgs& args, OpKind op, int tile_m, int tile_n) {
@@ -80,9 +84,11 @@ inline ScatterTargets scatter_targets(FluxGemmArgs const& args, int tile_m, int 
   return to;
 }
 
-// How a kernel ends an AllReduce by itself (FluxAllReduce).
+// How a kernel sums by itself (FluxAllReduce).
 struct SumTargets {
   FluxAllReduce to{};
+  std::uint32_t* taken = nullptr;  // ReduceScatter: a bit for each strip that a warp sums
+  int raster = 1;                  // the same: rows of tiles that are visited together
   const void* bias = nullptr;
   std::int64_t ld = 0;  // of partials
   bool wide = false;    // rows can be read and written 16 bytes at a time
@@ -91,11 +97,29 @@ struct SumTargets {
   FluxSync sync{};
 };
 
-inline SumTargets sum_targets(FluxGemmArgs const& args, int tile_m, int tile_n, int element_bytes) {
+// In a kernel's workspace, of a ReduceScatter that it ends: FLUX_SUM_WORDS words, and behind kCounterBytes
+// bits of strips. All are zero whenever no kernel runs.
+constexpr std::uint64_t kSumCountsOffset = 64;
+inline std::uint64_t taken_bytes(FluxGemmArgs const& args, int tile_m, int tile_n) {
+  if (args.all_reduce.scatters == 0) return 0;
+  const ScatterTiling s{args.m, args.n, max_of(args.order.world, 1), tile_m, tile_n};
+  const int words = max_of(taken_words(s, args.order.rank), 1);  // a workspace also without rows
+  return static_cast<std::uint64_t>(ceil_div(words, 32)) * 128;
+}
+
+// `cluster_rows`: rows of tiles in one of FluxOrder.raster.
+inline SumTargets sum_targets(FluxGemmArgs const& args, int tile_m, int tile_n, int element_bytes,
+                              int cluster_rows = 1) {
   SumTargets s;
   const FluxAllReduce& to = args.all_reduce;
   const int world = max_of(args.order.world, 1);
   s.to = to;
+  if (to.scatters != 0) {
+    auto* words = static_cast<char*>(args.workspace);
+    s.to.counts = reinterpret_cast<std::uint32_t*>(words + kSumCountsOffset);
+    s.taken = reinterpret_cast<std::uint32_t*>(words + kCounterBytes);
+    s.raster = max_of(args.order.raster, 1) * cluster_rows;
+  }
   s.bias = args.bias;
   s.ld = args.slot_ld;
   s.rank = args.order.rank;

@@ -309,6 +309,7 @@ FluxGemmArgs CudaOp::gemm_args(const Schedule& schedule, Stream stream, const Op
   args.sm_count = setup_.sm_count;
   args.device = setup_.device;
   args.groups = groups_.items != nullptr ? &groups_ : nullptr;
+  args.all_reduce.scatters = schedule.spec.sums_in_kernel ? 1 : 0;
   const auto room = workspaces_.find(stream);
   if (room != workspaces_.end()) {
     args.workspace = pointer<void>(room->second.first);

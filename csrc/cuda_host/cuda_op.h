@@ -214,7 +214,9 @@ class CudaOp {
 
   // scatter() writes [M, K/W] x [K/W, N] into the owners' slots; reduce() then sums this rank's own
   // rows. `out`: [own rows, N], or (GemmAR) [M, N].
-  void scatter(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand);
+  // `out`: where the kernel itself puts the sums, if the schedule says that it sums.
+  void scatter(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand,
+               Address out = 0);
   void reduce(const Schedule& schedule, Stream stream, const Operand& operand, Address out);
   // scatter(), then reduce().
   void gemm_rs(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand,
@@ -301,6 +303,7 @@ class CudaOp {
   void reduce_in_kernel(const Schedule& schedule, Stream stream, const Rows& x,
                         const Operand& operand, Address out);
   FluxAllReduce all_reduce(Address out) const;
+  FluxAllReduce own_sums(Address out) const;
   Address sum_flags(int rank) const;
   Address result(int rank) const { return setup_.data[rank] + setup_.rest_offset; }
   void begin_in_kernel(Stream stream);

@@ -13,8 +13,26 @@ constexpr std::int64_t kSwitchBytes = 16;  // size of a multicast access
 
 }  // namespace
 
-void CudaOp::scatter(const Schedule& schedule, Stream stream, const Rows& x,
-                     const Operand& operand) {
+// What the kernel needs to sum the own rows by itself (Knobs.reduce = in_kernel).
+FluxAllReduce CudaOp::own_sums(Address out) const {
+  if (setup_.all_reduce || setup_.remote || relay() || setup_.slots != setup_.world) {
+    throw std::invalid_argument(
+        "reduce = in_kernel is for GemmRS on one node, whose partials are summed by their owners");
+  }
+  const int rank = setup_.rank;
+  FluxAllReduce to{};
+  for (int source = 0; source < setup_.world; ++source) {
+    to.partials[source] = pointer<const void>(setup_.data[rank] + slot(source));
+  }
+  to.outs[rank] = pointer<void>(out);
+  to.words = pointer<std::uint32_t>(words_->signals[rank] + region_of(rank) * kWord);
+  to.scale = setup_.scale;
+  to.scatters = 1;
+  return to;
+}
+
+void CudaOp::scatter(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand,
+                     Address out) {
   require_room(schedule);
   begin(schedule, stream);
   if (schedule.spec.copied) return scatter_by_copies(schedule, stream, x, operand);
@@ -37,6 +55,10 @@ void CudaOp::scatter(const Schedule& schedule, Stream stream, const Rows& x,
   args.slot_ld = operand.n;
   args.guard_rows = static_cast<std::int32_t>(setup_.guard_bytes / setup_.row_bytes);
   args.entries = pointer<const std::uint32_t>(words_->entries[setup_.rank]);
+  if (schedule.spec.sums_in_kernel) {
+    args.bias = pointer<const void>(operand.bias);
+    args.all_reduce = own_sums(out);
+  }
   // With several nodes, the fork comes before the kernel: it is where the call begins.
   if (setup_.remote) driver_->record(forked_, stream);
   const Span stage("flux kernel");
@@ -123,7 +145,8 @@ void CudaOp::gemm_rs(const Schedule& schedule, Stream stream, const Rows& x, con
                      Address out) {
   const Span call(setup_.all_reduce ? "GemmAR" : "GemmRS", schedule.spec.problem.m);
   if (schedule.spec.in_kernel) return reduce_in_kernel(schedule, stream, x, operand, out);
-  scatter(schedule, stream, x, operand);
+  scatter(schedule, stream, x, operand, out);
+  if (schedule.spec.sums_in_kernel) return end(stream, true);
   // Not early if ranks share the device, or leave some of it to other streams: the reduction would
   // wait in places that a peer's GEMM or those streams' kernels need.
   const bool alone =

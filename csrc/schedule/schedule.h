@@ -28,6 +28,8 @@ struct ScheduleSpec {
   bool copied = false;
   // Path in_kernel on GPUs: the kernel moves the rows, and there are no transfers of streams.
   bool in_kernel = false;
+  // GPUs, ReduceScatter: the GEMM's kernel sums the own rows, and no reduction follows.
+  bool sums_in_kernel = false;
   std::vector<int> rows = {};  // all-to-all: of each rank
 };
 

@@ -137,6 +137,9 @@ __global__ void check_kernel_maps(TileOrder t, ScatterTiling s, int slot, int ro
   d.add(sum_count(s, slot));
   d.add(sum_of_owner(s, slot, row));
   d.add(copy_count(s));
+  d.add(own_sum_count(s, slot));
+  d.add(taken_words(s, slot));
+  d.add(own_sum(s, slot, row, slot));
   d.add(copied_piece(s, row));
   d.add(begins_sum(s, row));
   d.add(sum_word(s, row, row));

@@ -116,7 +116,7 @@ class Store(IntEnum):
 
 
 PATHS = ("fused", "medium", "unfused", "one_shot", "in_kernel")
-REDUCES = ("local", "in_flight")
+REDUCES = ("local", "in_flight", "in_kernel")
 SENDS = ("stores", "copies")
 TILE_SCHEDULERS = ("static", "dynamic")
 
@@ -159,7 +159,8 @@ class Knobs:
         reduce: ``local`` (the owner reduces, in rank order) | ``in_flight`` (CUDA only: the NVLink
             switch adds up in float32; without a switch, the owner's memory adds up in the dtype of
             the result. The order of the sum is not fixed: results differ in their last bits from
-            call to call).
+            call to call) | ``in_kernel`` (GemmRS on GPUs of sm_90a and one node: as local, but
+            warps of the GEMM's kernel that do not multiply sum, and no reduction follows).
         copy_streams: 1 moves tiles on a thread beside the GEMM, 0 on the calling thread, which is
             faster for small transfers.
         sm_margin: CUDA: multiprocessors that kernels that wait for peers leave to other streams'
@@ -306,8 +307,15 @@ def check_legal(knobs: Knobs, topology: Topology) -> None:
         raise ValueError(
             f"path in_kernel pushes rows to all ranks, direction push and order direct, got {way}"
         )
-    if knobs.path == "in_kernel" and knobs.reduce == "in_flight":
-        raise ValueError("path in_kernel sums in rank order, reduce local, got reduce in_flight")
+    if knobs.path == "in_kernel" and knobs.reduce not in (None, "local"):
+        raise ValueError(
+            f"path in_kernel sums in rank order, reduce local, got reduce {knobs.reduce}"
+        )
+    stores = knobs.path in ("fused", "unfused") and knobs.sends in (None, "stores")
+    if knobs.reduce == "in_kernel" and not stores:
+        raise ValueError(f"reduce in_kernel needs path fused and sends stores, got {knobs}")
+    if knobs.reduce == "in_kernel" and topology.nodes > 1:
+        raise ValueError(f"reduce in_kernel is for ranks of one node, got {topology.nodes}")
     if knobs.swizzle == "xor" and world & (world - 1):
         raise ValueError(f"swizzle xor needs a power-of-two world, got {world}")
 

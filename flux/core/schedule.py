@@ -133,6 +133,7 @@ class TileSchedule:
             split=self.splits,
             copied=self.copied,
             in_kernel=self.knobs.path == "in_kernel",
+            sums_in_kernel=self.knobs.reduce == "in_kernel",
             rows=self.rows,
         )
 

@@ -116,6 +116,16 @@ def reason_unsupported(config: GemmConfig, problem: GemmProblem) -> str | None:
     return None
 
 
+def reason_not_summing(config: GemmConfig) -> str | None:
+    """Return why a kernel cannot sum the own rows of a ReduceScatter; None if it can."""
+    if config.arch == "90a" and config.schedule != "stream_k":
+        return None
+    return (
+        "reduce = in_kernel needs a kernel of sm_90a that is not stream-K, got "
+        f"{config.schedule} of sm_{config.arch}"
+    )
+
+
 def reason_wrong_gpu(config: GemmConfig, capability: tuple[int, int]) -> str | None:
     """Return why the kernel does not run on GPUs of this compute capability; None if it does."""
     major, minor = capability

@@ -194,8 +194,10 @@ def check_executor(
             reason = reason or f"max_m may be {IN_KERNEL_ROWS} at most, got {spec.max_m}"
         if reason is not None:
             raise ValueError(f"{label}: path = in_kernel is not possible: {reason}")
-    if backend == "cpu" and knobs.reduce == "in_flight":
-        raise ValueError(f"{label}: reduce = in_flight needs backend cuda, got {where}")
+    if backend == "cpu" and knobs.reduce not in (None, "local"):
+        raise ValueError(f"{label}: reduce = {knobs.reduce} needs backend cuda, got {where}")
+    if knobs.reduce == "in_kernel" and not (spec.op.scatters and spec.op.reduces):
+        raise ValueError(f"{label}: reduce = in_kernel is for GemmRS")
     reason = one_gpu.reason_unsupported(spec, knobs) if one_gpu is not None else None
     if reason is not None:
         raise ValueError(f"{label}: {reason}, got {where}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,13 @@ from flux.machine.cluster import Cluster
 from flux.opsim.machine import Counter, Flag, Process, Route, SimulatedMachine
 from flux.select import hardware
 from flux.select.cost import memory_ms
-from flux.select.hardware import COPY_SHARE, MEMORY_COPY_SHARE, NETWORK_SHARE, STORE_SHARE
+from flux.select.hardware import (
+    BESIDE_GBS,
+    COPY_SHARE,
+    MEMORY_COPY_SHARE,
+    NETWORK_SHARE,
+    STORE_SHARE,
+)
 from flux.select.heuristic import copies_partials
 
 LAUNCH_US, RAISE_US = hardware.LAUNCH_US["cuda"], hardware.SIGNAL_US["cuda"]
@@ -118,6 +125,16 @@ class SimulatedCall:
     def in_kernel(self) -> bool:
         """Whether the path is in_kernel: no stream has a part in the call."""
         return self.schedules[0].knobs.path == "in_kernel"
+
+    @property
+    def sums_in_kernel(self) -> bool:
+        """Whether warps of the GEMM's kernel sum the own rows of a ReduceScatter."""
+        return self.schedules[0].knobs.reduce == "in_kernel"
+
+    def beside_us(self, nbytes: float) -> float:
+        """Return the time in which idle warps beside a GEMM read this many bytes."""
+        multiprocessors = self.blocks * math.prod(self.kernel.cluster)
+        return nbytes / (BESIDE_GBS * 1e3 * multiprocessors)
 
     @property
     def world(self) -> int:

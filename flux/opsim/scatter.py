@@ -11,6 +11,8 @@ one after the other; later they find the link free. A pingpong kernel multiplies
 meanwhile. sm_90a: the reduction starts as soon as blocks find no more tiles (programmatic dependent
 launch); sm_80: after the GEMM.
 
+reduce = in_kernel: warps of the blocks sum while others multiply, as fast as few registers allow.
+
 path = in_kernel: no entries; blocks that find no more tiles sum, and copy the result to the output.
 
 path = medium: a tile is the GEMM of an owner's rows. A copy engine sends it while the next one
@@ -201,6 +203,8 @@ class _Scatter:
         if call.in_kernel:
             yield self._idle[rank]
             yield SUM_US / 2
+        elif call.sums_in_kernel:
+            yield 0.0  # beside the tiles
         elif call.kernel.arch == "90a" and not call.copied:
             yield self._idle[rank]
         else:
@@ -216,7 +220,9 @@ class _Scatter:
                         assert last > first
             call.note_wait(rank, "sums", "waits for partials", start)
             start = machine.now_us
-            yield call.memory_us(piece.elements * self._itemsize * (lanes + nodes))
+            nbytes = piece.elements * self._itemsize * (lanes + nodes)
+            beside = call.sums_in_kernel and self._idle[rank].at_us is None
+            yield call.beside_us(nbytes) if beside else call.memory_us(nbytes)
             name = f"sums rows {piece.row_begin}-{piece.row_end - 1}"
             call.note(rank, "sums", Kind.reduce, name, start)
             if call.problem.op.all_reduces:

@@ -39,6 +39,7 @@ from flux.select.gathers import (
     copied_ms,
     copied_partials_ms,
     entered_ms,
+    own_sums_ms,
     pushed_ms,
     summed_ms,
     waves,
@@ -459,6 +460,8 @@ def predict(
             elif problem.op.all_reduces and problem.nodes == 1:
                 behind = summed_ms(problem, cluster, kernel, whole, in_kernel=False)
                 exposed = max(exposed, behind - latency * 1e-3)
+            elif problem.nodes == 1 and knobs.reduce != "in_flight":
+                overhead += own_sums_ms(problem, cluster, knobs, kernel, whole)
             exposed += _band_exposed_ms(problem, knobs, whole, comm)
             overhead += raster_ms(problem, cluster, kernel, knobs.raster)
     return Prediction(whole, exposed + latency * 1e-3 + overhead)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from flux.core.problem import Problem, ceil_div
 from flux.machine.cluster import Cluster, Link, bytes_per_ms
 from flux.select.hardware import (
+    BESIDE_GBS,
     COPY_SHARE,
     DUPLEX_SHARE,
     LAUNCH_US,
@@ -106,6 +107,24 @@ def summed_ms(
     steps_us = SUM_US if in_kernel else SIGNAL_US["cuda"] + 3 * LAUNCH_US["cuda"]
     sums = sent + 1e-3 * (signals_us + steps_us)
     return late + sums
+
+
+def own_sums_ms(
+    problem: Problem, cluster: Cluster, knobs: Knobs, kernel: GemmConfig, whole: float
+) -> float:
+    """Return the time of the sums of a ReduceScatter that its GEMM does not hide.
+
+    A reduction that follows is a launch behind the GEMM. Idle warps of the kernel sum the tiles of
+    own rows while later ones, the last of all, multiply.
+    """
+    speed = bytes_per_ms(cluster.device.memory_gbs * MEMORY_COPY_SHARE)
+    nbytes = problem.chunk * problem.row_bytes * (problem.world + 1)
+    if knobs.reduce != "in_kernel":
+        return nbytes / speed + 1e-3 * LAUNCH_US["cuda"]
+    own = whole / problem.world
+    last = min(own, whole / waves(problem, cluster, kernel))
+    beside = (own - last) * bytes_per_ms(BESIDE_GBS * gemm_units(problem, cluster, knobs))
+    return max(nbytes - beside, nbytes * last / own) / speed + 1e-3 * SUM_US / 2
 
 
 def waves(problem: Problem, cluster: Cluster, kernel: GemmConfig) -> int:

@@ -67,6 +67,9 @@ our assumption."""
 SUM_US = 3.0
 """The same of blocks that end an AllReduce (cuda/gemm/all_reduce.cuh): two claims, the partials and
 the rows of the result are trips to L2, besides signals; our assumption."""
+BESIDE_GBS = 3.8
+"""GB/s of partials that the idle warps of a multiprocessor load beside its GEMM: three warps with
+four loads of 8 bytes under way in each lane, and 0.8 us to memory and back; our assumption."""
 SLAB_COST_ROWS = 50.0
 """A GEMM cut into slabs packs its weight again for each slab. The cost equals that of this many
 more rows (5% of 1024 rows, 10% of 512, 20% of 256: flux/select/heuristic.py)."""

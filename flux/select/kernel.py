@@ -218,7 +218,7 @@ def op_kernel(
         "weight": "kn" if spec.transpose_weight else "nk",
         "scaling": spec.scaling,
         "fast_accum": spec.fast_accum,
-        "reduce": knobs.reduce or "local",
+        "reduce": "in_flight" if knobs.reduce == "in_flight" else "local",
         "tile_scheduler": None if spec.experts else _scheduler(knobs, preferred, taken),
     }
 

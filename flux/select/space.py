@@ -23,7 +23,7 @@ from flux.core.knobs import Knobs, Topology
 from flux.core.problem import DTYPES, Problem, ceil_div
 from flux.core.sparse_problem import DISPATCHING, NAMES
 from flux.kernels.config import GemmConfig
-from flux.kernels.legality import GemmProblem, reason_unsupported
+from flux.kernels.legality import GemmProblem, reason_not_summing, reason_unsupported
 from flux.machine.cluster import Cluster
 from flux.select.cost import gemm_ms, predict
 from flux.select.cycles import cost
@@ -385,6 +385,10 @@ def _examine(
         return candidate, f"illegal: {error}"
     if full.reduce == "in_flight" and cluster.link.kind == "pcie":
         return candidate, "illegal: reduce = in_flight needs atomics between GPUs, PCIe has none"
+    if full.reduce == "in_kernel" and kernel is not None:
+        reason = reason_not_summing(kernel)
+        if reason is not None:
+            return candidate, f"illegal: {reason}"
     one_buffer = reason_one_buffer(problem.op, problem.nodes, full)
     if full.buffers == 2 and one_buffer is not None:
         return candidate, f"illegal: buffers = 2: {one_buffer}"

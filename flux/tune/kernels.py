@@ -25,7 +25,8 @@ def needed(candidate: Candidate) -> list[GemmConfig]:
     kernel = candidate.kernel
     if kernel is None:
         return []
-    summing = replace(kernel, reduce=candidate.knobs.reduce or kernel.reduce)
+    in_flight = candidate.knobs.reduce == "in_flight"
+    summing = replace(kernel, reduce="in_flight") if in_flight else kernel
     return list(dict.fromkeys([kernel, summing]))
 
 

@@ -114,6 +114,34 @@ def test_in_flight_reduction_is_exact(device: EmulatedDevice, op: str, world: in
     checked_calls(VirtualWorld(world, device), p, everything, tuning=Knobs(reduce="in_flight"))
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_kernels_sum_own_rows(device: EmulatedDevice, world: int) -> None:
+    """The same bits as a reduction that follows; tiles that straddle owners, ranks without rows."""
+    device.set_delay(300)
+    for columns, reduce in ((24, "sum"), (13, "avg")):  # rows of whole 16 bytes, and others
+        p = problem("gemm_rs", 41, n=columns, k=4 * world, reduce=reduce)
+        everything = [Inputs(p, m, world, seed=m, bias=m % 2 == 0) for m in (41, 1, 16, 40, 3)]
+        outs = [
+            checked_calls(VirtualWorld(world, device), p, everything, tuning=Knobs(reduce=sums))
+            for sums in ("in_kernel", "local")
+        ]
+        check_same_bits(*outs)
+
+
+def test_what_kernels_cannot_sum_is_refused(device: EmulatedDevice) -> None:
+    for op, nodes, more, message in (
+        ("gemm_ar", 1, {}, "reduce = in_kernel is for GemmRS"),
+        ("ag_gemm", 1, {}, "reduce = in_kernel is for GemmRS"),
+        ("gemm_rs", 2, {}, "reduce in_kernel is for ranks of one node, got 2"),
+        ("gemm_rs", 1, {"path": "medium"}, "needs path fused and sends stores"),
+        ("gemm_rs", 1, {"sends": "copies"}, "needs path fused and sends stores"),
+    ):
+        knobs = Knobs(reduce="in_kernel", **more)
+        p = problem(op, 16)
+        with VirtualWorld(2, device, nodes) as ranks, pytest.raises(ValueError, match=message):
+            p.build(ranks.rank(0), tuning=knobs)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_an_activation_without_a_fused_kernel_runs_after_the_gemm(
     device: EmulatedDevice, activation: str, recwarn: pytest.WarningsRecorder

@@ -1,4 +1,4 @@
-"""Path in_kernel on the PTX machine: kernels that push an AllGather's rows, or end an AllReduce."""
+"""Kernels that push an AllGather's rows, end an AllReduce, or sum own rows, on the PTX machine."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from reference import Inputs, Problem
 from virtual_cases import built, call_all, call_on_and_on, check_all, check_same_bits, checked_calls
 
 IN_KERNEL = Knobs(path="in_kernel")
+SUMMING = Knobs(reduce="in_kernel")
 OPS = pytest.mark.parametrize("op", ["ag_gemm", "gemm_ar"])
 
 
@@ -73,6 +74,66 @@ def test_calls_of_changing_rows(ptx: PtxDevice, op: str, world: int, rows: tuple
         if not p.gathers:  # of one order of sums
             check_same_bits([outs[0]], [again])
             check_same_bits([outs[0][1:]], [outs[0][:-1]])
+
+
+@pytest.mark.parametrize(
+    "ptx, world, rows",
+    [("90a", 2, (300, 1, 131)), *more(("90a", 3, (150, 7, 300)), ("90a", 4, (300, 2)))],
+    indirect=["ptx"],
+)
+def test_own_rows_are_summed_beside_the_tiles(
+    ptx: PtxDevice, world: int, rows: tuple[int, ...]
+) -> None:
+    """In one launch, with the bits of a reduction that follows; as many tiles as blocks, and more."""
+    p = Problem("gemm_rs", 300, (520,), 40 * world, torch.bfloat16)
+    everything = [of_rows(m, world, p) for m in rows]
+    ptx.cuda.clear()
+    outs = checked_calls(VirtualWorld(world, ptx), p, everything, tuning=SUMMING)
+    check_launches(ptx, len(rows) * world)
+    local = Knobs(reduce="local")
+    check_same_bits(outs, checked_calls(VirtualWorld(world, ptx), p, everything, tuning=local))
+
+
+@pytest.mark.parametrize("ptx", ["90a"], indirect=True)
+def test_sums_of_a_captured_call(ptx: PtxDevice) -> None:
+    """The workspace says nothing of earlier launches."""
+    p = Problem("gemm_rs", 300, (520,), 80, torch.bfloat16)
+    inputs = of_rows(300, 2, p)
+    with VirtualWorld(2, ptx) as ranks, built(ranks, p, tuning=SUMMING) as ops:
+        given = [inputs.local(r) for r in range(2)]
+        ptx.know(*(t for of_rank in given for t in of_rank if t is not None))
+        with ptx.capture() as graph:
+            captured = ranks.run(lambda r: ops[r](*given[r]))
+        for _ in range(2):
+            graph.replay()
+            outs = call_all(ranks, ops, inputs)
+            ptx.finish()
+            for r in range(2):
+                ops[r].wait()
+                inputs.check(outs[r], r)
+                inputs.check([captured[r]], r)
+                captured[r].zero_()
+        graph.close()
+
+
+@pytest.mark.parametrize("ptx", ["90a"], indirect=True)
+def test_sums_of_own_rows_without_a_peer_are_nan(ptx: PtxDevice) -> None:
+    p = Problem("gemm_rs", 300, (520,), 80, torch.bfloat16)
+    inputs = of_rows(300, 2, p)
+    with VirtualWorld(2, ptx) as ranks, built(ranks, p, tuning=SUMMING, timeout_s=1.0) as ops:
+        silent = inputs.ready(0)
+        alone = ranks.run(lambda r: silent(ops[0]) if r == 0 else [])[0]
+        ptx.finish()
+        with pytest.raises(PeerTimeoutError, match="call 1"):
+            ops[0].wait()
+        assert all(out.isnan().all() for out in alone)
+
+
+@pytest.mark.parametrize("ptx", ["80"], indirect=True)
+def test_kernels_that_sum_no_own_rows_are_refused(ptx: PtxDevice) -> None:
+    p = Problem("gemm_rs", 64, (128,), 80, torch.bfloat16)
+    with VirtualWorld(2, ptx) as ranks, pytest.raises(ValueError, match="needs a kernel of sm_90a"):
+        p.build(ranks.rank(0), tuning=SUMMING)
 
 
 @pytest.mark.parametrize("ptx", ["80", *more("90a")], indirect=True)

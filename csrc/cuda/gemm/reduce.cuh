@@ -68,6 +68,8 @@ __device__ __forceinline__ cutlass::Array<float, Width> sum_of_slots(int count, 
       // Past L1, which is not coherent with what peers wrote.
       if constexpr (sizeof(Vector) == 16) {
         *reinterpret_cast<uint4*>(&loaded[i]) = __ldcg(reinterpret_cast<uint4 const*>(at));
+      } else if constexpr (sizeof(Vector) == 8) {
+        *reinterpret_cast<uint2*>(&loaded[i]) = __ldcg(reinterpret_cast<uint2 const*>(at));
       } else {
         *reinterpret_cast<unsigned short*>(&loaded[i]) =
             __ldcg(reinterpret_cast<unsigned short const*>(at));

@@ -11,10 +11,6 @@
 
 namespace flux {
 
-// Bytes in front of what else a kernel's workspace holds. Only the counter is there, and it is zero
-// whenever no kernel runs, so kernels of all kinds may take turns with a workspace.
-constexpr std::uint64_t kCounterBytes = 128;
-
 // A tile, or `tiles` when there are no more. Each of `claimers` claims until it gets that, once: so the
 // launch's last claim can be told by its number, and sets the counter back. A captured launch is repeated
 // as it is.

@@ -8,6 +8,7 @@ from flux.core.env import TRACE
 from flux.core.knobs import ClusterTile, Knobs
 from flux.core.spec import OpSpec
 from flux.kernels.config import GemmConfig
+from flux.kernels.legality import reason_not_summing
 from flux.select.heuristic import gathered_buffers, reason_one_buffer
 from flux.select.kernel import OpKernel, op_kernel
 from flux.select.share import margin, taken_units
@@ -103,6 +104,9 @@ def choose_kernels(
     try:
         for n in spec.local_n(transport.world, transport.rank):
             kernels.append(op_kernel(spec, transport.world, n, *args))
+        if knobs.reduce == "in_kernel":
+            reason = reason_not_summing(kernels[0].built.config)
+            problem = problem or (None if reason is None else f"{spec.label}: {reason}")
     except ValueError as error:
         problem = problem or str(error)
     transport.ready(problem)

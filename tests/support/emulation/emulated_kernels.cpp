@@ -213,7 +213,7 @@ int make_gemm_rs(const FluxGemmArgs& args, Work* work) {
   const bool guarded = args.guard_rows >= kBoxRows - 1 || !straddles(to.tiling);
   if (!guarded) return FLUX_REFUSED;
   const int tiles = map.rows * map.columns;
-  const bool ends = args.all_reduce.counts != nullptr;
+  const bool ends = args.all_reduce.counts != nullptr || args.all_reduce.scatters != 0;
   const auto ending = std::make_shared<Ending>(Ending{sum_targets(args, kTileM, kTileN, 2)});
   lay_out_gemm(args, tiles, ends, work);
   if (ends) work->units += ending->units();

@@ -36,6 +36,7 @@ from flux.core.problem import BY_SHORT  # noqa: E402
 from flux.kernels import driver  # noqa: E402
 from flux.kernels.build import find_tools  # noqa: E402
 from flux.kernels.config import ARCHS, GemmConfig  # noqa: E402
+from flux.kernels.legality import reason_not_summing  # noqa: E402
 from flux.kernels.registry import BuiltKernel, Registry  # noqa: E402
 from flux.kernels.sets import FUSED, config_set  # noqa: E402
 from flux.trace import Kind, record_op  # noqa: E402
@@ -151,6 +152,10 @@ def plans(config: GemmConfig) -> Iterator[Plan]:
             yield Plan(problem, world, knobs, topology, rows, seed, nodes)
             if nodes == 1 and may_be_in_kernel(config, op):
                 yield in_kernel(config, problem, world, seed)
+            sums = op == "gemm_rs" and config.reduce == "local" and not reason_not_summing(config)
+            if nodes == 1 and sums:
+                summing = replace(knobs, reduce="in_kernel", direction="push")
+                yield Plan(problem, world, summing, topology, rows, seed)
 
 
 def may_be_in_kernel(config: GemmConfig, op: str) -> bool:

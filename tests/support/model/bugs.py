@@ -384,6 +384,12 @@ BUGS = [
             ),
         )
     ),
+    Bug(
+        "own-sums-wait",
+        "sums beside the multiplication wait for the flags of their partials",
+        _rs(reduce="in_kernel", rows=(4, 4, 4)),
+        no_tile_wait("flag"),
+    ),
     *(
         Bug(f"sums-{name}", rule, _rs("gemm_ar", path="in_kernel", rows=(4, 4, 4)), edit)
         for name, rule, edit in (

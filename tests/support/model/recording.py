@@ -205,8 +205,8 @@ class _Session:
         knobs = Knobs(path=s.path, direction=s.direction, order=order, **sizes)
         margin = 0 if s.apart else None  # else the reduction would not begin early
         of_sums = Knobs(reduce="in_flight" if s.switch else "local", sm_margin=margin)
-        if s.path != "fused" or s.sends:
-            of_sums = Knobs(path=s.path, sends=s.sends)
+        if s.path != "fused" or s.sends or s.reduce:
+            of_sums = Knobs(path=s.path, sends=s.sends, reduce=s.reduce)
         tuning = knobs if gathers else of_sums
         op = OPS[name](
             self.world.rank(rank),

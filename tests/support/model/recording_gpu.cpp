@@ -127,13 +127,37 @@ void record_sums(const FluxGemmArgs& args, const SumTargets& s, Tile tile) {
   s.to.counts[FLUX_SUM_CALLS] = tile.epoch;
 }
 
+// The sums of a ReduceScatter's kernel: a strip is a unit beside the tiles.
+void record_own_sums(const FluxGemmArgs& args, const SumTargets& s, Tile tile) {
+  const ScatterTiling& t = s.tiling;
+  const int first_own = row_begin(t.m, t.world, s.rank);
+  for (int i = 0; i < own_sum_count(t, s.rank); ++i, ++tile.number) {
+    const Piece strip = own_sum(t, s.rank, s.raster, i);
+    const int column = strip.column * kTileN, width = min_of(kTileN, args.n - column);
+    for (int source = 0; strip.begin < strip.end && source < t.world; ++source) {
+      tile.word(kAwait, s.to.words,
+                flag_index(t, source, s.rank, strip.begin / t.tile_m, strip.column));
+    }
+    for (int row = strip.begin; row < strip.end; ++row) {
+      const std::int64_t number = static_cast<std::int64_t>(row) * args.n + column;
+      for (int source = 0; source < t.world; ++source) {
+        tile.touch(kRead, element(s.to.partials[source], (row - first_own) * s.ld + column), width,
+                   kPartial, source, number);
+      }
+      const std::int64_t place = static_cast<std::int64_t>(row - first_own) * args.n + column;
+      tile.touch(kWrite, element(s.to.outs[s.rank], place), width, kResult, s.rank, number);
+    }
+  }
+}
+
 int record_gemm_rs(const FluxGemmArgs* args, void* stream) {
   gemm_launch = records.size();
   add(kLaunch, stream);
   const TileMap map = tile_map(tile_order(*args, OpKind::kGemmRS, kTileM, kTileN));
   const ScatterTargets to = scatter_targets(*args, kTileM, kTileN);
   const SumTargets sums = sum_targets(*args, kTileM, kTileN, kElement);
-  const std::uint32_t* counts = sums.to.counts;
+  const bool scatters = sums.to.scatters != 0;
+  const std::uint32_t* counts = scatters ? nullptr : sums.to.counts;
   const std::uint32_t number = counts != nullptr ? counts[FLUX_SUM_CALLS] + 1 : args->sync.epoch;
   // The GEMM of one owner's rows has that as its number, since the ops here have one weight.
   const bool split = args->order.world <= 1;
@@ -167,6 +191,7 @@ int record_gemm_rs(const FluxGemmArgs* args, void* stream) {
     }
   }
   if (counts != nullptr) record_sums(*args, sums, {stream, number, map.rows * map.columns});
+  if (scatters) record_own_sums(*args, sums, {stream, number, map.rows * map.columns});
   return FLUX_OK;
 }
 

@@ -107,6 +107,7 @@ class Scenario:
         buffers: of gathered rows; with 2, rows are so wide that kernels read own ones in place.
         in_slot: the caller writes x into the input slot.
         sends: of GemmRS and GemmAR.
+        reduce: the knob, of GemmRS.
     """
 
     ops: tuple[str, ...]
@@ -132,6 +133,7 @@ class Scenario:
     buffers: int = 1
     in_slot: bool = False
     sends: str | None = None
+    reduce: str | None = None
 
     def epoch(self, turn: int) -> int:
         return self.epochs[turn] if self.epochs else turn + 1
@@ -146,6 +148,7 @@ class Scenario:
         extras += ["two buffers"] if self.buffers == 2 else []
         extras += ["x in the input slot"] if self.in_slot else []
         extras += [f"by {self.sends}"] if self.sends else []
+        extras += [f"sums {self.reduce}"] if self.reduce else []
         extras += ["poison"] if self.poison else []
         extras += ["gathered x"] if self.gather else []
         extras += [f"comm tiles of {self.comm_tile_rows}"] if self.comm_tile_rows else []

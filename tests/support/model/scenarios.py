@@ -40,6 +40,12 @@ def standard() -> Iterator[Scenario]:
                 yield Scenario((op,), 2, (4, 1, 3), poison=poison, **way)
                 yield Scenario((op,), 3, (3, 5), poison=poison, captured=(1,), **way)
                 yield Scenario((op,), 3, (6, 4), poison=poison, apart=True, **way)
+    for poison in (False, True):
+        summed: dict[str, Any] = {"ops": ("gemm_rs",), "reduce": "in_kernel", "poison": poison}
+        yield Scenario(world=2, rows=(4, 4, 4), **summed)
+        yield Scenario(world=2, rows=(4, 1, 3), captured=(0, 2), **summed)
+        yield Scenario(world=3, rows=(3, 5, 1), captured=(1,), **summed)
+        yield Scenario(world=2, rows=(4, 4), streams=2, fresh_x=True, **summed)
     for rows in ((4, 4, 4), (4, 1, 3), (1, 1, 1, 1)):
         yield Scenario(("ag_gemm",), 2, rows, path="in_kernel", captured=(1,))
     yield Scenario(("ag_gemm",), 3, (3, 5, 1), path="in_kernel", gather=True)

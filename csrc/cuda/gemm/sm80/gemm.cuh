@@ -232,8 +232,8 @@ __global__ void __launch_bounds__(Base::kThreadCount)
   }
   const bool sums = kMoves == Moves::kSums && params.sums.to.counts != nullptr;
   if (sums) {
-    begin_all_reduce(params.sums.to);
     if (threadIdx.x == 0) {
+      begin_sums(params.sums.to);
       block_params().targets.sync.epoch = sum_number(params.sums.to);
       block_params().silent = has_failed(params.sums.sync);
     }

@@ -105,7 +105,7 @@ struct GemmRS : Offered<C, Scattered<C>, OpKind::kGemmRS, Moves::kSums> {
     return status != 0 ? status : prepare_reduce<typename C::Output>();
   }
   static int launch(FluxGemmArgs const* args, void* stream) {
-    if (args->order.world > FLUX_MAX_WORLD) return FLUX_REFUSED;
+    if (args->order.world > FLUX_MAX_WORLD || args->all_reduce.scatters != 0) return FLUX_REFUSED;
     return GemmRS::Launch::launch(*args, stream);
   }
 };

@@ -228,7 +228,7 @@ struct Launcher {
   static std::uint64_t workspace_bytes(FluxGemmArgs const& args) {
     cutlass::KernelHardwareInfo info;
     if (hardware(args, &info) != 0) return 0;
-    return workspace_bytes(arguments(args, info));
+    return workspace_bytes(args, arguments(args, info));
   }
 
   static int launch(FluxGemmArgs const& args, void* stream) {
@@ -242,7 +242,7 @@ struct Launcher {
       const Arguments given = arguments(args, info);
       if (!params) {
         if (!Kernel::can_implement(given)) return FLUX_REFUSED;
-        if (workspace_bytes(given) > args.workspace_bytes) return FLUX_TOO_SMALL;
+        if (workspace_bytes(args, given) > args.workspace_bytes) return FLUX_TOO_SMALL;
         params = Kernel::to_underlying_arguments(given, behind_counter(args));
         cache().keep(key, *params);
       }
@@ -293,8 +293,9 @@ struct Launcher {
     return count;
   }
 
-  static std::uint64_t workspace_bytes(Arguments const& given) {
-    const std::uint64_t bytes = Kernel::get_workspace_size(given);
+  static std::uint64_t workspace_bytes(FluxGemmArgs const& args, Arguments const& given) {
+    const std::uint64_t bytes =
+        Kernel::get_workspace_size(given) + taken_bytes(args, C::kTileM, C::kTileN);
     return bytes == 0 && !Types<C>::kDynamic ? 0 : kCounterBytes + bytes;
   }
   static void* behind_counter(FluxGemmArgs const& args) {

@@ -1,6 +1,6 @@
 // GEMM + ReduceScatter in one kernel (Flux paper, 3.1 and Algorithm 1): tiles are visited by owner,
 // shifted by rank, and each goes straight into its owner's memory (scatter_store.cuh). The reduction
-// that follows is in cuda/gemm/reduce.cuh.
+// that follows is in cuda/gemm/reduce.cuh, and that beside the multiplication in cuda/gemm/all_reduce.cuh.
 #pragma once
 
 #include <algorithm>
@@ -11,22 +11,46 @@
 
 namespace flux::sm90 {
 
-// The kernel, which ends an AllReduce by itself where no reduction follows. Its multiplying warp groups sum,
-// as the other one has given most of its registers away.
+// The kernel, which sums by itself where no reduction follows. Its multiplying warp groups end the sums, as the
+// first group has given most of its registers away. Of that one, warps that have nothing to do sum what
+// stays with the rank.
 template <class C, class Base>
 struct SummingKernel : Base {
   static constexpr int kGroup = cutlass::NumThreadsPerWarpGroup;
+  static constexpr unsigned kMultiplying = (Base::MaxThreadsPerBlock - kGroup) / 32;
+  // Warp 0 loads, and with a dynamic scheduler the next one claims tiles.
+  static constexpr unsigned kFirstIdle = Base::IsSchedDynamicPersistent ? 2 : 1;
+  static constexpr unsigned kIdle = kGroup / 32 - kFirstIdle;
+  using Output = typename C::Output;
+  // Behind the base's memory, whose parts are aligned: multiplying warps without more tiles.
+  static constexpr int SharedStorageSize = Base::SharedStorageSize + 16;
+  static_assert(SharedStorageSize <= cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
 
   CUTLASS_DEVICE void operator()(typename Base::Params const& params, char* memory) {
     SumTargets const& sums = params.epilogue.thread.op_1.sums;
-    if (sums.to.counts != nullptr) begin_all_reduce(sums.to);
+    const bool stays = sums.to.scatters != 0;
+    auto& ended = *reinterpret_cast<unsigned*>(memory + Base::SharedStorageSize);
+    if (threadIdx.x == 0) {
+      ended = 0;
+      if (sums.to.counts != nullptr) begin_sums(sums.to);
+    }
     Base::operator()(params, memory);
-    if (sums.to.counts == nullptr || threadIdx.x < kGroup) return;
+    if (sums.to.counts == nullptr) return;
+    if (threadIdx.x < kGroup) {
+      if (!stays || threadIdx.x / 32 < kFirstIdle) return;
+      sum_beside<Output>(sums, ended, kMultiplying);
+      return leave_sums(sums, kMultiplying + kIdle);
+    }
+    if (stays && threadIdx.x % 32 == 0) atomicAdd(&ended, 1u);
     // The group has these registers. The compiler learns it: else it would make do with those of the other
     // groups, where their ways have joined, and spill.
     cutlass::arch::NamedBarrier::sync(kGroup, threadIdx.x / kGroup);
     cutlass::arch::warpgroup_reg_alloc<Base::MmaRegisterRequirement>();
-    end_all_reduce<typename C::Output>(sums, (Base::MaxThreadsPerBlock - kGroup) / 32);
+    if (!stays) return end_all_reduce<Output>(sums, kMultiplying);
+    const FluxSync sync = sum_sync(sums);
+    if (all_have_begun(sums.to)) sum_the_rest<Output>(sums, sync);
+    if (threadIdx.x % 32 == 0) report_failure(sync);
+    leave_sums(sums, kMultiplying + kIdle);
   }
 };
 
@@ -65,12 +89,17 @@ struct GemmRSParts {
       C, sm90::Kernel<C, sm90::Mainloop<C, Epilogue>, Epilogue, typename Types<C>::TileScheduler>>;
 
   static bool accepts(FluxGemmArgs const& args) {
+    if (args.all_reduce.scatters != 0) {
+      // Blocks of stream-K wait for each other.
+      const bool wide = sum_targets(args, C::kTileM, C::kTileN, sizeof(Output)).wide;
+      if (Types<C>::kStreamK || !wide) return false;
+    }
     return args.order.world <= FLUX_MAX_WORLD && args.guard_rows >= kGuardRows;
   }
   static void complete(typename Kernel::Arguments& out, FluxGemmArgs const& args) {
     out.epilogue.thread = {visit::Scaled<C>::arguments(args),
                            {scatter_targets(args, C::kTileM, C::kTileN),
-                            sum_targets(args, C::kTileM, C::kTileN, sizeof(Output))}};
+                            sum_targets(args, C::kTileM, C::kTileN, sizeof(Output), C::kClusterM)}};
     out.scheduler = scheduler_arguments<typename Kernel::TileScheduler>(
         tile_map(
             tile_order(args, OpKind::kGemmRS, C::kTileM * C::kClusterM, C::kTileN * C::kClusterN)),

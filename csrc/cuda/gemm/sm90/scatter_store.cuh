@@ -20,7 +20,8 @@
 //      ends, the warp waits for their completion (not merely for their shared memory), so the rows are in
 //      the owners' memory, and releases the tiles' flags at the owners at system scope. A release takes
 //      about a microsecond, in which the tensor cores wait, so it is not made for each tile: the owner
-//      adds up behind its own GEMM, which ends no earlier. A tile later nothing is left to wait for.
+//      adds up behind its own GEMM, which ends no earlier. A tile later nothing is left to wait for. Where
+//      warps add up beside the GEMM, a tile of own rows is released when the next one is stored.
 //      Flags hold the epoch: never reset.
 #pragma once
 
@@ -154,7 +155,7 @@ struct ScatterStore : Base {
 
     CUTLASS_DEVICE void begin() {
       if (thread_ >= 32) return;
-      if (store_->stored_ == kFlagTiles) store_->raise_flags();
+      if (store_->stored_ == kFlagTiles || store_->owned_) store_->raise_flags();
       store_->await_entries(tile_m_, thread_);
     }
 
@@ -177,7 +178,11 @@ struct ScatterStore : Base {
     // A cluster may be wider than what is left of N. A tile beyond N stores nothing, and its flag
     // would be that of the next row of tiles.
     CUTLASS_DEVICE void end() {
-      if (thread_ >= 32 || tile_n_ >= flag_columns(store_->params_->targets.tiling)) return;
+      const ScatterTargets& to = store_->params_->targets;
+      if (thread_ >= 32 || tile_n_ >= flag_columns(to.tiling)) return;
+      const Range owners = owners_of_tile(to.tiling, tile_m_);
+      const bool own = owners.begin <= to.rank && to.rank < owners.end;
+      store_->owned_ = own && store_->params_->sums.to.scatters != 0;
       if (store_->stored_++ != thread_) return;
       store_->pending_m_ = tile_m_;
       store_->pending_n_ = tile_n_;
@@ -220,7 +225,8 @@ struct ScatterStore : Base {
     __syncwarp();
     const int lane = threadIdx.x % 32;
     const Range owners = pending_m_ >= 0 ? owners_of_tile(to.tiling, pending_m_) : Range{0, 0};
-    const std::uint32_t number = sums.to.counts != nullptr ? sum_number(sums.to) : to.sync.epoch;
+    const bool counts = sums.to.counts != nullptr && sums.to.scatters == 0;
+    const std::uint32_t number = counts ? sum_number(sums.to) : to.sync.epoch;
     const int widest = __reduce_max_sync(~0u, owners.end - owners.begin);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first = 0; first < stored_ * widest; first += 32) {
@@ -237,6 +243,7 @@ struct ScatterStore : Base {
     if (pending_m_ >= 0) tell(to.sync, begin, {FLUX_TRACE_RELEASE, pending_m_, pending_n_, 0});
     pending_m_ = -1;
     stored_ = 0;
+    owned_ = false;
   }
 
   // The first store by a map would wait for it.
@@ -288,6 +295,7 @@ struct ScatterStore : Base {
   Params const* params_ = nullptr;
   std::uint32_t entered_ = 0;  // bit of each owner whose entry has been seen
   int stored_ = 0;             // tiles whose flags are not raised yet
+  bool owned_ = false;         // warps beside wait for the last one, which has own rows
   int pending_m_ = -1;         // the one of them that this lane raises the flags of
   int pending_n_ = 0;
 };
