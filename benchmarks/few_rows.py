@@ -19,7 +19,7 @@ from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
 from flux.core.spec import OpSpec
 from flux.machine.cluster import Cluster, load_cluster
-from flux.opsim.simulator import simulate, unfused
+from flux.opsim.simulator import default_kernel, simulate, unfused
 from flux.select.choose import untuned_on_gpus
 from flux.select.heuristic import kernels_can_push, untuned
 
@@ -41,8 +41,14 @@ def call(cluster: Cluster, op: str, m: int) -> dict[str, Any]:
         "unfused": library.total_ms,
         "fused": simulate(problem, cluster, untuned(problem, cluster)).total_ms,
     }
+    ways = {"medium": Knobs(path="medium")}
+    if problem.op.reduces:
+        ways["copies"] = Knobs(sends="copies")
     if kernels_can_push(problem):
-        times["in_kernel"] = simulate(problem, cluster, Knobs(path="in_kernel")).total_ms
+        ways["in_kernel"] = Knobs(path="in_kernel")
+    elif problem.op.scatters and default_kernel(problem, cluster).arch == "90a":
+        ways["in_kernel"] = Knobs(reduce="in_kernel")
+    times.update({name: simulate(problem, cluster, way).total_ms for name, way in ways.items()})
     return {
         "op": op,
         "m": m,
@@ -68,13 +74,13 @@ def document(before: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return the times in us; before: of the earlier version."""
-    header = ["cluster", "op", "M", "GEMM us", "unfused", "fused", "in_kernel", "an op takes"]
+    """Return the times in us; before: of the earlier version. GemmRS: sums in_kernel."""
+    paths = ("gemm", "unfused", "fused", "medium", "copies", "in_kernel")
+    header = ["cluster", "op", "M", "GEMM us", *paths[1:], "an op takes"]
     header += ["its time over unfused", "before"]
     rows = []
     for cluster, calls in content["clusters"].items():
         for one in calls:
-            paths = ("gemm", "unfused", "fused", "in_kernel")
             times = [f"{1e3 * one[f'{p}_ms']:.0f}" if f"{p}_ms" in one else "-" for p in paths]
             taken = one[f"{one['takes']}_ms"]
             over = [ms / one["unfused_ms"] for ms in (taken, one.get("before_ms", taken))]

@@ -314,8 +314,6 @@ def check_legal(knobs: Knobs, topology: Topology) -> None:
     stores = knobs.path in ("fused", "unfused") and knobs.sends in (None, "stores")
     if knobs.reduce == "in_kernel" and not stores:
         raise ValueError(f"reduce in_kernel needs path fused and sends stores, got {knobs}")
-    if knobs.reduce == "in_kernel" and topology.nodes > 1:
-        raise ValueError(f"reduce in_kernel is for ranks of one node, got {topology.nodes}")
     if knobs.swizzle == "xor" and world & (world - 1):
         raise ValueError(f"swizzle xor needs a power-of-two world, got {world}")
 

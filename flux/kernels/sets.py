@@ -79,6 +79,10 @@ def _default_sm90() -> Iterator[GemmConfig]:
         yield _sm90(op, (64, 128), "pingpong")
     yield _sm90("ag_gemm", (64, 64), "pingpong")
     yield _sm90("gemm_rs", (128, 256), "cooperative", (2, 1), reduce="in_flight")
+    # Weights as [K, N]: those of a backward, and of graphs that torch.compile makes.
+    for op, dtype in product(FUSED, ("bf16", "fp16")):
+        yield replace(_sm90(op, (128, 256), "cooperative", (2, 1), dtype), weight="kn")
+        yield replace(_sm90(op, (64, 128), "pingpong", dtype=dtype), weight="kn")
     # Where other kernels hold multiprocessors.
     for op, columns in product(FUSED, (256, 192)):
         yield replace(_sm90(op, (128, columns), "cooperative", (2, 1)), tile_scheduler="dynamic")
@@ -165,14 +169,18 @@ def _default_sm80() -> Iterator[GemmConfig]:
         # Decode: few rows, so parallelism comes from splitting K.
         yield _sm80(op, (64, 128, 32), (2, 2), 4, "stream_k")
         yield _sm80(op, (16, 128, 64), (1, 4), 4, "stream_k")
-        # The one kernel that supports any K and N.
-        yield _sm80(op, (64, 64, 32), (2, 2), 2, alignment=1)
-    for op in GROUPED:  # few tokens for each expert; any K and N
+    for op in GROUPED:  # few tokens for each expert
         yield _sm80(op, (64, 128, 32), (2, 2), 4)
-        yield _sm80(op, (64, 64, 32), (2, 2), 2, alignment=1)
     for op in (*FUSED, *GROUPED):
-        yield _sm80(op, (128, 128, 32), (2, 2), 4, dtype="fp16")
-        yield _sm80(op, (64, 64, 32), (2, 2), 2, dtype="fp16", alignment=1)
+        for weight in ("nk", "kn"):  # [K, N]: of a backward, and of graphs
+            wide = replace(_sm80(op, (128, 128, 32), (2, 2), 4), weight=weight)
+            any_size = replace(_sm80(op, (64, 64, 32), (2, 2), 2, alignment=1), weight=weight)
+            yield from (
+                wide,
+                any_size,
+                replace(wide, dtype="fp16"),
+                replace(any_size, dtype="fp16"),
+            )
 
 
 def _full_sm80() -> Iterator[GemmConfig]:

@@ -246,10 +246,10 @@ def _check_nodes(label: str, placement: Placement, topology: Topology, knobs: Kn
         )
     if knobs.path == "in_kernel":
         raise ValueError(f"{label}: path = in_kernel is for ranks of one node, got {apart.nodes}")
-    if knobs.reduce == "in_flight":
+    if knobs.reduce not in (None, "local"):
         raise ValueError(
-            f"{label}: reduce = in_flight needs memory that all ranks can address, and they are on "
-            f"{apart.nodes} nodes"
+            f"{label}: reduce = {knobs.reduce} needs memory that all ranks can address, "
+            f"and they are on {apart.nodes} nodes"
         )
 
 

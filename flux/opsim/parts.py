@@ -127,6 +127,12 @@ class SimulatedCall:
         return self.schedules[0].knobs.path == "in_kernel"
 
     @property
+    def reduces_early(self) -> bool:
+        """Whether the reduction begins beside the end of its GEMM: see cuda_op_scatter.cpp."""
+        alone = self.schedules[0].knobs.sm_margin == 0 and self.problem.nodes == 1
+        return self.kernel.arch == "90a" and alone and not self.copied
+
+    @property
     def sums_in_kernel(self) -> bool:
         """Whether warps of the GEMM's kernel sum the own rows of a ReduceScatter."""
         return self.schedules[0].knobs.reduce == "in_kernel"

@@ -8,8 +8,8 @@
 A block keeps its multiprocessor until its stores have left it, since they are in its shared memory
 (or, on sm_80, in its registers). So in the first wave, whose blocks all store at once, blocks leave
 one after the other; later they find the link free. A pingpong kernel multiplies the next tile
-meanwhile. sm_90a: the reduction starts as soon as blocks find no more tiles (programmatic dependent
-launch); sm_80: after the GEMM.
+meanwhile. sm_90a with sm_margin = 0: the reduction starts as soon as blocks find no more tiles
+(programmatic dependent launch); else after the GEMM.
 
 reduce = in_kernel: warps of the blocks sum while others multiply, as fast as few registers allow.
 
@@ -205,7 +205,7 @@ class _Scatter:
             yield SUM_US / 2
         elif call.sums_in_kernel:
             yield 0.0  # beside the tiles
-        elif call.kernel.arch == "90a" and not call.copied:
+        elif call.reduces_early:
             yield self._idle[rank]
         else:
             yield self._gemm[rank].flag

@@ -249,7 +249,7 @@ def test_invalid_arguments_raise(arguments: tuple[Any, ...], words: str) -> None
         ({"order": "ring"}, "Knobs.order must be one of direct, ring1d.*got 'ring'"),
         ({"swizzle": "morton"}, "Knobs.swizzle must be one of.*got 'morton'"),
         ({"store": "tma"}, "Knobs.store must be one of direct, staged, got 'tma'"),
-        ({"reduce": "ring"}, "Knobs.reduce must be one of local, in_flight, got 'ring'"),
+        ({"reduce": "ring"}, "Knobs.reduce must be one of local, in_flight, in_kernel, got 'ring'"),
         ({"tile": (0, 4)}, r"two positive integers, got \(0, 4\)"),
         ({"tile": (4,)}, r"two positive integers, got \(4,\)"),
         ({"tile": 4}, "two positive integers, got 4"),

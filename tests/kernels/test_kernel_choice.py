@@ -18,11 +18,11 @@ import torch
 from flux.core.env import KERNEL_CHOICE
 from flux.core.knobs import Knobs, Op
 from flux.core.spec import OpSpec
-from flux.kernels.config import GemmConfig
+from flux.kernels.config import ARCHS, GROUPED, GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.kernels.ptxas import Usage
 from flux.kernels.registry import BuiltKernel, Registry
-from flux.kernels.sets import config_set
+from flux.kernels.sets import FUSED, config_set
 from flux.select import nvidia_heuristics
 from flux.select.cycles import GemmWork, cost, cycles, divide
 from flux.select.hardware import blocks_per_wave
@@ -45,7 +45,8 @@ def best(op: str, m: int, archs: tuple[str, ...] = ("90a", "80"), sms: int = SMS
     configs = [
         c
         for c in config_set("default", archs)
-        if (c.op, c.dtype, c.reduce) == (op, "bf16", "local") and is_legal(c, problem)
+        if (c.op, c.dtype, c.weight, c.reduce) == (op, "bf16", "nk", "local")
+        and is_legal(c, problem)
     ]
     kernel = choose(built(configs), problem, sms)
     assert kernel is not None
@@ -120,6 +121,21 @@ def float8_kernel(configs: list[GemmConfig], fast: bool, m: int = 8192) -> GemmC
     sizes = (m, (8 * n,), k, torch.float8_e4m3fn)
     spec = OpSpec(Op.ag_gemm, *sizes, False, "sum", scaling="row", fast_accum=fast)
     return op_kernel(spec, 8, n, device, Knobs(), SMS).built.config
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_default_set_trains(arch: str, dtype: str) -> None:
+    """A backward multiplies by weights as [K, N], and so do graphs that torch.compile makes."""
+    ops = FUSED if arch == "90a" else (*FUSED, *GROUPED)
+    for op, m, weight in itertools.product(ops, (16, 8192), ("nk", "kn")):
+        problem = GemmProblem(m, 6144, 1536, 8)
+        suited = [
+            c
+            for c in config_set("default", [arch])
+            if (c.op, c.dtype, c.weight) == (op, dtype, weight) and is_legal(c, problem)
+        ]
+        assert choose(built(suited), problem, SMS) is not None, (op, m, weight)
 
 
 @pytest.mark.parametrize("m", [64, 8192])

@@ -84,7 +84,7 @@ def test_calls_of_changing_rows(ptx: PtxDevice, op: str, world: int, rows: tuple
 def test_own_rows_are_summed_beside_the_tiles(
     ptx: PtxDevice, world: int, rows: tuple[int, ...]
 ) -> None:
-    """In one launch, with the bits of a reduction that follows; as many tiles as blocks, and more."""
+    """In one launch, with the bits of a reduction that follows; calls of many tiles, and of few."""
     p = Problem("gemm_rs", 300, (520,), 40 * world, torch.bfloat16)
     everything = [of_rows(m, world, p) for m in rows]
     ptx.cuda.clear()
