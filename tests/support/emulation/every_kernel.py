@@ -339,7 +339,8 @@ def check_traced(device: Any, registry: Registry, config: GemmConfig) -> dict[st
     for plan in plans(config):
         if plan.small:
             with only(device, built, plan.world, traced):
-                events[f"{plan.problem.op} {plan.knobs.path} {plan.knobs.reduce}"] = run_traced(device, plan)
+                how = f"{plan.problem.op} {plan.knobs.path} {plan.knobs.reduce}"
+                events[how] = run_traced(device, plan)
     return {"config": traced.symbol, "worlds": [WORLDS[0]], "events": events}
 
 
