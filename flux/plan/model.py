@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,16 @@ from flux.bench.model_files import model_of
 from flux.bench.shapes import Layer, Moe
 from flux.core.datafile import MOST_SIZE, shown
 from flux.core.problem import DTYPES, ceil_div
+
+
+def check_sizes(sizes: object, names: Iterable[str]) -> None:
+    """Raise ValueError unless these attributes are integers from 1 to MOST_SIZE."""
+    for name in names:
+        value = getattr(sizes, name)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if value > MOST_SIZE:
+            raise ValueError(f"{name} must be at most {MOST_SIZE}, got {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -30,12 +41,7 @@ class Parallel:
     sequence: bool = False
 
     def __post_init__(self) -> None:
-        for degree in fields(self):
-            value = getattr(self, degree.name)
-            if degree.name != "sequence" and (type(value) is not int or value < 1):
-                raise ValueError(f"{degree.name} must be an integer of at least 1, got {value!r}")
-            if value > MOST_SIZE:
-                raise ValueError(f"{degree.name} must be at most {MOST_SIZE}, got {shown(value)}")
+        check_sizes(self, [degree.name for degree in fields(self) if degree.name != "sequence"])
         if self.dp % self.ep:
             raise ValueError(f"ep = {self.ep} must divide dp = {self.dp}")
 
@@ -129,12 +135,7 @@ class TrainingStep:
 
     def __post_init__(self) -> None:
         layer, parallel = self.layer, self.parallel
-        for name in ("layers", "sequence", "micro_batch", "micro_batches"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-            if value > MOST_SIZE:
-                raise ValueError(f"{name} must be at most {MOST_SIZE}, got {shown(value)}")
+        check_sizes(self, ("layers", "sequence", "micro_batch", "micro_batches"))
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero must be 0, 1, 2 or 3, got {self.zero!r}")
         self._check_choices()
@@ -221,11 +222,6 @@ class TrainingStep:
             return attention + sizes.mlp_weights(sizes.intermediate) / parallel.tp
         experts = moe.experts / parallel.ep * sizes.mlp_weights(moe.intermediate)
         return attention + experts + sizes.mlp_weights(moe.shared)
-
-    @property
-    def layer_weights(self) -> float:
-        """Elements of the last layer's weights on one rank."""
-        return self.weights_of(self.layers - 1)
 
     @property
     def table_weights(self) -> float:

@@ -29,11 +29,10 @@ from math import isqrt
 from typing import Any, NamedTuple
 
 from flux.bench.model_files import model_of
-from flux.core.datafile import MOST_SIZE, shown
 from flux.launch.spawn import use_short_socket_paths
 from flux.machine.cluster import Cluster
 from flux.plan.graph import Operator
-from flux.plan.model import Parallel, TrainingStep
+from flux.plan.model import Parallel, TrainingStep, check_sizes
 from flux.plan.policies import Policies, policy_names, policy_of
 from flux.plan.sample import (
     Estimate,
@@ -94,12 +93,7 @@ class Query:
     beam: int = 12
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "batch", "sequence", "beam"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-            if value > MOST_SIZE:
-                raise ValueError(f"{name} must be at most {MOST_SIZE}, got {shown(value)}")
+        check_sizes(self, ("gpus", "batch", "sequence", "beam"))
         if not self.memory_gb > 0:
             raise ValueError(f"memory must be above 0 GB, got {self.memory_gb:g}")
         if not self.memory_gb <= 1e9:

@@ -121,7 +121,7 @@ def test_fsdp_gathers_each_layer_in_both_passes_and_scatters_its_gradients() -> 
     step = step_with(zero=3, dp=8, micros=2)
     fabric = Fabric(load_cluster("centauri-a"), step.parallel)
     graph = build_step(step, fabric)
-    weights = int(step.layer_weights)
+    weights = int(step.weights_of(step.layers - 1))
     found: dict[tuple[str, str], int] = {}
     for number, op in enumerate(graph.ops):
         if op.is_collective:
