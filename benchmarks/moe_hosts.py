@@ -26,6 +26,8 @@ from multi_host import RESULTS
 from one_shot import Ways, interleaved
 
 from flux import Knobs
+from flux.bench.sparse import ChosenRows, SparseShare
+from flux.core.sparse_problem import SparseProblem, make_problem
 from flux.launch.hosts import Hosts
 from flux.launch.spawn import run_ranks
 from flux.machine import host
@@ -95,22 +97,20 @@ def one(
     out = rows.new_empty(routing.rows, w.shape[1])
     groups = routing.groups(0, m)
 
-    def product() -> None:
+    def multiply(rows: torch.Tensor) -> torch.Tensor:
         for expert, begin, end in groups:
             torch.mm(rows[begin:end], w[expert].t(), out=out[begin:end])
+        return out
 
-    ways["product"] = product
+    ways["product"] = lambda: multiply(rows)
     if kind.dispatches:
-        exchange = AllToAll(choices, experts, world, op.rank)
-        p = probs.reshape(-1)[exchange.choices]
+        name = "dispatch_grouped_gemm" if gathers else "grouped_gemm_combine"
+        problem = make_problem(name, m, n, k, "float32", world, of_experts)
+        assert isinstance(problem, SparseProblem)
+        exchange = ChosenRows(SparseShare(problem, op.rank), choices, probs)
 
         def unfused() -> torch.Tensor:
-            if gathers:
-                exchange.dispatch(x, rows)
-                product()
-                return out
-            product()
-            return exchange.combine(out, p)
+            return multiply(exchange.dispatch(x)) if gathers else exchange.combine(multiply(rows))
 
         ways["unfused"] = unfused
         if not gathers:
@@ -121,55 +121,6 @@ def one(
     for each in ops.values():
         each.close()
     return {"path": path, "us": times}
-
-
-class AllToAll:
-    """Rows of tokens and experts, sent to the experts and back by gloo, one for each choice.
-
-    Args:
-        choices: of all tokens, [M, topk]; none dropped.
-        experts: of all ranks, which have equal parts of them.
-        world: ranks.
-        rank: this one.
-    """
-
-    def __init__(self, choices: torch.Tensor, experts: int, world: int, rank: int) -> None:
-        m, topk = choices.shape
-        own = slice(rank * m // world, (rank + 1) * m // world)
-        flat = choices[own].reshape(-1)
-        self.order = flat.argsort(stable=True)  # own choices by expert
-        self.choices = own.start * topk + self.order
-        self.tokens = self.order // topk
-        self.back = torch.empty_like(self.order)
-        self.back[self.order] = torch.arange(len(flat))
-        self.offsets = torch.arange(0, len(flat), topk)
-        each = experts // world
-        counts = torch.stack(
-            [c.reshape(-1).bincount(minlength=experts) for c in choices.chunk(world)]
-        )
-        self.out = counts[rank].view(world, each).sum(1).tolist()
-        here = counts[:, rank * each : (rank + 1) * each]  # by source and expert
-        self.into = here.sum(1).tolist()
-        runs = torch.arange(int(here.sum())).split(here.reshape(-1).tolist())
-        by_expert = [runs[s * each + e] for e in range(each) for s in range(world)]
-        self.sorted = torch.cat(by_expert)  # as routed rows lie, of rows as they arrive
-
-    def dispatch(self, x: torch.Tensor, rows: torch.Tensor) -> None:
-        """Send own tokens to their experts; ``rows`` takes those that arrive, sorted by expert."""
-        arrived = torch.empty_like(rows)
-        sent = x.index_select(0, self.tokens)
-        dist.all_to_all_single(arrived, sent, self.into, self.out)
-        torch.index_select(arrived, 0, self.sorted, out=rows)
-
-    def combine(self, products: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """Send products back, and return the weighted sums of own tokens."""
-        by_source = torch.empty_like(products)
-        by_source[self.sorted] = products
-        arrived = products.new_empty(len(self.order), products.shape[1])
-        dist.all_to_all_single(arrived, by_source, self.out, self.into)
-        return torch.nn.functional.embedding_bag(
-            self.back, arrived, self.offsets, mode="sum", per_sample_weights=p[self.back]
-        )
 
 
 def measure_layer(task: Task, rank: int, progress: Any) -> list[dict[str, Any]]:

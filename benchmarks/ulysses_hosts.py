@@ -1,14 +1,18 @@
 """Ulysses' two ops, between hosts and on one: fused against gloo's all_to_all and one GEMM.
 
     python benchmarks/ulysses_hosts.py [--layouts 2x1 1x2] [--rate 1gbit] [--repeats 9]
-        [--shapes BATCHxSEQUENCExHIDDENxHEADSxKV_HEADS ...]
+        [--shapes BATCHxSEQUENCExHIDDENxHEADSxKV_HEADS ...] [--out ulysses.json]
 
 Hosts are network namespaces of this machine (flux/launch/hosts.py; needs root and iproute2).
 float32, one thread per rank, heads of 64. `qkv` is the projection to queries, keys and values, and
 `out` the output projection. The unfused way is one torch.mm, all_to_all_single, and the copies that
 put heads or tokens in order. Ways are interleaved, behind a barrier each time, and the time of a
 call is that of the slowest rank. `share` is the part of the unfused time that is not the GEMM.
-Raw samples go to benchmarks/results/hosts/ulysses.json.
+`slabs` is the output projection without FEW_ROWS (flux/ulysses/blocks.py), on one host. Raw samples
+go to benchmarks/results/hosts. Few rows on one host:
+
+    python benchmarks/ulysses_hosts.py --layouts 1x2 --repeats 61 --out ulysses_small.json --shapes
+        1x{16,64,128,256,512,1024}x256x4x4 1x{64,256,1024}x1024x16x4
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,7 +33,7 @@ from flux import Knobs
 from flux.launch.hosts import Hosts
 from flux.launch.spawn import run_ranks
 from flux.machine import host
-from flux.ulysses import AllToAllGemm, GemmAllToAll
+from flux.ulysses import AllToAllGemm, GemmAllToAll, blocks
 
 HEAD_DIM = 64
 # batch, sequence, hidden, heads, key and value heads
@@ -112,7 +117,12 @@ def out(
     torch.testing.assert_close(ops["flux"](x, w), unfused(), rtol=1e-3, atol=1e-3)
     ways: Ways = {way: lambda op=op: op(x, w) for way, op in ops.items()}
     ways |= {"unfused": unfused, "gemm": lambda: torch.mm(rows, w.t())}
-    return list(ops.values()), ways
+
+    def slabs() -> torch.Tensor:
+        with mock.patch.object(blocks, "FEW_ROWS", 0):
+            return ops["flux"](x, w)
+
+    return list(ops.values()), ways | {"slabs": slabs}
 
 
 def row(run: dict[str, Any]) -> list[str]:
@@ -138,6 +148,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", help="BATCHxSEQUENCExHIDDENxHEADSxKV_HEADS")
     parser.add_argument("--tile-rows", nargs="+", type=int, default=[], help="beside the default")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--out", default="ulysses.json")
     args = parser.parse_args()
     shapes = [tuple(map(int, s.split("x"))) for s in args.shapes or []] or SHAPES
     task = (shapes, args.repeats, args.tile_rows)
@@ -152,7 +163,7 @@ def main() -> None:
         for run in results[-len(runs) :]:
             print(" ".join(row(run)), flush=True)
     document = {"device": host.device(), "versions": host.versions(), "runs": results}
-    keep(document, RESULTS / "ulysses.json")
+    keep(document, RESULTS / args.out)
     header = ["hosts x ranks", "op", "batch x sequence x hidden x heads x kv heads"]
     header += ["flux/unfused", "unfused ms", "flux ms", "share", "others"]
     print(markdown(header, [row(run) for run in results]))

@@ -10,7 +10,9 @@ heads of its rank: of all packed tensors (queries, keys, values), one after the 
 
 HeadBlocks adds up slabs of K in float32 and float64 as they arrive. 16-bit sums would be rounded at
 each slab: there the slabs of a tile of rows are put side by side, and multiplied at once when the
-last one is there. Either way equal inputs give equal bits.
+last one is there. So are FEW_ROWS inside a host: slabs arrive before they could be multiplied, and
+a product for each would read and write the result again (benchmarks/results/hosts/
+ulysses_small.json). Either way equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -23,6 +25,10 @@ import torch
 
 from flux.backends.epilogue import apart
 from flux.core.spec import OpSpec
+
+FEW_ROWS = 256
+"""Own rows up to which AllToAllGemm multiplies all heads at once inside a host. The measurement had
+512: of so many, with K = 1024, slabs were faster."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,7 @@ class HeadBlocks:
         rank: this rank.
         gather: return the gathered heads, [rows, K], too.
         fill: called with each result before it is written.
+        inside: all ranks are on one host.
     """
 
     def __init__(
@@ -152,6 +159,7 @@ class HeadBlocks:
         rank: int,
         gather: bool,
         fill: Callable[[torch.Tensor], object],
+        inside: bool,
     ) -> None:
         self.rows = tokens.rows
         self._spec, self._tokens, self._world, self._rank = spec, tokens, world, rank
@@ -164,6 +172,8 @@ class HeadBlocks:
             self._out = heads[0].new_empty(own, sum(spec.n))
             fill(self._out)
         self._by_slab = spec.dtype in (torch.float32, torch.float64)
+        if inside and own <= FEW_ROWS:
+            self._by_slab = False
         if gather or not self._by_slab:
             self._gathered = heads[0].new_empty(own, spec.k)
             fill(self._gathered)

@@ -58,6 +58,9 @@ class ProjectionOperands:
 class BlocksChecker(CallChecker):
     """Checks the calls of an op of sequence parallelism on one rank."""
 
+    inside = False
+    """Whether all ranks are on one host."""
+
     def check(
         self,
         x: Any,
@@ -81,7 +84,8 @@ class BlocksChecker(CallChecker):
         else:
             heads, tokens = self._heads_of(x, operands.lengths)
             x, weight = heads[0], None if weight is None else weight.t()
-            blocks = HeadBlocks(spec, heads, weight, bias, tokens, *where, operands.gather, fill)
+            gather, inside = operands.gather, self.inside
+            blocks = HeadBlocks(spec, heads, weight, bias, tokens, *where, gather, fill, inside)
         said = repr((tokens.batch, tokens.lengths))
         digest = zlib.crc32(said.encode()) & 0x7FFFFFFF
         m = self.world * max(tokens.rows)
@@ -228,6 +232,7 @@ class UlyssesOp(TensorParallelOp):
             head_dim=head_dim,
             heads_first=heads_first,
         )
+        cast(BlocksChecker, self._checker).inside = self.topology.nodes == 1
 
     def _make_schedule(self, m: int, knobs: Knobs) -> TileSchedule:
         rows = [_C.core.row_count(m, self.world, rank) for rank in range(self.world)]
