@@ -32,6 +32,7 @@ class RoutedRows(Protocol):
     """The routed rows of a call, on the host: ``flux.moe.Routing``."""
 
     topk: int
+    tokens: torch.Tensor
     positions: torch.Tensor
     native: _C.Routing
 
@@ -46,6 +47,7 @@ class GroupedProduct(Protocol):
         biases: [experts, N], or None.
         probs: [M, topk], the weights of a token's experts; None: 1.
         routing: the routed rows: ``flux.moe.Routing``.
+        routed: of an AllGather: takes the routed rows of x, [rows, K]; None: they are not kept.
     """
 
     rows: int
@@ -53,6 +55,7 @@ class GroupedProduct(Protocol):
     biases: torch.Tensor | None
     probs: torch.Tensor | None
     routing: RoutedRows
+    routed: torch.Tensor | None
 
     def __call__(
         self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None

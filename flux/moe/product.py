@@ -99,6 +99,8 @@ class Experts:
 class _Product:
     """What products have in common: their operands, as ``GroupedProduct`` names them."""
 
+    routed: torch.Tensor | None = None
+
     def __init__(self, experts: Experts, probs: torch.Tensor | None) -> None:
         self._experts = experts
         self.rows = experts.routing.rows
@@ -120,7 +122,7 @@ class GatherProduct(_Product):
     def __init__(self, spec: OpSpec, experts: Experts, routed: torch.Tensor | None = None) -> None:
         super().__init__(experts, None)
         self._spec = spec
-        self._routed = routed
+        self.routed = routed
 
     def __call__(
         self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None
@@ -129,10 +131,10 @@ class GatherProduct(_Product):
         spec, routing = self._spec, self._experts.routing
         for expert, begin, end in self._experts.together(x, routing.groups(first, last)):
             tokens = (routing.tokens[begin:end] - first).to(x.device)
-            if self._routed is None:
+            if self.routed is None:
                 rows = x.index_select(0, tokens)
             else:
-                rows = torch.index_select(x, 0, tokens, out=self._routed[begin:end])
+                rows = torch.index_select(x, 0, tokens, out=self.routed[begin:end])
             if spec.activation == "none":
                 self._experts.multiply(rows, expert, out[begin:end])
                 continue

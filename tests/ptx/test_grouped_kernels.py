@@ -12,6 +12,7 @@ import torch
 from emulated import EmulatedDevice
 from flux import Knobs, PeerTimeoutError
 from flux.kernels.config import GROUPED
+from flux.moe.ops import Operands
 from flux.transport.loopback import LoopbackWorld
 from flux.transport.virtual import VirtualWorld
 from harness import STRESS
@@ -55,6 +56,27 @@ def test_rows_that_no_expert_of_a_rank_has_are_gathered_too(a100: Any) -> None:
         a100.set_copy_delay(0)
     assert outs[1][0].shape[0] == 0
     assert all(torch.equal(full, inputs.x) for _, full in outs)
+
+
+def test_routed_rows_are_kept_for_a_backward(a100: Any) -> None:
+    """The kernel reads them by an index; the gradients of weights need them sorted by expert."""
+    inputs = MoeInputs(CASE, 90, 2, "dropped", 3)
+    with VirtualWorld(2, a100) as ranks, ExitStack() as closing:
+        ops = [closing.enter_context(CASE.build(group=ranks.rank(r))) for r in range(2)]
+
+        def call(r: int) -> list[torch.Tensor]:
+            x, weights, experts, options = inputs.arguments(r)
+            given = Operands([weights], options["bias"], experts, keeps=True)
+            kept: list[torch.Tensor] = ops[r].execute(x, given)
+            return kept
+
+        outs = ranks.run(call)
+        a100.finish()
+        for r, op in enumerate(ops):
+            op.wait()
+            y, routed = outs[r]
+            inputs.compare(y, r)
+            assert torch.equal(routed, inputs.x[op.routing(inputs.experts).tokens])
 
 
 @pytest.mark.parametrize("op", ["gather", "scatter", "reduce"])

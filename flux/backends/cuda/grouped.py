@@ -93,7 +93,8 @@ class GroupedCalls:
         columns = call.columns[0] * (2 if spec.gated else 1)
         x = self._fit.call(call, gathers=True).x
         out = empty(product.rows, columns)
-        full = empty(call.m, spec.k, spec.dtype) if gather else None
+        kept = product.routed
+        full = empty(call.m, spec.k, spec.dtype) if gather or kept is not None else None
         (tile_m, tile_n) = self._tile
         tiles = -(-columns // tile_n)
         work = product.routing.native.gather_work(schedule.native, tile_m, tiles)
@@ -103,12 +104,15 @@ class GroupedCalls:
         rows = (self._address(x), spec.k, spec.k, 0)
         to = 0 if full is None else address_of(full)
         self._native.ag_gemm(schedule.native, stream, rows, [operand], to, [])
+        if full is not None and kept is not None:
+            tokens = product.routing.tokens.to(self._device.torch_device)
+            self._device.enqueue(partial(self._keep, full, tokens, kept))
         if spec.gated:
             wide, out = out, empty(product.rows, call.columns[0])
             self._device.enqueue(partial(self._gate, wide, out))
         elif self._activates:
             self._device.enqueue(partial(self._activate, out))
-        return [out] if full is None else [out, full]
+        return [out, full] if gather and full is not None else [out]
 
     def _sum(
         self, schedule: TileSchedule, stream: int, call: Call, own_rows: int, empty: Empty
@@ -188,6 +192,9 @@ class GroupedCalls:
     def _address(self, tensor: torch.Tensor) -> int:
         self._device.keep(tensor)
         return address_of(tensor)
+
+    def _keep(self, full: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor) -> None:
+        torch.index_select(full, 0, tokens, out=kept)
 
     def _activate(self, out: torch.Tensor) -> None:
         out.copy_(ACTIVATE[self._spec.activation](out))
