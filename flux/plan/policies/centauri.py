@@ -298,7 +298,8 @@ class Centauri:
             together(sums["scatter"], sums["bwd"], most),
         )
         depth = min(graph.stages, micros)
-        pairs = {pair, (max(pair),) * 2, (depth, depth)}
+        # Eq. 2 asks for fewer the faster links are: without the most, a better link cost time.
+        pairs = {pair, (max(pair),) * 2, (depth, depth), (most, most)}
         return sorted(p for p in pairs if p != (1, 1) and max(p) * held <= limit)
 
 
