@@ -298,8 +298,7 @@ class Centauri:
             together(sums["scatter"], sums["bwd"], most),
         )
         depth = min(graph.stages, micros)
-        # Eq. 2 asks for fewer the faster links are: without the most, a better link cost time.
-        pairs = {pair, (max(pair),) * 2, (depth, depth), (most, most)}
+        pairs = {pair, (max(pair),) * 2, (depth, depth)}
         return sorted(p for p in pairs if p != (1, 1) and max(p) * held <= limit)
 
 
