@@ -18,7 +18,10 @@ import torch.distributed as dist
 import flux
 from emulated_processes import emulate, run
 from flux import PeerDiedError, PeerTimeoutError
+from flux.backends.cuda.backend import CudaBackend
 from flux.backends.cuda.waits import GRACE_S
+from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
+from flux.ops import executor
 from flux.transport import symm_mem
 from flux.transport.watch import LOOK_S
 from harness import BUSY, STRESS, fresh_ranks
@@ -51,6 +54,61 @@ def _cases(rank: int, world: int, library: Path, cases: list[Case]) -> int:
     device.close()
     assert device.streams() == 0
     return calls
+
+
+def _trained(rank: int, world: int, sequence: bool) -> list[torch.Tensor]:
+    """Results and gradients of an MLP, of steps with several M."""
+    torch.manual_seed(0)
+    whole = torch.nn.Linear(12, 16), torch.nn.Linear(16, 12)
+    up, down = (
+        kind.from_linear(linear.bfloat16(), sequence_parallel=sequence)
+        for kind, linear in zip((ColumnParallelLinear, RowParallelLinear), whole, strict=True)
+    )
+    seen = []
+    for m in (24, 14, 2):
+        x = torch.randn(m, 12).bfloat16()
+        x = x[rank * m // world : (rank + 1) * m // world] if sequence else x
+        x.requires_grad_()
+        z = down(torch.relu(up(x)))
+        z.backward(torch.linspace(-1, 1, z.numel()).view_as(z).bfloat16())
+        of_step = [z.detach(), x.grad, *(p.grad for p in (*up.parameters(), *down.parameters()))]
+        seen += [tensor.clone() for tensor in of_step if tensor is not None]
+        up.zero_grad()
+        down.zero_grad()
+    close_pools()
+    return seen
+
+
+def _trained_on_gpus(rank: int, world: int, library: Path, sequence: bool) -> list[float]:
+    """How far gradients on emulated GPUs are from those on CPUs. torch's own kernels run at once
+    there, not on streams, so each call is waited for."""
+    right = _trained(rank, world, sequence)
+    device, call = emulate(rank, library), CudaBackend.run
+
+    def run_to_end(self: Any, *args: Any, hooks: Any = None) -> Any:
+        outs = call(self, *args)
+        device.finish()
+        if hooks is not None:
+            hooks.both()
+        return outs
+
+    CudaBackend.run = run_to_end  # type: ignore[method-assign]
+    executor.default_backend = lambda exchange: "cuda"
+    got = _trained(rank, world, sequence)
+    assert not device.error()
+    device.close()
+    norms = [
+        (float((a - b).float().norm()), float(b.float().norm()))
+        for a, b in zip(got, right, strict=True)
+    ]
+    return [away / norm for away, norm in norms]
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_layers_train_as_on_cpus(library: Path, sequence: bool) -> None:
+    """A backward multiplies by weights in the other order, with kernels of its own."""
+    for of_rank in run(2, _trained_on_gpus, library, sequence):
+        assert len(of_rank) == 18 and max(of_rank) < 0.01, of_rank
 
 
 @pytest.mark.parametrize("op", OPS)
