@@ -96,6 +96,35 @@ def draw(
     write_file(target, content)
 
 
+def _draw_steps(
+    target: str, options: StepOptions, planned: Any, rows: list[dict[str, Any]]
+) -> None:
+    """Draw the outcomes; HTML also compares them with a link of half the speed."""
+    from flux.plan import page, report
+    from flux.plan.compare import compared, usable
+    from flux.plan.picture import drawable
+    from flux.plan.policies import policy_of
+    from flux.plan.sample import small_timeline
+
+    step, cluster, policies, outcomes = planned
+    timelines, sections = usable(outcomes), ""
+    if not target.endswith(".svg"):
+        half, link = page.halved(cluster, step.parallel.world)
+        memory = options.memory_gb, options.headroom
+        again = report.documents(compared(policies, step, half, *memory), step, half)
+        notes = []
+        if not drawable(timelines):
+            used = zip(policies, outcomes, strict=True)
+            short = (
+                (outcome.label, small_timeline(cluster, step, policy_of(*policy)))
+                for policy, outcome in used
+                if not outcome.reason
+            )
+            timelines, notes = list(short), [page.SHORTENED]
+        sections = page.candidates(rows, notes) + page.slower(rows, again, link)
+    draw(title_of(step, cluster.name), timelines, target, sections)
+
+
 def _step_of(options: StepOptions, default: Policies) -> tuple[TrainingStep, Policies]:
     """Return the step of options, or of a plan's file, and the policies; exit for bad input.
 
@@ -152,11 +181,8 @@ def simulate_command(
     the step, or needs more memory than a device has, is a row with the reason; the exit status is
     then 1.
     """
-    from flux.plan import page, report
-    from flux.plan.compare import compared, usable
-    from flux.plan.picture import drawable
-    from flux.plan.policies import policy_of
-    from flux.plan.sample import small_timeline
+    from flux.plan import report
+    from flux.plan.compare import usable
 
     check_writable(trace, picture, json_target)
     step, cluster, policies, outcomes = _compare(step_options)
@@ -167,22 +193,7 @@ def simulate_command(
     if trace is not None:
         write_trace(usable(outcomes), trace)
     if picture is not None:
-        timelines, sections = usable(outcomes), ""
-        if not picture.endswith(".svg"):
-            half, link = page.halved(cluster, step.parallel.world)
-            memory = step_options.memory_gb, step_options.headroom
-            again = report.documents(compared(policies, step, half, *memory), step, half)
-            notes = []
-            if not drawable(timelines):
-                used = zip(policies, outcomes, strict=True)
-                short = (
-                    (outcome.label, small_timeline(cluster, step, policy_of(*policy)))
-                    for policy, outcome in used
-                    if not outcome.reason
-                )
-                timelines, notes = list(short), [page.SHORTENED]
-            sections = page.candidates(rows, notes) + page.slower(rows, again, link)
-        draw(title_of(step, cluster.name), timelines, picture, sections)
+        _draw_steps(picture, step_options, (step, cluster, policies, outcomes), rows)
     _fail_if((label, reason) for label, _, reason in outcomes if reason)
 
 
