@@ -107,7 +107,12 @@ def _llama(gpus: int, sequence: int, cp: int, batch: int, figure: float) -> Run:
         "llama3-h100",
         ("interleaved", {"chunks": 4}),
         {"tp": 8, "cp": cp, "pp": 16, "dp": gpus // 128 // cp, "sequence": True},
-        {"sequence": sequence, "micro_batches": batch, "fp32_gradients": True},
+        {
+            "sequence": sequence,
+            "micro_batches": batch,
+            "fp32_gradients": True,
+            "cp_kind": "all_gather",  # arXiv 2407.21783, section 3.3.2
+        },
         assumed="4 stages on each rank; gradients are reduced at the end of the step",
     )
 

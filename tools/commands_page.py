@@ -28,7 +28,7 @@ GROUPS = {
     "step": (
         "--policy --model --tp --dp --pp --cp --ep --sequence-parallel --layers --sequence"
         " --micro-batch --micro-batches --zero --regather --shard --recompute --split --optimizer"
-        " --fp32-gradients --eager --unfused-attention --gemm-dtype",
+        " --fp32-gradients --eager --unfused-attention --gemm-dtype --cp-kind",
         "Options of a training step",
     ),
 }

@@ -12,8 +12,8 @@ bda is bias, dropout and addition of the residual. With experts, ln2 is followed
     router [fc1_shared act_shared fc2_shared] dispatch fc1 act fc2 combine bda2
 
 where dispatch and combine are AllToAll. Compressed attention has ``down`` before the gather, and
-``q_up`` after it. With context parallelism keys and values are gathered before attention, and
-their gradients reduce-scattered after it.
+``q_up`` after it. With context parallelism attention is a ring, in which keys and values travel; or
+they are gathered before attention, and their gradients reduce-scattered after it.
 
 The first layer comes after ``embed``, and the last one before ``ln_f head loss``, which have the
 numbers of these layers. Not counted: what two stages do to sum the gradients of tied weights.
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 
 from flux.core.collector import paused_collector
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Builder, Graph, Operator
+from flux.plan.graph import COLLECTIVES, Builder, Graph, Operator
 from flux.plan.layer_ops import LayerOp, Layers
 from flux.plan.mesh import SubGroup
 from flux.plan.model import OPTIMIZERS, RECOMPUTED, TrainingStep
@@ -115,7 +115,7 @@ class _Step:
         op = Operator(
             name=f"{where}{part}{suffix}{number}",
             kind=kind,
-            resource=self.fabric.resource(group) if group else "comp",
+            resource=self.fabric.resource(group) if kind in COLLECTIVES else "comp",
             role=role,
             stage=self.stage,
             part=part,
@@ -267,7 +267,7 @@ class _Step:
         for place, op in enumerate(ops):
             if whole and op.forward:
                 self._run(op, keeps.get(place, 0.0), "recompute")
-            elif op.part in parts and not op.group:
+            elif op.part in parts:
                 rows, width, *rest = op.shape
                 size = int(width * self._share(op))
                 self._run(

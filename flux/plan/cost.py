@@ -6,6 +6,7 @@ Analytic times:
     other operators   bytes / memory bandwidth
     fused ops         the GEMM, and what its communication adds (flux/select/cost.py)
     all of them       and the time to launch one
+    ring attention    steps of attention, each beside a message to the next rank
     collectives       flux/select/cost.py, which rates the fused ops' too
 
 Two operators on one device at a time progress at a rate of 1 / (2 - OEF) each. OEF is 1 if the
@@ -25,7 +26,7 @@ from typing import Protocol
 from flux.core.knobs import Op as FusedOp
 from flux.core.problem import Problem
 from flux.plan.fabric import Fabric
-from flux.plan.graph import FUSED, Operator
+from flux.plan.graph import FUSED, RING, Operator
 from flux.plan.model import OPTIMIZERS
 from flux.select.cost import (
     all_to_all_ms,
@@ -102,20 +103,26 @@ class AnalyticCost:
         if comp.is_collective:
             return 1.0
         assumed = OEF[self.fabric.cluster.device.kind][comm.resource]
-        if comp.kind not in FUSED or comm.resource != self.fabric.resource(comp.group):
+        if comp.kind not in (*FUSED, RING) or comm.resource != self.fabric.resource(comp.group):
             return assumed
-        busy = library_ms(self.problem_of(comp), self.fabric.cluster) / self.solo(comp)
-        return assumed * max(0.0, 1.0 - busy)
+        if comp.kind == RING:
+            busy = (self.fabric.span(comp.group).size - 1) * self._hop_ms(comp)
+        else:
+            busy = library_ms(self.problem_of(comp), self.fabric.cluster)
+        return assumed * max(0.0, 1.0 - busy / self.solo(comp))
 
     def _time(self, op: Operator) -> float:
         if op.is_collective:
             return self._collective_ms(op)
         device, backward = self.fabric.cluster.device, op.role == "dgrad"
-        kind = "gemm" if "gemm" in op.kind else op.kind
+        kind = "gemm" if "gemm" in op.kind else "attention" if op.kind == RING else op.kind
         included = device.measured is not None and device.measured.knows(kind)
         launch = 0.0 if included else 1e-3 * LAUNCH_US[device.kind]
         if op.kind == "attention":
             return launch + attention_ms(op.shape, self.dtype, device, backward=backward)
+        if op.kind == RING:
+            whole = attention_ms(op.shape[:5], self.dtype, device, backward=backward)
+            return self._ring_ms(op, whole, launch)
         if op.kind == "cached_attention":
             batch, heads, keys, width, nbytes = op.shape
             shape, read = (batch, heads, 1, keys, width), float(batch) * keys * nbytes
@@ -141,6 +148,25 @@ class AnalyticCost:
             itemsize, size = 4, size * tensors / OPTIMIZERS["adam"].tensors
         moved = rows * width * tensors * itemsize
         return launch + kernel_ms(device, moved, function, size, backward=backward)
+
+    def _ring_ms(self, op: Operator, whole: float, launch: float) -> float:
+        """Return the time of a ring: a chunk moves beside attention with the one before it.
+
+        Each rank has as many pairs of each chunk (Megatron's order of tokens). In backward
+        gradients of keys and values move, too, and to their owner when the last chunk is done.
+        """
+        size, hop = self.fabric.span(op.group).size, self._hop_ms(op)
+        chunk = launch + whole / size
+        oef = OEF[self.fabric.cluster.device.kind][self.fabric.resource(op.group)]
+        beside = chunk + hop - oef * min(chunk, hop)
+        return chunk + (size - 1) * beside + (hop / 2 if op.role == "dgrad" else 0.0)
+
+    def _hop_ms(self, op: Operator) -> float:
+        """Return the time of a chunk from one rank of a ring to the next one."""
+        span, (batch, _, queries, _, _, width) = self.fabric.span(op.group), op.shape
+        payload = float(batch) * queries * width * self.itemsize
+        port = self.fabric.port_gbs if span.hosts > 1 else None
+        return send_ms(payload, self.fabric.cluster, port) * (2 if op.role == "dgrad" else 1)
 
     def _is_cast(self, op: Operator) -> bool:
         """Return whether a GEMM has operands in ``gemm_dtype``: router and head have not."""

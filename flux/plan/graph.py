@@ -19,9 +19,11 @@ from flux.plan.mesh import parse_group
 
 FUSED = ("ag_gemm", "gemm_rs", "gemm_ar", "expert_gemm")
 """A GEMM and the collective before or after it, as one op of Flux; of experts, with AllToAll."""
+RING = "ring_attention"
+"""Attention in chunks of keys and values that travel round the context parallel ranks meanwhile."""
 SERVING = ("grouped_gemm", "cached_attention")
 """Operators of inference alone: of experts whose weights are read, and of queries and a cache."""
-COMPUTE = ("gemm", "attention", "norm", "elementwise", "optimizer", *FUSED, *SERVING)
+COMPUTE = ("gemm", "attention", RING, "norm", "elementwise", "optimizer", *FUSED, *SERVING)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 RESOURCES = ("comp", "intra", "inter")
 """Resources that an operator occupies: multiprocessors, links inside a host, network ports."""
@@ -52,11 +54,12 @@ class Operator(NamedTuple):
         pieces: how many of them there are.
         strand: number of the strand that a policy has put it on.
         shape: gemm and fused ops: (m, n, k) of this rank. grouped_gemm: (m, n, k, experts read).
-            attention: (batch, heads, queries, keys, head_dim). cached_attention: (batch, heads,
+            attention: (batch, heads, queries, keys, head_dim); ring_attention has besides elements
+            of a token's keys and values. cached_attention: (batch, heads,
             keys, width of a head's keys and values, bytes of a cached token). norm, elementwise and
             optimizer: (rows, width, tensors read and written).
             Collectives: (rows, width) of the whole tensor; all_to_all and send: of one rank's.
-        group: of a collective or a fused op: one of GROUPS, or a part of it (flux/plan/mesh.py).
+        group: of a collective, fused op or ring: one of GROUPS, or a part (flux/plan/mesh.py).
         allocates: bytes that it allocates when it starts.
         frees: bytes that are free when it has ended.
     """
@@ -164,7 +167,7 @@ def _check_op(op: Operator) -> None:
         raise GraphError(f"{op.name}: {error}") from error
     collective = op.kind in COLLECTIVES
     fine = (collective or op.kind in COMPUTE) and op.resource in RESOURCES and op.role in ROLES
-    grouped = collective or op.kind in FUSED
+    grouped = collective or op.kind in (*FUSED, RING)
     fine = fine and (not grouped or base in GROUPS) and op.stage >= 0
     if fine and collective != (op.resource == "comp"):
         return

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flux.core.problem import ceil_div
+from flux.plan.graph import RING
 from flux.plan.model import ServingStep, TrainingStep
 
 _FUSED = {"norm": (2, 4), "bda": (3, 2), "loss": (5, 3)}
@@ -130,7 +131,8 @@ class Layers:
         if step.eager:
             width = self.inner + self.kv // 2
             yield self.elementwise("rope", rows, width, 0.0)
-        if self.cp > 1:
+        ring = self.cp > 1 and step.cp_kind == "ring"
+        if self.cp > 1 and not ring:
             shape = rows * self.cp, self.kv
             yield LayerOp("ag_kv", "all_gather", shape, 0, shape, "cp")
         if isinstance(step, ServingStep) and step.decodes:
@@ -142,7 +144,9 @@ class Layers:
             )
             if step.unfused_attention:  # of twice as many keys, half the pairs are all
                 shape5 = (*shape5[:3], 2 * step.sequence, shape5[4])
-            yield LayerOp("attention", "attention", shape5, rows * (self.inner + self.kv), shape5)
+            kind, group, more = (RING, "cp", (self.kv,)) if ring else ("attention", "", ())
+            shape = (*shape5, *more)
+            yield LayerOp("attention", kind, shape, rows * (self.inner + self.kv), shape, group)
             if step.unfused_attention:
                 scores = shape5[0] * shape5[1] * shape5[2], step.sequence
                 # Softmax, dropout with its mask, and what the two products write and read.

@@ -79,6 +79,9 @@ checkpoints of operators, which keep every second product (of qkv and a gated fc
 and a number of layers compute whole layers again."""
 
 
+CP_KINDS = ("ring", "all_gather")
+
+
 @dataclass(frozen=True)
 class TrainingStep:
     """One training step of a model.
@@ -108,6 +111,9 @@ class TrainingStep:
         unfused_attention: scores are written to memory, all pairs of them, as before
             FlashAttention.
         gemm_dtype: of the layers' GEMMs, "" for that of activations; float8: with casts.
+        cp_kind: how context parallel ranks get keys and values: "ring": in chunks, each beside
+            attention with the one before it, as Megatron does by default; "all_gather": all of them
+            before attention.
     """
 
     name: str
@@ -131,6 +137,7 @@ class TrainingStep:
     eager: bool = False
     unfused_attention: bool = False
     gemm_dtype: str = ""
+    cp_kind: str = "ring"
     serves = False  # see ServingStep
 
     def __post_init__(self) -> None:
@@ -192,6 +199,10 @@ class TrainingStep:
         if self.gemm_dtype and self.gemm_dtype not in DTYPES:
             names = ", ".join(DTYPES)
             raise ValueError(f"gemm_dtype must be one of {names}, got {self.gemm_dtype!r}")
+        if self.cp_kind not in CP_KINDS:
+            raise ValueError(f"cp_kind must be one of {', '.join(CP_KINDS)}, got {self.cp_kind!r}")
+        if self.unfused_attention and self.parallel.cp > 1 and self.cp_kind == "ring":
+            raise ValueError("a ring needs fused attention: take cp_kind = all_gather")
         stages = self.parallel.pp
         if self.layers < stages:
             raise ValueError(f"pp = {stages} must be at most layers = {self.layers}")

@@ -76,6 +76,7 @@ GemmDtype = Annotated[
     str,
     typer.Option(help="float8_e4m3fn: with casts."),
 ]
+CpKind = Annotated[str, typer.Option(help="With --cp: ring, or all_gather.")]
 Headroom = Annotated[float, typer.Option(help="Share of memory that stays free.")]
 TraceFile = Annotated[
     str | None,
@@ -128,6 +129,7 @@ class RankStepOptions:
     eager: Eager = False
     unfused_attention: UnfusedAttention = False
     gemm_dtype: GemmDtype = ""
+    cp_kind: CpKind = "ring"
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ def step_with(options: Any, dtype: str | None = None) -> TrainingStep:
 
 _AS_THEY_ARE = (
     *("zero", "regather", "shard", "recompute", "optimizer", "fp32_gradients", "eager"),
-    *("unfused_attention", "gemm_dtype"),
+    *("unfused_attention", "gemm_dtype", "cp_kind"),
 )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from flux.plan.graph import FUSED, Operator
+from flux.plan.graph import FUSED, RING, Operator
 from flux.plan.mesh import parse_group
 from flux.plan.page import STYLE
 from flux.plan.simulate import Timeline
@@ -42,7 +42,7 @@ def _key(op: Operator) -> tuple[str, str]:
         return "comm", "dp" if group == "edp" else group
     if op.kind in ("gemm", *FUSED):
         return "gemm", op.role
-    return ("attention", "") if op.kind == "attention" else ("other", "")
+    return ("attention", "") if op.kind in ("attention", RING) else ("other", "")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from flux.core.collector import paused_collector
 from flux.core.spans import Span, covered
 from flux.plan.cost import CostModel
-from flux.plan.graph import FUSED, Graph, GraphError
+from flux.plan.graph import FUSED, RING, Graph, GraphError
 from flux.plan.schedule import Lane, StepSchedule
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Timeline:
         """Return the events of a trace: a rank for each stage, a lane for each stream."""
         from flux.core.events import Event, Kind
 
-        kinds = dict.fromkeys(("gemm", "attention", *FUSED), Kind.gemm)
+        kinds = dict.fromkeys(("gemm", "attention", RING, *FUSED), Kind.gemm)
         events = []
         for (stage, stream), numbers in self.schedule.lanes.items():
             for number in numbers:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from flux.backends.unfused import all_gather, reduce_scatter
 from flux.core.problem import DTYPES
 from flux.ops import AGGemm, GemmAR, GemmRS
-from flux.plan.graph import FUSED, Operator
+from flux.plan.graph import FUSED, RING, Operator
 from flux.plan.mesh import group_partition, parse_group
 from flux.plan.model import Parallel
 from flux.plan.schedule import Lane, StepSchedule
@@ -101,6 +101,8 @@ class OperatorWork:
         """Return a call that does an operator's work. Collective: it may build a fused op."""
         if op.kind in FUSED:
             return self.fused(op, group)
+        if op.kind == RING:
+            return self._ring(op, group)
         return self.communicate(op, group) if op.is_collective else self.compute(op)
 
     def compute(self, op: Operator) -> Callable[[], object]:
@@ -145,6 +147,35 @@ class OperatorWork:
             out = attend(q, k, v, is_causal=queries == keys)
         into = torch.ones_like(out)
         return lambda: torch.autograd.grad(out, (q, k, v), into, retain_graph=True)
+
+    def _ring(self, op: Operator, group: dist.ProcessGroup | None) -> Callable[[], object]:
+        """Return a call of attention in chunks, which travel to the next rank meanwhile."""
+        size = 1 if group is None else dist.get_world_size(group)
+        *shape, width = op.shape
+        chunk = (*shape[:3], max(1, shape[3] // size), shape[4])
+        attend = self._attention(op._replace(shape=chunk))
+        count = op.shape[0] * op.shape[2] * width * (2 if op.role == "dgrad" else 1)
+        sent, received = self.tensor("sent chunk", count), self.tensor("received chunk", count)
+        place = 0 if group is None else dist.get_rank(group)
+        after, before = (place + 1) % size, (place - 1) % size
+
+        def move() -> list[dist.Work | None]:
+            return [
+                dist.isend(sent, group=group, group_dst=after),
+                dist.irecv(received, group=group, group_src=before),
+            ]
+
+        def run() -> None:
+            moved: list[dist.Work | None] = []
+            for step in range(size):
+                moved = move() if step < size - 1 else []
+                attend()
+                for work in filter(None, moved):
+                    work.wait()
+            for work in filter(None, move() if op.role == "dgrad" and size > 1 else []):
+                work.wait()
+
+        return run
 
     def communicate(self, op: Operator, group: dist.ProcessGroup | None) -> Callable[[], object]:
         """Return a call that does a collective's work, and waits for it."""

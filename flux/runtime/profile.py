@@ -20,14 +20,30 @@ import torch.distributed as dist
 
 from flux.core.datafile import Table, shown, write_output
 from flux.plan.cost import CostModel
-from flux.plan.graph import COLLECTIVES, COMPUTE, FUSED, GROUPS, RESOURCES, ROLES, Graph, Operator
+from flux.plan.graph import (
+    COLLECTIVES,
+    COMPUTE,
+    FUSED,
+    GROUPS,
+    RESOURCES,
+    RING,
+    ROLES,
+    Graph,
+    Operator,
+)
 from flux.plan.mesh import parse_group
 from flux.plan.model import Parallel
 from flux.runtime.execute import OperatorWork, own_group
 
 _FORMAT = 1
 _MOST_MS = 1e9
-_SIZES = {"gemm": 3, "attention": 5, **dict.fromkeys(FUSED, 3), **dict.fromkeys(COLLECTIVES, 2)}
+_SIZES = {
+    "gemm": 3,
+    "attention": 5,
+    RING: 6,
+    **dict.fromkeys(FUSED, 3),
+    **dict.fromkeys(COLLECTIVES, 2),
+}
 """Numbers in the shape of an operator; others have 3 (``graph.Operator``)."""
 T = TypeVar("T")
 Key = tuple[str, tuple[int, ...], str, str]
@@ -36,7 +52,7 @@ Key = tuple[str, tuple[int, ...], str, str]
 
 def key_of(op: Operator) -> Key:
     """Return what the time of an operator depends on."""
-    role = op.role if op.kind in ("attention", "norm") else ""
+    role = op.role if op.kind in ("attention", RING, "norm") else ""
     return op.kind, op.shape, op.group, role
 
 
@@ -114,14 +130,14 @@ def _key(table: Table) -> Key:
     shape, count = table.integers("shape"), _SIZES.get(kind, 3)
     if len(shape) != count:
         table.fail("shape", f"expected {count} sizes of {kind}, got {list(shape)}")
-    roles = ROLES if kind in ("attention", "norm") else ("",)
+    roles = ROLES if kind in ("attention", RING, "norm") else ("",)
     return kind, shape, _group(table, kind), table.text("role", choices=roles)
 
 
 def _group(table: Table, kind: str) -> str:
     """Return the group of a collective or fused op, or a part of one; others have none: ``""``."""
     group = table.text("group")
-    if kind in COLLECTIVES or kind in FUSED:
+    if kind in (*COLLECTIVES, *FUSED, RING):
         try:
             base = parse_group(group).base
         except ValueError as error:

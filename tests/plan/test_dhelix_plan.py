@@ -268,7 +268,7 @@ OFF = {"hides": "none", "links": False, "wgrad": False}
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_with_all_parts_off_the_step_takes_what_1f1b_does(pp: int) -> None:
-    step = step_with(tp=8, cp=2, pp=pp, sequence=True)
+    step = replace(step_with(tp=8, cp=2, pp=pp, sequence=True), cp_kind="all_gather")
     fabric = Fabric(load_cluster("dhelix-a40"), step.parallel)
     cost = Free(AnalyticCost(fabric, step.dtype, step.itemsize))
     graph = build_step(step, fabric)
@@ -323,6 +323,7 @@ def test_a_part_that_is_off_overlaps_nothing(
 ) -> None:
     layer = Layer(4096, 14336, 32, 32, 128, True)
     step = step_with(layer, tp=8, cp=2, pp=2, sequence=True, micro_batches=4)
+    step = replace(step, cp_kind="all_gather")
     step = replace(step, layers=4, sequence=16384, micro_batch=1)
     found = side_by_side(timeline_of(step, "dhelix", **options))
     assert found.isdisjoint(never.split()) and found.issuperset(still.split())
@@ -397,7 +398,7 @@ def test_strands_without_a_pipeline_are_whole_passes() -> None:
 
 
 def test_measured_pairs_are_stored_and_used(tmp_path: Any) -> None:
-    step = step_with(tp=2, cp=2, sequence=True)
+    step = replace(step_with(tp=2, cp=2, sequence=True), cp_kind="all_gather")
     graph = build_step(step, Fabric(load_cluster("dhelix-a40"), step.parallel))
     pairs = layer_pairs(graph)
     assert all(a.resource != b.resource for a, b in pairs)

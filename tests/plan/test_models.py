@@ -203,6 +203,7 @@ def draws(count: int) -> list[TrainingStep]:
                 fp32_gradients=flag,
                 regather=sequence,
                 unfused_attention=not flag,
+                cp_kind="ring" if flag else "all_gather",
             )
         )
         if len(steps) == count:

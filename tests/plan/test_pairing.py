@@ -277,7 +277,7 @@ def layer_graph(
     else:
         parallel = Parallel(tp=8, cp=cp, sequence=True)
     model = "phi-moe" if experts else "llama-25b"
-    step = step_of(model, parallel, layers=1, micro_batches=1, regather=False)
+    step = step_of(model, parallel, layers=1, micro_batches=1, regather=False, cp_kind="all_gather")
     fabric = Fabric(load_cluster("dhelix-a40"), parallel)
     return graph_of_layer(build_step(step, fabric), direction)
 

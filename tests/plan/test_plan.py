@@ -38,6 +38,7 @@ from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import Timeline, simulate
 from flux.runtime.profile import Profile, ProfiledCost, key_of, read_profile
 from flux.select.cost import library_ms
+from flux.select.hardware import LAUNCH_US, OEF
 from harness import STRESS
 
 DENSE = Layer(64, 256, 8, 4, 8, True)
@@ -550,6 +551,47 @@ def test_the_command_prints_json_and_says_what_is_wrong(tmp_path: Path) -> None:
         assert run(app, [*base, *words]).exit_code == 0 and SHORTENED in drawn.read_text()
     result = run(app, ["plan", "explain", "--layers", "2", "--policy", "serial"])
     assert result.exit_code == 0 and "has most exposed communication" in result.output
+
+
+@pytest.mark.parametrize("hosts_of_ring", [1, 4])
+def test_chunks_of_a_ring_travel_beside_attention(hosts_of_ring: int) -> None:
+    degrees = {"cp": 4} if hosts_of_ring == 1 else {"tp": 8, "cp": 4}
+    times = {}
+    for kind in ("ring", "all_gather"):
+        step = step_of(
+            *("llama3-8b", Parallel(**degrees)),
+            sequence=16384,
+            layers=2,
+            recompute="selective",
+            cp_kind=kind,
+        )
+        fabric = Fabric(replace(load_cluster("flux-h800"), hosts=hosts_of_ring), step.parallel)
+        cost, graph = AnalyticCost(fabric, step.dtype, 2), build_step(step, fabric)
+        times[kind] = simulate(planned(policy_of("serial"), graph, fabric, cost), cost)
+        rings = [op for op in graph.ops if op.kind == "ring_attention"]
+        assert any(op.part == "ag_kv" for op in graph.ops) == (not rings)
+        if not rings:
+            continue
+        assert [op.role for op in rings] == ["fwd", "fwd"] + ["recompute", "dgrad"] * 2
+        forward, backward = rings[0], rings[-1]
+        batch, _, queries, _, _, width = forward.shape
+        whole = forward._replace(kind="attention", shape=forward.shape[:5], group="")
+        launch = 1e-3 * LAUNCH_US["cuda"]
+        gbs = fabric.cluster.link.gbs if hosts_of_ring == 1 else 50.0
+        delay = (fabric.cluster.link if hosts_of_ring == 1 else fabric.cluster.network).latency_us
+        hop = 2 * batch * queries * width / (gbs * 1e6) + 1e-3 * delay
+        oef = OEF["cuda"]["intra" if hosts_of_ring == 1 else "inter"]
+        for op, moves, last in ((forward, 1, 0.0), (backward, 2, hop)):
+            chunk = launch + (cost.solo(whole._replace(role=op.role)) - launch) / 4
+            beside = chunk + moves * hop - oef * min(chunk, moves * hop)
+            assert cost.solo(op) == pytest.approx(chunk + 3 * beside + last)
+        comm = next((op for op in graph.ops if op.group == "tp"), None)
+        assert comm is None or cost.oef(forward, comm) == OEF["cuda"]["intra"]
+    assert times["ring"].iteration_ms < times["all_gather"].iteration_ms
+    with pytest.raises(ValueError, match="a ring needs fused attention"):
+        replace(step, unfused_attention=True, cp_kind="ring")
+    with pytest.raises(ValueError, match="cp_kind must be one of ring, all_gather, got 'mesh'"):
+        replace(step, cp_kind="mesh")
 
 
 def test_a_page_says_whether_another_plan_wins_with_a_slower_link() -> None:

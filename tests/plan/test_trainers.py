@@ -63,6 +63,7 @@ def plans(trainer: str, count: int) -> Iterator[Planned]:
             optimizer=optimizer,
             fp32_gradients=not flag,
             unfused_attention=flag and trainer != "torchtitan",
+            cp_kind="all_gather" if flag else "ring",
             gemm_dtype="float8_e4m3fn" if zero == 2 and trainer != "deepspeed" else "",
         )
         if trainer == "torchtitan" and layer.moe is None:
@@ -106,6 +107,8 @@ def possible(trainer: str, plan: Planned) -> TrainingStep:
     elif trainer == "deepspeed":
         changes |= {"split": (), "unfused_attention": False}
         changes |= {} if step.recompute == "full" else {"recompute": "none"}
+    if trainer != "megatron" or (p.cp == 1 and not step.unfused_attention):
+        changes["cp_kind"] = "ring"
     return replace(step, **changes)
 
 

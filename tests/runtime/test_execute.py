@@ -76,7 +76,7 @@ def steps(rank: int, world: int, config: PlanRun) -> None:
 @pytest.mark.parametrize(
     "parallel, layer",
     [
-        (Parallel(tp=2, sequence=True), DENSE),
+        (Parallel(tp=2, cp=2, sequence=True), DENSE),
         (Parallel(tp=2, pp=2), DENSE),
         (Parallel(dp=2, ep=2), EXPERTS),
         *more((Parallel(tp=2), DENSE), (Parallel(pp=4), DENSE)),

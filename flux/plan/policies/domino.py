@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
-from flux.plan.graph import FUSED, Graph, Operator, replaced
+from flux.plan.graph import FUSED, RING, Graph, Operator, replaced
 from flux.plan.policies.fuse import CHOICES, LINEARS, first_layers, fuse
 from flux.plan.policies.passes import pieces, sequences
 from flux.plan.schedule import StepSchedule, on_lanes
@@ -111,7 +111,7 @@ class DominoPolicy:
             return
         if op.moves_weights:
             raise ValueError("domino does not cut gathers of weights (zero=2 and 3); use centauri")
-        if op.kind == "attention" and op.shape[0] % self.slices:
+        if op.kind in ("attention", RING) and op.shape[0] % self.slices:
             raise ValueError(
                 f"domino: {self.slices} slices must divide a micro-batch of {op.shape[0]} sequences"
             )

@@ -71,6 +71,8 @@ def exported(plan: Planned) -> Exported:
         flags["tp-comm-overlap"] = ""
     elif p.tp > 1 and not plan.overlaps:
         notes.append("Megatron runs a dgrad's collective beside the wgrad: faster than planned")
+    if p.cp > 1 and step.cp_kind != "ring":
+        flags["cp-comm-type"] = step.cp_kind
     if p.cp > 1 and step.zero:
         notes.append("the distributed optimizer shares over context parallel ranks, too")
     notes.append("data, tokenizer, learning rate, positions, norms and biases are up to you")
@@ -227,6 +229,11 @@ def imported(options: CommandOptions, model: str, gpus: int | None) -> Imported:
     )
     taken["sequence_parallel"] = "sequence-parallel" in options and taken["tp"] > 1
     taken["unfused_attention"] = options.get("attention-backend") == "unfused"
+    kind = options.get("cp-comm-type", "p2p").replace("_", "")
+    gathers = kind == "allgather" or taken["unfused_attention"]
+    taken["cp_kind"] = "all_gather" if gathers else "ring"
+    if kind not in ("p2p", "allgather"):
+        notes.append(f"--cp-comm-type {shown(kind)}: planned as a ring")
     taken["gemm_dtype"] = "float8_e4m3fn" if "fp8-format" in options else ""
     bf16, whole = "bf16" in options, "accumulate-allreduce-grads-in-fp32" in options
     taken["fp32_gradients"] = whole or (bf16 and "grad-reduce-in-bf16" not in options)
