@@ -208,7 +208,7 @@ def test_a_pipeline_halves_memory_and_its_groups_take_turns() -> None:
         ("--model mixtral-8x7b --tp 16 --ep 3", 2, "ep = 3 must divide dp = 1"),
         ("--batch 700", 1, "holds 621 sequences; use a smaller batch"),
         ("--policy domino:slices=3", 1, "slices=3: 3 slices must divide a micro-batch of 1"),
-        ("--policy serial:fused=column", 1, "no tensor-parallel communication beside a GEMM"),
+        ("--policy serial:fused=column", 1, "communication beside columns' GEMMs"),
     ],
 )
 def test_the_command_says_what_cannot_be_served(arguments: str, status: int, message: str) -> None:
