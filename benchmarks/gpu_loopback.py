@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import efficiency, keep, load, markdown, milliseconds, percent
 
 from flux import Knobs, PeerTimeoutError
@@ -35,11 +36,14 @@ def variants(problem: Problem, tiles: Sequence[int]) -> dict[str, Knobs]:
     """Return the heuristic's knobs, and those of the sweep by name.
 
     Swept are the rows of a communication tile and, for AllGather, the direction; for
-    ReduceScatter, copy engines in place of multiprocessors.
+    ReduceScatter, copy engines in place of multiprocessors, and sums in the GEMM's kernel.
     """
     knobs = {"flux": Knobs()}
     if not problem.op.gathers:
         knobs["flux copies"] = Knobs(sends="copies")
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    if problem.op.scatters and hopper:
+        knobs["flux sums in kernel"] = Knobs(reduce="in_kernel")
     for direction in ("push", "pull") if problem.op.gathers else (None,):
         for count in tiles:
             rows = max(1, problem.chunk // count)

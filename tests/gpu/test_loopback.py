@@ -90,6 +90,14 @@ def test_every_order_matches_float64(a100: EmulatedDevice, order: str, direction
                 check_call(ranks, built, inputs, gather=True)
 
 
+def test_kernels_sum_own_rows(device: EmulatedDevice) -> None:
+    p = problem("gemm_rs", 37)
+    knobs = Knobs(reduce="in_kernel")
+    with LoopbackWorld(4, device) as ranks, p.build(ranks.rank(), tuning=knobs) as built:
+        for seed, m in enumerate((37, 5, 32)):
+            check_call(ranks, built, Inputs(p, m, 4, seed))
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("direction", ["push", "pull"])
 def test_back_to_back_calls_repeat_bitwise(device: EmulatedDevice, op: str, direction: str) -> None:
