@@ -153,6 +153,27 @@ def test_sums_and_copies_hold_each_element_once(t: tuple[int, int, int, int, int
     assert all(end - begin <= 32 for _, begin, end in pieces)  # lanes of a warp
 
 
+@given(t=tilings(), raster=st.integers(1, 9))
+@example(t=(14, 2, 4, 64, 1), raster=2)
+def test_own_strips_hold_each_element_once_tile_by_tile(
+    t: tuple[int, int, int, int, int], raster: int
+) -> None:
+    """In the order in which a rank visits tiles: bands of rows of tiles, column by column."""
+    m, _, world, tile_m, _ = t
+    s = core.ScatterTiling(*t)
+    columns = s.flag_columns()
+    for owner in range(world):
+        mine = rows_of(m, world, owner)
+        strips = [s.own_sum(owner, raster, index) for index in range(s.own_sum_count(owner))]
+        held = [(row, column) for column, begin, end in strips for row in range(begin, end)]
+        assert sorted(held) == [(row, column) for row in sorted(mine) for column in range(columns)]
+        assert all(end - begin <= core.strip_rows for _, begin, end in strips)
+        tiles = list(dict.fromkeys((row // tile_m, column) for row, column in held))
+        bands = [(tile - min(mine) // tile_m) // raster for tile, _ in tiles]
+        order = [(band, column, tile) for band, (tile, column) in zip(bands, tiles, strict=True)]
+        assert order == sorted(order)
+
+
 # -- boxes of bulk stores --------------------------------------------------------------------------
 
 

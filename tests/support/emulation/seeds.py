@@ -71,6 +71,8 @@ def plan_of(seed: int, arch: str) -> tuple[GemmConfig, Plan]:
     elif op != "gemm_rs" and rng.random() < 0.4:
         knobs = replace(knobs, path="in_kernel", direction=None, order=None, comm_tile_rows=None)
     knobs = replace(knobs, tile_scheduler=config.tile_scheduler)
+    if (op, arch, knobs.path, knobs.sends) == ("gemm_rs", "90a", "fused", None):
+        knobs = replace(knobs, reduce=of_tiles.choice(["local", "in_kernel"]))
     if op == "ag_gemm" and knobs.path == "fused" and of_tiles.random() < 0.5:
         knobs = replace(knobs, direction="push", order="direct")
     return config, Plan(problem, world, knobs, topology, (rows,), seed)
