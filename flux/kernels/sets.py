@@ -65,6 +65,18 @@ def _minimal_sm90() -> Iterator[GemmConfig]:
 
 
 def _default_sm90() -> Iterator[GemmConfig]:
+    yield from _forward_sm90()
+    yield from _backward_sm90()
+
+
+def _backward_sm90() -> Iterator[GemmConfig]:
+    """Weights as [K, N]: those of a backward, and of graphs that torch.compile makes."""
+    for op, dtype in product(FUSED, ("bf16", "fp16")):
+        yield replace(_sm90(op, (128, 256), "cooperative", (2, 1), dtype), weight="kn")
+        yield replace(_sm90(op, (64, 128), "pingpong", dtype=dtype), weight="kn")
+
+
+def _forward_sm90() -> Iterator[GemmConfig]:
     yield from _minimal_sm90()
     for op in FUSED:
         yield _sm90(op, (256, 128), "cooperative", (2, 1))
@@ -79,10 +91,6 @@ def _default_sm90() -> Iterator[GemmConfig]:
         yield _sm90(op, (64, 128), "pingpong")
     yield _sm90("ag_gemm", (64, 64), "pingpong")
     yield _sm90("gemm_rs", (128, 256), "cooperative", (2, 1), reduce="in_flight")
-    # Weights as [K, N]: those of a backward, and of graphs that torch.compile makes.
-    for op, dtype in product(FUSED, ("bf16", "fp16")):
-        yield replace(_sm90(op, (128, 256), "cooperative", (2, 1), dtype), weight="kn")
-        yield replace(_sm90(op, (64, 128), "pingpong", dtype=dtype), weight="kn")
     # Where other kernels hold multiprocessors.
     for op, columns in product(FUSED, (256, 192)):
         yield replace(_sm90(op, (128, columns), "cooperative", (2, 1)), tile_scheduler="dynamic")
@@ -108,7 +116,7 @@ def _default_sm90() -> Iterator[GemmConfig]:
 
 
 def _full_sm90() -> Iterator[GemmConfig]:
-    yield from _default_sm90()
+    yield from _forward_sm90()
     shared_tiles = ((128, 256), (256, 128), (256, 192), (128, 192), (128, 128), (128, 64))
     own_tiles = ((64, 64), (64, 128), (64, 256), (128, 128), (128, 64))
     shapes = [
@@ -130,6 +138,7 @@ def _full_sm90() -> Iterator[GemmConfig]:
             yield from _legal([base])
             if (weight, activation, reduce) == ("nk", "none", "local"):
                 yield from _legal([replace(base, tile_scheduler="dynamic")])
+    yield from _backward_sm90()
 
 
 def _sm80(
@@ -161,6 +170,23 @@ def _minimal_sm80() -> Iterator[GemmConfig]:
 
 
 def _default_sm80() -> Iterator[GemmConfig]:
+    yield from _forward_sm80()
+    yield from _backward_sm80()
+
+
+def _any_size(op: str, dtype: str = "bf16") -> GemmConfig:
+    """Return the one kernel that supports any K and N."""
+    return _sm80(op, (64, 64, 32), (2, 2), 2, dtype=dtype, alignment=1)
+
+
+def _backward_sm80() -> Iterator[GemmConfig]:
+    """Weights as [K, N], as in ``_backward_sm90``."""
+    for op, dtype in product((*FUSED, *GROUPED), ("bf16", "fp16")):
+        yield replace(_sm80(op, (128, 128, 32), (2, 2), 4, dtype=dtype), weight="kn")
+        yield replace(_any_size(op, dtype), weight="kn")
+
+
+def _forward_sm80() -> Iterator[GemmConfig]:
     yield from _minimal_sm80()
     for op in FUSED:
         large = _sm80(op, (128, 256, 32), (2, 4), 3)
@@ -169,22 +195,17 @@ def _default_sm80() -> Iterator[GemmConfig]:
         # Decode: few rows, so parallelism comes from splitting K.
         yield _sm80(op, (64, 128, 32), (2, 2), 4, "stream_k")
         yield _sm80(op, (16, 128, 64), (1, 4), 4, "stream_k")
+        yield _any_size(op)
     for op in GROUPED:  # few tokens for each expert
         yield _sm80(op, (64, 128, 32), (2, 2), 4)
+        yield _any_size(op)
     for op in (*FUSED, *GROUPED):
-        for weight in ("nk", "kn"):  # [K, N]: of a backward, and of graphs
-            wide = replace(_sm80(op, (128, 128, 32), (2, 2), 4), weight=weight)
-            any_size = replace(_sm80(op, (64, 64, 32), (2, 2), 2, alignment=1), weight=weight)
-            yield from (
-                wide,
-                any_size,
-                replace(wide, dtype="fp16"),
-                replace(any_size, dtype="fp16"),
-            )
+        yield _sm80(op, (128, 128, 32), (2, 2), 4, dtype="fp16")
+        yield _any_size(op, "fp16")
 
 
 def _full_sm80() -> Iterator[GemmConfig]:
-    yield from _default_sm80()
+    yield from _forward_sm80()
     shapes = (
         ((128, 256, 32), (2, 4), 3),
         ((256, 128, 32), (4, 2), 3),
@@ -215,6 +236,7 @@ def _full_sm80() -> Iterator[GemmConfig]:
                 replace(base, alignment=alignment, stages=2 if alignment == 1 else stages)
                 for alignment in (4, 2, 1)
             )
+    yield from _backward_sm80()
 
 
 def _legal(configs: Iterable[GemmConfig]) -> Iterator[GemmConfig]:

