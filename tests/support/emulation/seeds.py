@@ -89,8 +89,10 @@ def has_late_blocks(plan: Plan) -> bool:
 
 
 def kind_of(plan: Plan) -> str:
-    """Name of the op, the path and the tile scheduler of a plan."""
-    return f"{plan.problem.op} {plan.knobs.path} {plan.knobs.tile_scheduler}"
+    """Name of the op, the path or who sums, and the tile scheduler of a plan."""
+    k = plan.knobs
+    path = "sums_in_kernel" if k.reduce == "in_kernel" else k.path
+    return f"{plan.problem.op} {path} {k.tile_scheduler}"
 
 
 def run_seed(device: Any, registry: Registry, seed: int, arch: str) -> str:
