@@ -35,6 +35,12 @@ __device__ __forceinline__ bool counts_to(std::uint32_t* word, std::uint32_t all
   return result;
 }
 
+// The warp's next piece.
+__device__ __forceinline__ unsigned claim_of_warp(std::uint32_t* count) {
+  const unsigned piece = threadIdx.x % 32 == 0 ? atomicAdd(count, 1u) : 0u;
+  return __shfl_sync(~0u, piece, 0);
+}
+
 // Number of the current call, once begin_gather() has returned.
 __device__ __forceinline__ std::uint32_t gather_number(const FluxGather& g) {
   return *reinterpret_cast<const volatile std::uint32_t*>(g.counts + FLUX_GATHER_NUMBER);
@@ -82,8 +88,7 @@ __device__ __forceinline__ void push_rows(const FluxGather& g, const FluxSync& s
                         sizeof(uint4) ==
                     0;
   for (;;) {
-    unsigned piece = lane == 0 ? atomicAdd(g.counts + FLUX_GATHER_CLAIMED, 1u) : 0u;
-    piece = __shfl_sync(~0u, piece, 0);
+    const unsigned piece = claim_of_warp(g.counts + FLUX_GATHER_CLAIMED);
     if (piece >= all) return;
     const std::uint64_t began = stamp();
     const std::int64_t begin = std::int64_t{piece} * kPieceBytes;

@@ -67,6 +67,19 @@ __device__ __forceinline__ Vector load_past_l1(const void* at) {
   return value;
 }
 
+template <class Element, int Width>
+__device__ __forceinline__ cutlass::AlignedArray<Element, Width> result_of(
+    const SumTargets& s, const cutlass::Array<float, Width>& sum, int column) {
+  cutlass::AlignedArray<Element, Width> result;
+#pragma unroll
+  for (int e = 0; e < Width; ++e) {
+    float value = sum[e] * s.to.scale;
+    if (s.bias != nullptr) value += float(static_cast<const Element*>(s.bias)[column + e]);
+    result[e] = Element(value);
+  }
+  return result;
+}
+
 // One warp. Without all partials the own result is NaN, and peers get nothing.
 template <class Element, int Width>
 __device__ __forceinline__ void sum_rows(const SumTargets& s, Piece piece, bool complete) {
@@ -84,13 +97,7 @@ __device__ __forceinline__ void sum_rows(const SumTargets& s, Piece piece, bool 
       sum = sum_of_slots<Element, Width>(
           world, [&s](int source) { return s.to.partials[source]; }, (row - above) * s.ld + column);
     }
-    Vector result;
-#pragma unroll
-    for (int e = 0; e < Width; ++e) {
-      float value = sum[e] * s.to.scale;
-      if (s.bias != nullptr) value += float(static_cast<const Element*>(s.bias)[column + e]);
-      result[e] = Element(value);
-    }
+    const Vector result = result_of<Element, Width>(s, sum, column);
     const bool stays = s.to.scatters != 0;
     const std::int64_t place = std::int64_t{stays ? row - above : row} * s.tiling.n + column;
     for (int step = 0; step < (complete && !stays ? world : 1); ++step) {
@@ -99,6 +106,12 @@ __device__ __forceinline__ void sum_rows(const SumTargets& s, Piece piece, bool 
       *reinterpret_cast<Vector*>(out) = result;
     }
   }
+}
+
+__device__ __forceinline__ void tell_of_sum(const FluxSync& sync, std::uint64_t began,
+                                            Piece piece) {
+  const int rows = piece.end - piece.begin;
+  tell_of_warp(sync, began, {FLUX_TRACE_SUM, piece.begin, piece.column, rows});
 }
 
 template <class Element>
@@ -123,8 +136,7 @@ __device__ __forceinline__ void sum_own(const SumTargets& s, const FluxSync& syn
   if (complete && lane < t.world && lane != s.rank) {
     store_release_sys(s.to.sums[lane] + sum_word(t, piece.begin, piece.column), sync.epoch);
   }
-  const int rows = piece.end - piece.begin;
-  tell_of_warp(sync, began, {FLUX_TRACE_SUM, piece.begin, piece.column, rows});
+  tell_of_sum(sync, began, piece);
 }
 
 template <class Element, int Width>
@@ -181,13 +193,7 @@ __device__ __forceinline__ void sum_row_by_row(const SumTargets& s, Piece strip)
     for (int column = first; column < end; column += 32 * Width) {
       const auto sum = sum_of_slots<Element, Width>(
           s.tiling.world, [&s](int source) { return s.to.partials[source]; }, row * s.ld + column);
-      Vector result;
-#pragma unroll
-      for (int e = 0; e < Width; ++e) {
-        float value = sum[e] * s.to.scale;
-        if (s.bias != nullptr) value += float(static_cast<const Element*>(s.bias)[column + e]);
-        result[e] = Element(value);
-      }
+      const Vector result = result_of<Element, Width>(s, sum, column);
       auto* out = static_cast<Element*>(s.to.outs[s.rank]) + std::int64_t{row} * s.tiling.n;
       *reinterpret_cast<Vector*>(out + column) = result;
     }
@@ -199,11 +205,6 @@ __device__ __forceinline__ bool take_strip(const SumTargets& s, int index) {
   std::uint32_t before = 0;
   if (threadIdx.x % 32 == 0) before = atomicOr(s.taken + index / 32, 1u << index % 32);
   return (__shfl_sync(~0u, before, 0) >> index % 32 & 1u) == 0;
-}
-__device__ __forceinline__ void tell_of_strip(const FluxSync& sync, std::uint64_t began,
-                                              Piece strip) {
-  const int rows = strip.end - strip.begin;
-  tell_of_warp(sync, began, {FLUX_TRACE_SUM, strip.begin, strip.column, rows});
 }
 
 // The flag of source `lane` for the strip.
@@ -217,11 +218,7 @@ template <class Element>
 __device__ __forceinline__ void sum_the_rest(const SumTargets& s, const FluxSync& sync) {
   const int strips = own_sum_count(s.tiling, s.rank);
   for (;;) {
-    int index = 0;
-    if (threadIdx.x % 32 == 0) {
-      index = static_cast<int>(atomicAdd(s.to.counts + FLUX_SUM_CLAIMED, 1u));
-    }
-    index = __shfl_sync(~0u, index, 0);
+    const int index = static_cast<int>(claim_of_warp(s.to.counts + FLUX_SUM_CLAIMED));
     if (index >= strips) return;
     const Piece strip = own_sum(s.tiling, s.rank, s.raster, index);
     if (strip.begin >= strip.end) continue;
@@ -232,7 +229,7 @@ __device__ __forceinline__ void sum_the_rest(const SumTargets& s, const FluxSync
     if (!take_strip(s, index)) continue;
     const std::uint64_t began = stamp();
     sum_rows<Element, 16 / sizeof(Element)>(s, strip, complete);
-    tell_of_strip(sync, began, strip);
+    tell_of_sum(sync, began, strip);
   }
 }
 
@@ -243,11 +240,7 @@ __device__ __forceinline__ void sum_beside(const SumTargets& s, const volatile u
   const FluxSync sync = sum_sync(s);
   const int strips = own_sum_count(s.tiling, s.rank);
   for (;;) {
-    int index = 0;
-    if (threadIdx.x % 32 == 0) {
-      index = static_cast<int>(atomicAdd(s.to.counts + FLUX_SUM_BESIDE, 1u));
-    }
-    index = __shfl_sync(~0u, index, 0);
+    const int index = static_cast<int>(claim_of_warp(s.to.counts + FLUX_SUM_BESIDE));
     if (index >= strips) return;
     const Piece strip = own_sum(s.tiling, s.rank, s.raster, index);
     if (strip.begin >= strip.end) continue;
@@ -260,7 +253,7 @@ __device__ __forceinline__ void sum_beside(const SumTargets& s, const volatile u
     if (!take_strip(s, index)) continue;
     const std::uint64_t began = stamp();
     sum_row_by_row<Element, 8 / sizeof(Element)>(s, strip);
-    tell_of_strip(sync, began, strip);
+    tell_of_sum(sync, began, strip);
   }
 }
 
@@ -269,11 +262,7 @@ __device__ __forceinline__ void take_pieces(const SumTargets& s, const FluxSync&
   const int sums = sum_count(s.tiling, s.rank);
   const int all = sums + copy_count(s.tiling);
   for (;;) {
-    int piece = 0;
-    if (threadIdx.x % 32 == 0) {
-      piece = static_cast<int>(atomicAdd(s.to.counts + FLUX_SUM_CLAIMED, 1u));
-    }
-    piece = __shfl_sync(~0u, piece, 0);
+    const int piece = static_cast<int>(claim_of_warp(s.to.counts + FLUX_SUM_CLAIMED));
     if (piece >= all) return;
     if (piece < sums) {
       sum_own<Element>(s, sync, sum_of_owner(s.tiling, s.rank, piece));
