@@ -40,7 +40,7 @@ from flux.core.env import VariableError
 GROUP = "flux.commands"
 OWN = (
     *("doctor", "compile", "bench", "bench.model", "bench.serve", "bench.suite", "bench.op"),
-    *("tune", "trace", "simulate", "plan", "plan.run", "plan.profile", "plan.search"),
+    *("tune", "trace", "simulate", "plan", "plan.run", "plan.search"),
 )
 """Entry points of this package, in the order of --help. Those of other packages follow by name."""
 
@@ -91,8 +91,10 @@ def entries() -> dict[str, EntryPoint]:
     """
     by_name: dict[str, EntryPoint] = {}
     for entry in entry_points(group=GROUP):
-        ours = entry.name in OWN and entry.module.startswith("flux.")
-        if ours or entry.name not in by_name:
+        own_module = entry.module.startswith("flux.")
+        if own_module and entry.name not in OWN:
+            continue  # metadata of an older version
+        if own_module or entry.name not in by_name:
             by_name[entry.name] = entry
     first = {name: by_name.pop(name) for name in OWN if name in by_name}
     return first | {name: by_name[name] for name in sorted(by_name)}

@@ -13,8 +13,8 @@ Two operators on one device at a time progress at a rate of 1 / (2 - OEF) each. 
 shorter one is hidden altogether, and 0 if one after the other is as fast (DHelix, arXiv
 2411.15871, section 3.2).
 
-A calibration (flux/machine/calibration.py) has measured times of all but collectives. Profiled
-costs replace them where `flux plan profile` has measured an operator of the same kind and shape.
+A calibration (flux/machine/calibration.py) has measured times of all but collectives. `flux plan
+run` measures all operators on its ranks (flux/runtime/profile.py).
 """
 
 from __future__ import annotations

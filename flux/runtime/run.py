@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from flux.plan.policies.fuse import fusable
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import Timeline, simulate
 from flux.runtime.execute import Executor, OperatorWork, coordinates, measured
-from flux.runtime.profile import Profile, ProfiledCost, Profiler, key_of, layer_pairs
+from flux.runtime.profile import Profile, ProfiledCost, Profiler, key_of
 
 ROUNDS = 4
 """In which policies choose, and what they chose is measured."""
@@ -32,17 +32,10 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class PlanRun(Run):
-    """The complete configuration of one run of `flux plan run` or `flux plan profile`.
-
-    Attributes:
-        policies: that are compared; none: only the profile is measured.
-        pairs: measure forward operators alongside backward ones, too: DHelix searches with them.
-    """
+    """The complete configuration of one run of `flux plan run`."""
 
     step: TrainingStep
     policies: Policies = ()
-    pairs: bool = False
-    profile: Profile | None = field(default=None, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -73,13 +66,15 @@ class Ran:
     times_ms: tuple[float, ...]
 
 
+def _cost(config: PlanRun, fabric: Fabric, profile: Profile | None = None) -> CostModel:
+    cost = AnalyticCost(fabric, config.step.dtype, config.step.itemsize)
+    return cost if profile is None else ProfiledCost(profile, cost)
+
+
 def schedules_of(config: PlanRun, profile: Profile | None = None) -> dict[str, StepSchedule]:
     """Return the schedule of each policy, by label."""
     fabric = Fabric(config.cluster, config.step.parallel)
-    graph = build_step(config.step, fabric)
-    cost: CostModel = AnalyticCost(fabric, config.step.dtype, config.step.itemsize)
-    if profile is not None:
-        cost = ProfiledCost(profile, cost)
+    graph, cost = build_step(config.step, fabric), _cost(config, fabric, profile)
     schedules = {}
     for name, options in config.policies:
         policy = policy_of(name, options)
@@ -89,12 +84,6 @@ def schedules_of(config: PlanRun, profile: Profile | None = None) -> dict[str, S
             label += ", again"
         schedules[label] = schedule
     return schedules
-
-
-def predictions(profile: Profile, schedules: Mapping[str, StepSchedule]) -> dict[str, Timeline]:
-    """Return what a profile predicts for each schedule, by label."""
-    cost = ProfiledCost(profile)
-    return {label: simulate(schedule, cost) for label, schedule in schedules.items()}
 
 
 def memory_of(config: PlanRun, schedules: Mapping[str, StepSchedule]) -> int:
@@ -121,7 +110,7 @@ def _graphs_to_profile(config: PlanRun) -> list[Graph]:
     """Return graphs with every operator that a policy may use."""
     fabric = Fabric(config.cluster, config.step.parallel)
     graph = build_step(config.step, fabric)
-    cost = AnalyticCost(fabric, config.step.dtype, config.step.itemsize)
+    cost = _cost(config, fabric)
     graphs = []
     for name, options in config.policies:
         choices = [options]
@@ -133,37 +122,20 @@ def _graphs_to_profile(config: PlanRun) -> list[Graph]:
     return graphs or [graph]
 
 
-def run_entry(job: tuple[PlanRun, Any], rank: int, progress: Progress) -> tuple[Profile, list[Ran]]:
+def run_entry(job: tuple[PlanRun, None], rank: int, progress: Progress) -> list[Ran]:
     """Run one rank of `flux plan run`, as an entry of flux.bench.launch.on_ranks."""
-    config, only_profile = job
+    config, _ = job
     work = OperatorWork(config.step.dtype, config.seed, config.timeout_s)
     with closing(work):
-        return _run(config, only_profile, work, progress)
+        return _run(config, work, progress)
 
 
-def _run(
-    config: PlanRun, only_profile: bool, work: OperatorWork, progress: Progress
-) -> tuple[Profile, list[Ran]]:
-    if config.profile is not None:
-        profile, schedules = config.profile, schedules_of(config, config.profile)
-    else:
-        place = {
-            "hosts": config.hosts,
-            "link_rate": config.link_rate,
-            "threads": config.threads,
-            "dtype": config.step.dtype,
-        }
-        graphs = _graphs_to_profile(config)
-        profiler = Profiler(config.step.parallel, work, max(3, config.repeats), place)
-        profile = profiler.measure(
-            graphs,
-            partial(progress, "profile"),
-            layer_pairs(graphs[0]) if config.pairs else (),
-        )
-        profile, schedules = _chosen(config, profiler, profile, progress)
-    if only_profile:
-        return profile, []
-    predicted = predictions(profile, schedules)
+def _run(config: PlanRun, work: OperatorWork, progress: Progress) -> list[Ran]:
+    profiler = Profiler(config.step.parallel, work, max(3, config.repeats))
+    profile = profiler.measure(_graphs_to_profile(config), partial(progress, "profile"))
+    profile, schedules = _chosen(config, profiler, profile, progress)
+    cost = _cost(config, Fabric(config.cluster, config.step.parallel), profile)
+    predicted = {label: simulate(schedule, cost) for label, schedule in schedules.items()}
     executors = {
         label: Executor(schedule, config.step.parallel, work, config.timeout_s)
         for label, schedule in schedules.items()
@@ -178,9 +150,7 @@ def _run(
             if index >= config.warmup:
                 results[label].append((max(end for _, end in times.values()), times))
         progress("steps", index + 1, rounds)
-    return profile, [
-        _gathered(label, predicted[label], config, runs) for label, runs in results.items()
-    ]
+    return [_gathered(label, predicted[label], config, runs) for label, runs in results.items()]
 
 
 def _chosen(

@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 import absurd
-import fuzz_plans
 from absurd import NUMBERS, TEXTS
 from flux.cli import terminal
 from flux.cli.app import app
@@ -41,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_options_of_all_commands_are_checked_before_ranks_start() -> None:
     everything = absurd.cases()
     options = {option for option, _ in everything}
-    assert len(options) > 200 and {"bench op --threads", "plan run --profile"} <= options
+    assert len(options) > 200 and {"bench op --threads", "plan run --scale"} <= options
     with absurd.without_ranks():
         chosen = random.Random(STRESS).sample(everything, CASES)
         wrong = {str(words)[:300]: absurd.problem_of(words) for _, words in chosen}
@@ -87,14 +86,6 @@ def test_errors_of_large_values_say_what_is_allowed(words: list[str], said: str)
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert said in result.stderr
-
-
-def test_a_profile_of_another_step_is_refused_before_ranks_start() -> None:
-    Path("profile.json").write_bytes(fuzz_plans.profile_text())
-    words = ["plan", "run", "--policy", "serial", "--profile", "profile.json"]
-    with absurd.without_ranks():
-        result = CliRunner().invoke(app, words)
-    assert result.exit_code == 2 and "is not in the profile; measure it" in result.stderr
 
 
 def test_rates_and_hosts_have_ranges() -> None:

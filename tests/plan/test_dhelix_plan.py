@@ -25,7 +25,6 @@ from flux.plan.policies.passes import Action, one_f_one_b, row
 from flux.plan.policies.torch_rows import blocks_of
 from flux.plan.schedule import on_lanes
 from flux.plan.simulate import Timeline, simulate
-from flux.runtime.profile import Profile, ProfiledCost, key_of, layer_pairs, read_profile
 
 DENSE = Layer(64, 256, 8, 4, 8, True)
 EXPERTS = Layer(64, 0, 8, 8, 8, True, Moe(8, 2, 32))
@@ -392,28 +391,3 @@ def test_strands_without_a_pipeline_are_whole_passes() -> None:
     assert schedule.rows() == [["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]]
     first, second, third = one_f_one_b(0, 1, 2)
     assert (first, third) == ((Action(0, "F", 0),), (Action(0, "B", 1),)) and len(second) == 2
-
-
-# -- measured pairs --------------------------------------------------------------------------------
-
-
-def test_measured_pairs_are_stored_and_used(tmp_path: Any) -> None:
-    step = replace(step_with(tp=2, cp=2, sequence=True), cp_kind="all_gather")
-    graph = build_step(step, Fabric(load_cluster("dhelix-a40"), step.parallel))
-    pairs = layer_pairs(graph)
-    assert all(a.resource != b.resource for a, b in pairs)
-    assert {op.kind for pair in pairs for op in pair} >= {"gemm", "attention", "all_gather"}
-    solo = {key_of(op): 1.0 for op in graph.ops}
-    factors = {(key_of(a), key_of(b)): 0.25 for a, b in pairs}
-    (a, b), (c, d) = pairs[0], pairs[-1]
-    factors[key_of(c), key_of(d)] = -0.5
-    profile = Profile(solo, {("gemm", "intra"): 0.9}, {"hosts": "1"}, factors)
-    profile.write(tmp_path / "profile.json")
-    again = read_profile(tmp_path / "profile.json")
-    assert again == profile
-    cost = ProfiledCost(again)
-    assert (cost.oef(a, b), cost.oef(b, a), cost.oef(d, c)) == (0.25, 0.25, -0.5)
-    text = (tmp_path / "profile.json").read_text()
-    (tmp_path / "bad.json").write_text(text.replace("0.25", "1.25", 1))
-    with pytest.raises(ValueError, match="oef: expected a number <= 1"):
-        read_profile(tmp_path / "bad.json")

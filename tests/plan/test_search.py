@@ -17,7 +17,6 @@ from flux.plan import sample
 from flux.plan import search as searching
 from flux.plan.compare import compared
 from flux.plan.model import Parallel, step_of
-from flux.plan.options import parse_policy
 from flux.plan.sample import Figures, estimates, from_few_micro_batches, whole
 from flux.plan.search import (
     MARGIN,
@@ -30,10 +29,7 @@ from flux.plan.search import (
     search,
 )
 from flux.plan.search_output import layout_of
-from flux.plan.shrink import changes_of, shrunk
 from flux.plan.trainers import read_plan
-from flux.runtime.command import SmallStepOptions, _config
-from flux.runtime.run import PlanRun
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -246,12 +242,10 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     difference = sum(float(ms) * sign[way] for ms, way in parts)
     off = float(share[1]) * sign[share[2]] * first["iteration_ms"] / 100 - difference
     assert abs(off) < 0.2 + 5e-4 * first["iteration_ms"], told  # rounded
-    ran = run(app, ["plan", "run", "--plan", str(out), "--shrink", "--repeats", "1", "--json", "-"])
+    ran = run(app, ["plan", "run", "--plan", str(out), "--repeats", "1", "--json", "-"])
     assert ran.exit_code == 0, ran.output
-    assert "shrunk: layers 32 to 2" in ran.stderr
     _, best = json.loads(ran.stdout)
-    assert best["policy"] == first["policy"] and best["tp"] == first["tp"]
-    assert best["shrunk"]["layers"] == [32, 2]
+    assert best["policy"].startswith("domino slices=2") and best["tp"] == first["tp"]
     bad = run(app, ["plan", "run", "--plan", str(trace)])
     assert bad.exit_code == 2 and "is not an outcome of flux plan search" in bad.output
     # All degrees are taken over, and checked.
@@ -266,63 +260,6 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     out.write_text("{")
     with pytest.raises(ValueError, match=r"plans.json: not JSON"):
         read_plan(str(out))
-
-
-@pytest.mark.parametrize(
-    "policy, degrees, ranks",
-    [
-        ("zbv", {"tp": 2, "pp": 8, "dp": 4}, 2),
-        ("dualpipev", {"tp": 4, "pp": 8, "dp": 2}, 4),
-        ("interleaved:chunks=5", {"tp": 4, "pp": 4, "dp": 4}, 2),
-        ("dhelix", {"tp": 8, "pp": 4, "dp": 2}, 8),
-        ("domino:slices=4", {"tp": 8, "dp": 8, "micro_batch": 8}, 3),
-        ("centauri:chunks=2", {"tp": 4, "pp": 16}, 2),
-        ("centauri", {"dp": 64, "zero": 3}, 2),
-        ("serial:fused=auto", {"tp": 8, "cp": 2, "pp": 5, "dp": 3}, 6),
-    ],
-    ids=str,
-)
-def test_a_plan_for_a_cluster_shrinks_to_the_ranks_here(
-    policy: str, degrees: dict[str, int], ranks: int, tmp_path: Path
-) -> None:
-    plan = {"tp": 1, "cp": 1, "dp": 1, "pp": 1, "ep": 1, "micro_batch": 1, "micro_batches": 64}
-    plan |= {"zero": 1, "sequence_parallel": False, "regather": False} | degrees
-    name, options = parse_policy(policy)
-    plan["policy_options"] = {"name": name, **options}
-    path = tmp_path / "plans.json"
-    path.write_text(json.dumps({"model": "llama2-70b", "sequence": 4096, "plans": [plan]}))
-    taken = read_plan(str(path))
-    assert taken.policy == (name, options)
-    settings = {"repeats": 1, "warmup": 0, "timeout_s": 9.0}
-
-    def config_of(changes: dict[str, Any]) -> PlanRun:
-        """Plans the step under the policy."""
-        step = replace(SmallStepOptions(), **taken.options | changes)
-        return _config(step, taken.policies, settings)
-
-    plan = taken.options
-    changes = shrunk(plan, ranks, False, config_of)
-    world = changes["tp"] * changes["cp"] * changes["dp"] * changes["pp"]
-    assert 1 < world <= ranks and changes["sequence"] <= 256
-    for key in ("tp", "cp", "dp", "pp", "micro_batches"):
-        assert changes[key] <= plan[key] and plan[key] % changes[key] == 0
-    config = config_of(changes)
-    assert config.step.layer.hidden == 512 and config.step.layers <= 40
-    assert changes_of(plan, changes)["hidden"] == [8192, 512]
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--shrink"], "--shrink needs --plan FILE"),
-        (["--plan", "f", "--shrink", "--layers", "4"], "--shrink chooses --layers"),
-        (["--plan", "f", "--shrink"], "f: "),
-    ],
-    ids=str,
-)
-def test_shrink_is_refused_without_a_plan(words: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["plan", "run", *words])
-    assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ from typer.testing import CliRunner, Result
 
 from flux.cli import app as cli
 from flux.cli.app import app
+from flux.core.datafile import Table
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -39,6 +42,8 @@ def flux(*words: str) -> Result:
 
 
 def test_every_entry_point_of_this_package_has_its_place_in_help() -> None:
+    project = Table.load(ROOT / "pyproject.toml").table("project")
+    assert {*project.table("entry-points").table("flux.commands").keys} == {*cli.OWN}
     ours = {name for name, e in cli.entries().items() if e.module.startswith("flux.")}
     assert ours == set(cli.OWN)
     assert "cannot load" not in flux("--help").stdout

@@ -127,15 +127,8 @@ def test_wrong_numbers_of_ranks_and_unequal_schedules_are_refused() -> None:
 def test_the_command_predicts_and_runs(tmp_path: Path) -> None:
     run = CliRunner().invoke
     small = ["--layers", "1", "--scale", "64", "--sequence", "16", "--repeats", "1"]
-    profile, out, trace = (tmp_path / name for name in ("profile.json", "run.json", "trace.json"))
-    result = run(app, ["plan", "profile", *small, "--pairs", "--out", str(profile)])
-    assert result.exit_code == 0, result.output
-    kinds = {
-        (pair["first"]["kind"], pair["second"]["kind"])
-        for pair in json.loads(profile.read_text())["pairs"]
-    }
-    assert {("gemm", "all_reduce"), ("attention", "all_reduce")} <= kinds
-    words = ["plan", "run", *small, "--warmup", "1", "--profile", str(profile), "--json", str(out)]
+    out, trace = (tmp_path / name for name in ("run.json", "trace.json"))
+    words = ["plan", "run", *small, "--warmup", "1", "--json", str(out)]
     result = run(app, [*words, "--trace", str(trace)])
     assert result.exit_code == 0 and "predicted" in result.output, result.output
     serial, domino = json.loads(out.read_text())
@@ -149,16 +142,12 @@ def test_the_command_predicts_and_runs(tmp_path: Path) -> None:
     assert {f"{domino['policy']}, {what}: comp" for what in ("predicted", "run")} <= lanes
     # What these choose by the profile, and sends beside compute, are measured, too.
     words = ["--layers", "4", "--tp", "1", "--pp", "2", "--dp", "2", "--micro-batches", "4"]
-    words = [*small, *words, "--policy", "centauri:chunks=2", "--policy", "zbv"]
-    result = run(app, ["plan", "profile", *words, "--out", str(profile)])
-    assert result.exit_code == 0, result.output
-    words += ["--warmup", "0", "--profile", str(profile), "--json", str(out)]
-    result = run(app, ["plan", "run", *words])
+    words += ["--policy", "centauri:chunks=2", "--policy", "zbv", "--warmup", "0"]
+    result = run(app, ["plan", "run", *small, *words, "--json", str(out)])
     assert result.exit_code == 0, result.output
     assert [row["predicted_ms"] > 0 for row in json.loads(out.read_text())] == [True, True]
     for words, message in (
         (["--policy", "domino:slices=3"], "3 slices must divide"),
-        (["--profile", str(out)], "is not a profile of flux"),
         (["--link-rate", "1gbit"], "a link rate needs at least 2 hosts"),
     ):
         result = run(app, ["plan", "run", *small, *words])

@@ -59,7 +59,6 @@ BASES = {
     "plan simulate": PLANNED,
     "plan explain": PLANNED,
     "plan run": ["--policy", "serial", "--quiet"],
-    "plan profile": ["--policy", "serial", "--quiet", "--out", "profile.json"],
     "plan search": [*FOUND, "--policy", "serial", "--memory", "200", "--quiet"],
 }
 """Options of each command with which it is quick."""

@@ -51,7 +51,6 @@ from flux.machine import host
 from flux.machine.cluster import Cluster, load_cluster
 from flux.machine.detection import System
 from flux.plan.trainers import read_plan
-from flux.runtime.profile import read_profile
 from flux.select.cache import read, read_export
 from flux.select.cost import predict
 from flux.select.heuristic import resolve
@@ -345,10 +344,6 @@ def kinds() -> list[Kind]:
         Kind(
             *("model of a step", "s.toml", _tuning("shapes", "phi-moe"), "toml"),
             *(model_of, bad, fuzz_plans.check_model),
-        ),
-        Kind(
-            *("plan profile", "p.json", fuzz_plans.profile_text(), "json"),
-            *(read_profile, (*bad, OSError), fuzz_plans.check_profile),
         ),
         Kind(
             *("found plans", "f.json", fuzz_plans.plans_text(), "json"),

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from flux.bench.shapes import Model
 from flux.core.knobs import Knobs, Op
@@ -20,9 +18,7 @@ from flux.plan.fabric import Fabric
 from flux.plan.model import Parallel, step_of
 from flux.plan.options import StepOptions, step_with
 from flux.plan.policies import planned, policy_of
-from flux.plan.simulate import simulate
 from flux.plan.trainers import Imported, Planned, exported
-from flux.runtime.profile import Profile, ProfiledCost, key_of, layer_pairs
 
 SIZE = 2**30  # no M, N or K is larger
 SHAPE = Problem(Op.ag_gemm, 64, 256, 128, "bfloat16", 2, 1)
@@ -32,24 +28,6 @@ STEP = step_of(
 FABRIC = Fabric(replace(load_cluster("cpu"), devices=4), STEP.parallel)
 COST = AnalyticCost(FABRIC, STEP.dtype, STEP.itemsize)
 GRAPH = build_step(STEP, FABRIC)
-
-
-def profile_text() -> bytes:
-    solo = {key_of(op): 1.0 + number for number, op in enumerate(GRAPH.ops)}
-    pairs = {(key_of(a), key_of(b)): 0.25 for a, b in layer_pairs(GRAPH)[:3]}
-    profile = Profile(solo, {("gemm", "intra"): 0.9}, {"hosts": "1", "link_rate": None}, pairs)
-    with tempfile.TemporaryDirectory() as folder:
-        profile.write(Path(folder) / "file")
-        return (Path(folder) / "file").read_bytes()
-
-
-def check_profile(profile: Profile) -> None:
-    """All operators of another step have a time beside it, and policies can plan by it."""
-    cost = ProfiledCost(profile, COST)
-    schedule = planned(policy_of("domino", {"slices": 2}), GRAPH, FABRIC, cost)
-    assert 0 <= simulate(schedule, cost).iteration_ms < 1e18
-    for (a, b), factor in profile.pairs.items():
-        assert -1e9 <= factor <= 1 and {a, b} <= set(profile.solo)
 
 
 def plans_text() -> bytes:
