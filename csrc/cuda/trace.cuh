@@ -95,9 +95,9 @@ __device__ __forceinline__ void end_tile(const FluxSync& sync, const Told& what)
   trace->begun[unit_number()] = nanoseconds();  // for an end without a begin
 }
 
-// Where all threads of a block wait for the same, one of them tells.
-__device__ __forceinline__ FluxSync told_by_one(FluxSync sync) {
-  if (threadIdx.x != 0) sync.trace = nullptr;
+// Where several threads wait for the same, thread 0 of them tells.
+__device__ __forceinline__ FluxSync told_by_one(FluxSync sync, int thread = threadIdx.x) {
+  if (thread != 0) sync.trace = nullptr;
   return sync;
 }
 
@@ -106,7 +106,9 @@ __device__ __forceinline__ FluxSync told_by_one(FluxSync sync) {
 __device__ __forceinline__ std::uint64_t stamp() { return 0; }
 __device__ __forceinline__ void tell(const FluxSync&, std::uint64_t, const Told&) {}
 __device__ __forceinline__ void tell_of_warp(const FluxSync&, std::uint64_t, const Told&) {}
-__device__ __forceinline__ const FluxSync& told_by_one(const FluxSync& sync) { return sync; }
+__device__ __forceinline__ const FluxSync& told_by_one(const FluxSync& sync, int = 0) {
+  return sync;
+}
 
 #endif
 

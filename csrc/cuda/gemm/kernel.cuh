@@ -37,6 +37,41 @@ constexpr int (*stamp_clock)(std::uint64_t*, std::int32_t, void*) = nullptr;
 inline int prepare_stamp() { return 0; }
 #endif
 
+template <class Function>
+int prepare_on(int device, Function kernel, int shared_bytes) {
+  int before = 0;
+  cudaError_t status = cudaGetDevice(&before);
+  if (status == cudaSuccess) status = cudaSetDevice(device);
+  if (status != cudaSuccess) return status;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  // Setting an attribute need not load the code; asking for all of them does.
+  cudaFuncAttributes attributes;
+  if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, kernel);
+  const cudaError_t restored = cudaSetDevice(before);
+  return status != cudaSuccess ? status : restored;
+}
+
+// What of the device a launch may use.
+struct Resources {
+  int device_sms = 0;
+  int sm_count = 0;
+  int blocks_per_sm = 0;  // that fit, or 1 where blocks of others may be on the same device
+};
+
+template <class Function>
+int resources_of(FluxGemmArgs const& args, Function kernel, int threads, int shared_bytes,
+                 Resources* out) {
+  cudaError_t status =
+      cudaDeviceGetAttribute(&out->device_sms, cudaDevAttrMultiProcessorCount, args.device);
+  out->sm_count = args.sm_count > 0 ? args.sm_count : out->device_sms;
+  out->blocks_per_sm = 1;
+  if (status == cudaSuccess && !shares_device(out->sm_count, out->device_sms)) {
+    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&out->blocks_per_sm, kernel, threads,
+                                                           shared_bytes);
+  }
+  return static_cast<int>(status);
+}
+
 // Loads all code of a kernel, with what captured calls and traces need beside it.
 template <class Kernel>
 int prepare(int device) {

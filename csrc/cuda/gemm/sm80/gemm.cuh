@@ -263,41 +263,6 @@ __global__ void __launch_bounds__(Base::kThreadCount)
   if (params.block.signals != nullptr && threadIdx.x == 0) report_failure(block_params().sync);
 }
 
-template <class Function>
-int prepare_on(int device, Function kernel, int shared_bytes) {
-  int before = 0;
-  cudaError_t status = cudaGetDevice(&before);
-  if (status == cudaSuccess) status = cudaSetDevice(device);
-  if (status != cudaSuccess) return status;
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  // Setting an attribute need not load the code; asking for all of them does.
-  cudaFuncAttributes attributes;
-  if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, kernel);
-  const cudaError_t restored = cudaSetDevice(before);
-  return status != cudaSuccess ? status : restored;
-}
-
-// What of the device a launch may use.
-struct Resources {
-  int device_sms = 0;
-  int sm_count = 0;
-  int blocks_per_sm = 0;  // that fit, or 1 where blocks of others may be on the same device
-};
-
-template <class Function>
-int resources_of(FluxGemmArgs const& args, Function kernel, int threads, int shared_bytes,
-                 Resources* out) {
-  cudaError_t status =
-      cudaDeviceGetAttribute(&out->device_sms, cudaDevAttrMultiProcessorCount, args.device);
-  out->sm_count = args.sm_count > 0 ? args.sm_count : out->device_sms;
-  out->blocks_per_sm = 1;
-  if (status == cudaSuccess && !shares_device(out->sm_count, out->device_sms)) {
-    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&out->blocks_per_sm, kernel, threads,
-                                                           shared_bytes);
-  }
-  return static_cast<int>(status);
-}
-
 // Launches a kernel whose visitor arguments `Visited` makes, for the op `kOp`.
 template <class C, class Visited, OpKind kOp, Moves kMoves>
 struct Launcher {

@@ -1,29 +1,11 @@
 // A grouped GEMM on sm_80 and newer from CUTLASS 2.x, multistage: tiles of rows of one expert, gathered by
 // an index with cp.async (docs/kernels/protocol.md, "Mixtures of experts").
-//
-// Blocks claim items one by one. An item is a tile, or work that other tiles come before; so what an
-// item waits for on this device is with blocks that run.
 #pragma once
 
+#include "cuda/gemm/grouped.cuh"
 #include "cuda/gemm/sm80/gemm.cuh"
 
 namespace flux::sm80 {
-
-// What a kernel needs beyond the parts of CUTLASS.
-struct GroupedParams {
-  FluxGroups groups{};
-  const void* a = nullptr;
-  void* d = nullptr;
-  std::int64_t ldd = 0;
-  int n = 0, k = 0, columns = 0;
-  const std::uint32_t* signals = nullptr;
-  CommTiling tiling{};
-  ScatterTargets targets{};
-  std::uint32_t* counter = nullptr;  // of claimed items
-  std::uint32_t* finished =
-      nullptr;  // by tile of sums: rows of products; 0 whenever no kernel runs
-  FluxSync sync{};
-};
 
 // The block's copy of what the epilogue's store reads, in shared memory: its callbacks get no arguments.
 struct StoredRows {
@@ -172,8 +154,7 @@ CUTLASS_DEVICE void multiply_tile(typename GroupedParts<C>::Params const& params
   epilogue(sums, {tile, column, expert}, problem, thread);
 }
 
-// C is there for the name alone: profiles and the compiler's report show it. Duty: before(tile) and
-// after(tile, column) of a tile, by all threads, and item(number) for items that are no tile.
+// C is there for the name alone: profiles and the compiler's report show it.
 template <class C, class Duty>
 __global__ void __launch_bounds__(GroupedParts<C>::kThreads)
     grouped_kernel(const __grid_constant__ typename GroupedParts<C>::Params params) {
@@ -190,13 +171,13 @@ __global__ void __launch_bounds__(GroupedParts<C>::kThreads)
     const int item = p.groups.items[number];
     if (item >= 0) {
       const int tile = item / p.columns, column = item % p.columns;
-      Duty::before(p, tile);
+      Duty::before(p, tile, WholeBlock{});
       [[maybe_unused]] const std::uint64_t began = stamp();
       multiply_tile<C>(params, shared, tile, column);
-      Duty::after(p, tile, column);
+      Duty::after(p, tile, column, WholeBlock{});
       if (threadIdx.x == 0) tell(p.sync, began, {FLUX_TRACE_TILE, tile, column, 0});
     } else {
-      Duty::item(p, -1 - item);
+      Duty::item(p, -1 - item, WholeBlock{});
     }
     // The next tile's operands come to where this one's epilogue still reads its results.
     __syncthreads();
@@ -205,58 +186,18 @@ __global__ void __launch_bounds__(GroupedParts<C>::kThreads)
 }
 
 template <class C, class Duty>
-struct GroupedLauncher {
+struct GroupedKernel {
   using Parts = GroupedParts<C>;
-  static constexpr int kTileM = C::kTileM;
-  static constexpr int kTileN = C::kTileN;
-  static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = nullptr;
+  static constexpr int kThreads = Parts::kThreads;
   static constexpr int kSharedBytes = static_cast<int>(sizeof(typename Parts::Shared));
   static constexpr auto kKernel = &grouped_kernel<C, Duty>;
 
-  static int prepare(int device) { return prepare_on(device, kKernel, kSharedBytes); }
-
-  static std::uint64_t workspace_bytes(FluxGemmArgs const* args) {
-    return kCounterBytes + Duty::template words<C>(*args) * sizeof(std::uint32_t);
-  }
-
-  static int launch(FluxGemmArgs const* args, void* stream) {
-    if (args->groups == nullptr || args->order.world > FLUX_MAX_WORLD) return FLUX_REFUSED;
-    if (args->lda % C::kAlignment != 0 || args->ldb % C::kAlignment != 0) return FLUX_REFUSED;
-    if (args->n % C::kAlignment != 0 || args->k % C::kAlignment != 0) return FLUX_REFUSED;
-    if (workspace_bytes(args) > args->workspace_bytes) return FLUX_TOO_SMALL;
-    Resources with;
-    if (const int status = resources_of(*args, kKernel, Parts::kThreads, kSharedBytes, &with);
-        status != 0) {
-      return status;
-    }
-    typename Parts::Params params{
-        own(*args), typename Parts::Mma::IteratorA::Params(args->lda),
-        typename Parts::Mma::IteratorB::Params(args->ldb),
-        Parts::Visitor::to_underlying_arguments(
-            cute::Shape<int, int, int>{args->m, args->n, args->groups->experts_count},
-            StoredByRow<C>::arguments(*args), nullptr)};
-    const int blocks =
-        shared_blocks(args->groups->item_count, with.sm_count, with.device_sms, with.blocks_per_sm);
-    kKernel<<<blocks, Parts::kThreads, kSharedBytes, static_cast<cudaStream_t>(stream)>>>(params);
-    return static_cast<int>(cudaGetLastError());
-  }
-
-  static GroupedParams own(FluxGemmArgs const& args) {
-    GroupedParams p;
-    p.groups = *args.groups;
-    p.a = args.a;
-    p.d = args.d;
-    p.ldd = args.ldd;
-    p.n = args.n;
-    p.k = args.k;
-    p.columns = ceil_div(args.n, C::kTileN);
-    p.signals = Duty::kGathers ? args.signals : nullptr;
-    p.tiling = comm_tiling(args);
-    p.targets = scatter_targets(args, C::kTileM, C::kTileN);
-    p.counter = static_cast<std::uint32_t*>(args.workspace);
-    p.finished = p.counter + kCounterBytes / sizeof(std::uint32_t);
-    p.sync = args.sync;
-    return p;
+  static typename Parts::Params params(FluxGemmArgs const& args, GroupedParams const& own) {
+    return {own, typename Parts::Mma::IteratorA::Params(args.lda),
+            typename Parts::Mma::IteratorB::Params(args.ldb),
+            Parts::Visitor::to_underlying_arguments(
+                cute::Shape<int, int, int>{args.m, args.n, args.groups->experts_count},
+                StoredByRow<C>::arguments(args), nullptr)};
   }
 };
 

@@ -1,0 +1,92 @@
+// What kernels of experts share on all architectures (docs/kernels/protocol.md, "Mixtures of experts").
+//
+// Blocks claim items one by one. An item is a tile, or work that other tiles come before; so what an
+// item waits for on this device is with blocks that run. A *team* of threads has an item: the threads of a
+// block, or warp groups of it. A *duty* says what an op does with items beside the multiplication:
+//   before(p, tile, team)          until the tile's rows may be read
+//   after(p, tile, column, team)   behind the team's stores
+//   item(p, number, team)          an item that is no tile
+#pragma once
+
+#include "cuda/gemm/kernel.cuh"
+#include "cuda/sync.cuh"
+
+namespace flux {
+
+struct GroupedParams {
+  FluxGroups groups{};
+  const void* a = nullptr;
+  void* d = nullptr;
+  std::int64_t lda = 0, ldb = 0, ldd = 0;
+  int n = 0, k = 0, columns = 0;
+  const std::uint32_t* signals = nullptr;
+  CommTiling tiling{};
+  ScatterTargets targets{};
+  std::uint32_t* counter = nullptr;  // of claimed items
+  std::uint32_t* finished =
+      nullptr;  // by tile of sums: rows of products; 0 whenever no kernel runs
+  FluxSync sync{};
+};
+
+// All threads of a block.
+struct WholeBlock {
+  __device__ static int thread() { return static_cast<int>(threadIdx.x); }
+  __device__ static int threads() { return static_cast<int>(blockDim.x); }
+  __device__ static void sync() { __syncthreads(); }
+  __device__ static bool all(bool value) { return __syncthreads_and(value); }
+};
+
+// Launches Kernel<C, Duty>, which has kKernel, kThreads, kSharedBytes and params(args, own).
+template <class C, class Duty, template <class, class> class Kernel>
+struct GroupedLauncher {
+  using K = Kernel<C, Duty>;
+  static constexpr int kTileM = C::kTileM;
+  static constexpr int kTileN = C::kTileN;
+  static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = nullptr;
+
+  static int prepare(int device) { return prepare_on(device, K::kKernel, K::kSharedBytes); }
+
+  static std::uint64_t workspace_bytes(FluxGemmArgs const* args) {
+    return kCounterBytes + Duty::words(*args) * sizeof(std::uint32_t);
+  }
+
+  static int launch(FluxGemmArgs const* args, void* stream) {
+    if (args->groups == nullptr || args->order.world > FLUX_MAX_WORLD) return FLUX_REFUSED;
+    if (args->lda % C::kAlignment != 0 || args->ldb % C::kAlignment != 0) return FLUX_REFUSED;
+    if (args->n % C::kAlignment != 0 || args->k % C::kAlignment != 0) return FLUX_REFUSED;
+    if (workspace_bytes(args) > args->workspace_bytes) return FLUX_TOO_SMALL;
+    Resources with;
+    if (const int status = resources_of(*args, K::kKernel, K::kThreads, K::kSharedBytes, &with);
+        status != 0) {
+      return status;
+    }
+    const int blocks =
+        shared_blocks(args->groups->item_count, with.sm_count, with.device_sms, with.blocks_per_sm);
+    K::kKernel<<<blocks, K::kThreads, K::kSharedBytes, static_cast<cudaStream_t>(stream)>>>(
+        K::params(*args, own(*args)));
+    return static_cast<int>(cudaGetLastError());
+  }
+
+ private:
+  static GroupedParams own(FluxGemmArgs const& args) {
+    GroupedParams p;
+    p.groups = *args.groups;
+    p.a = args.a;
+    p.d = args.d;
+    p.lda = args.lda;
+    p.ldb = args.ldb;
+    p.ldd = args.ldd;
+    p.n = args.n;
+    p.k = args.k;
+    p.columns = ceil_div(args.n, C::kTileN);
+    p.signals = Duty::kGathers ? args.signals : nullptr;
+    p.tiling = comm_tiling(args);
+    p.targets = scatter_targets(args, C::kTileM, C::kTileN);
+    p.counter = static_cast<std::uint32_t*>(args.workspace);
+    p.finished = p.counter + kCounterBytes / sizeof(std::uint32_t);
+    p.sync = args.sync;
+    return p;
+  }
+};
+
+}  // namespace flux
