@@ -27,6 +27,7 @@ from flux.plan.graph import Graph, Operator
 from flux.plan.model import Parallel, TrainingStep, step_of
 from flux.plan.policies import planned, policy_of
 from flux.plan.simulate import simulate
+from flux.select.hardware import OVERLAP
 
 RESULT = ROOT / "benchmarks" / "results" / "plan" / "dhelix_paper.json"
 TOKENS = 8 * 2**20
@@ -61,7 +62,7 @@ class Case:
         degrees: of parallelism.
         layers: of the model, if not all.
         capacity: factor of an expert's capacity, to which tokens are padded for AllToAll.
-        oef: of collectives beside compute, where the paper has measured it (table 7).
+        overlap: effectiveness by hosts, in place of the cluster file's.
         sent_heads: of keys and values, sent by context parallelism; None: all heads.
         experts: time of experts' operators over that of data sheets.
         variant: a row with other values of what the paper leaves open.
@@ -74,7 +75,7 @@ class Case:
     degrees: dict[str, int]
     layers: int | None = None
     capacity: int = 1
-    oef: float | None = None
+    overlap: dict[int, float] = field(default_factory=dict)
     sent_heads: int | None = None
     experts: float = 1.0
     variant: bool = False
@@ -91,7 +92,6 @@ _A40, _A800, _H100 = "dhelix-a40", "dhelix-a800", "dhelix-h100"
 _BIG = {"tp": 8, "dp": 4, "pp": 2}
 _BIG_CP = {"tp": 8, "cp": 2, "dp": 2, "pp": 2}
 _PHI = {"dp": 16, "ep": 8, "pp": 4}
-_TABLE_7 = {8: 0.5787, 16: 0.6673, 32: 0.5172}
 
 
 def _cases() -> list[Case]:
@@ -133,22 +133,21 @@ def _cases() -> list[Case]:
             for tp in (8, 16, 32)
         ]
     by_name = {(case.cluster, case.model, case.sequence): case for case in cases[:18]}
+    assumed = {"overlap": OVERLAP["cuda"]}
     others: list[tuple[Case, dict[str, Any]]] = [
-        *((case, {"oef": _TABLE_7[case.degrees["tp"]]}) for case in cases[-3:]),
-        (cases[-4], {"oef": _TABLE_7[32]}),
+        *((case, assumed) for case in cases[-6:]),
+        *((by_name[_A40, model, 16384], assumed) for model in ("llama-39b", "gpt-30b")),
     ]
     for model in ("llama3-8b", "gpt-6.7b"):
         others.append((by_name[_A40, model, 8192], {"degrees": {"tp": 8, "dp": 8}}))
     for model in ("llama3-8b", "llama-25b", "llama-39b"):
         others.append((by_name[_A40, model, 16384], {"sent_heads": 8}))
-    for model in ("llama-39b", "gpt-30b"):
-        others.append((by_name[_A40, model, 16384], {"oef": 0.5787}))
     for sequence in (16384, 32768):
         others.append((by_name[_A800, "llama-66b", sequence], {"sent_heads": 8}))
     others.append((by_name[_A40, "phi-moe", 3072], {"experts": 2.5}))
     for tp in (16, 32):
         degrees = {"tp": tp, "dp": 32 // tp}
-        others.append((cases[-1], {"model": "llama-39b", "degrees": degrees, "oef": _TABLE_7[tp]}))
+        others.append((cases[-1], {"model": "llama-39b", "degrees": degrees}))
     return cases + [replace(case, variant=True, **changes) for case, changes in others]
 
 
@@ -160,20 +159,18 @@ class Cost:
 
     Args:
         cost: of data sheets.
-        case: its OEF, and how much longer experts take.
+        case: how much longer experts take.
     """
 
     def __init__(self, cost: AnalyticCost, case: Case) -> None:
-        self.cost, self.factor, self.experts = cost, case.oef, case.experts
+        self.cost, self.experts = cost, case.experts
 
     def solo(self, op: Operator) -> float:
         of_experts = self.experts != 1 and op.part in ("fc1", "act", "fc2")
         return self.cost.solo(op) * (self.experts if of_experts else 1.0)
 
     def oef(self, comp: Operator, comm: Operator) -> float:
-        if self.factor is None or comp.is_collective:
-            return self.cost.oef(comp, comm)
-        return self.factor
+        return self.cost.oef(comp, comm)
 
 
 def graph_of(case: Case, step: TrainingStep, fabric: Fabric) -> Graph:
@@ -209,7 +206,8 @@ def planner_of(case: Case, micro_batches: int) -> tuple[TrainingStep, Fabric, Co
         cp_kind="all_gather",  # a collective by itself, which strands can hide
         head=False,
     )
-    fabric = Fabric(load_cluster(case.cluster), parallel)
+    cluster = load_cluster(case.cluster)
+    fabric = Fabric(replace(cluster, overlap=case.overlap or cluster.overlap), parallel)
     cost = Cost(AnalyticCost(fabric, step.dtype, step.itemsize), case)
     return step, fabric, cost, graph_of(case, step, fabric)
 
@@ -343,7 +341,7 @@ def _row(entry: dict[str, Any]) -> list[str]:
     ranks = " ".join(f"{name}{size}" for name, size in entry["degrees"].items())
     notes = [f", {entry['layers']} layers"] if entry["layers"] else []
     notes += [f", {entry['sent_heads']} KV heads"] if entry["sent_heads"] else []
-    notes += [f", OEF {entry['oef']:.2f}"] if entry["oef"] else []
+    notes += [", OEF assumed"] if entry["overlap"] else []
     notes += [f", experts {entry['experts']:g}x"] if entry["experts"] != 1 else []
     cluster, model = entry["cluster"].removeprefix("dhelix-"), entry["model"] + "".join(notes)
     return [cluster, model, str(entry["sequence"]), ranks]

@@ -124,6 +124,8 @@ class Cluster:
         link: between the devices of a host.
         network: between hosts.
         trees: PCIe root complexes that the devices of a host are attached to; 0 if unknown.
+        overlap: overlap effectiveness of computation beside a collective, by the least number of
+            hosts that the collective is on; empty: the default of flux/select/hardware.py.
         source: the file, or "detected".
     """
 
@@ -135,6 +137,7 @@ class Cluster:
     link: Link
     network: NetworkSpec
     trees: int = 0
+    overlap: Mapping[int, float] = field(default_factory=dict)
     source: str = "detected"
 
     def parts(self, shape: str) -> dict[str, Any]:
@@ -260,6 +263,7 @@ def load_cluster(
         table.number("latency_us"),
     )
     table.done()
+    overlap = _overlap(top.table("overlap")) if "overlap" in top.keys else {}
     cluster = Cluster(
         name=top.text("name") + described,
         device=device,
@@ -269,6 +273,7 @@ def load_cluster(
         link=link,
         network=network,
         trees=top.integer("trees", 0, least=0),
+        overlap=overlap,
         source=str(file),
     )
     top.text("described_in")
@@ -280,6 +285,16 @@ def load_cluster(
     if hosts < 1:
         raise ValueError(f"hosts must be at least 1, got {hosts}")
     return replace(cluster, hosts=hosts)
+
+
+def _overlap(table: Table) -> dict[int, float]:
+    """Return the overlap effectiveness that a file states, by the least number of hosts."""
+    for key in table.keys:
+        if not key.isdecimal() or key.startswith("0"):
+            table.fail(key, "expected a number of hosts")
+    if "1" not in table.keys:
+        table.fail("1", "missing")
+    return {int(key): table.number(key, most=1.0) for key in table.keys}
 
 
 def calibrated(device: DeviceSpec, path: Path) -> DeviceSpec:

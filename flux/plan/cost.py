@@ -40,7 +40,7 @@ from flux.select.cost import (
     send_ms,
     sliced_gemm_ms,
 )
-from flux.select.hardware import LAUNCH_US, OEF
+from flux.select.hardware import LAUNCH_US
 
 _LIBRARY = {
     "all_gather": FusedOp.ag_gemm,
@@ -84,6 +84,7 @@ class AnalyticCost:
     functions: Mapping[str, str] = field(default_factory=dict)
     serves: bool = False
     _times: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
+    _overlap: dict[str, float] = field(default_factory=dict, repr=False)
 
     def solo(self, op: Operator) -> float:
         """Return the time of an operator by itself, in ms."""
@@ -102,7 +103,9 @@ class AnalyticCost:
         """
         if comp.is_collective:
             return 1.0
-        assumed = OEF[self.fabric.cluster.device.kind][comm.resource]
+        assumed = self._overlap.get(comm.group)
+        if assumed is None:
+            assumed = self._overlap[comm.group] = self.fabric.overlap(comm.group)
         if comp.kind not in (*FUSED, RING) or comm.resource != self.fabric.resource(comp.group):
             return assumed
         if comp.kind == RING:
@@ -157,8 +160,7 @@ class AnalyticCost:
         """
         size, hop = self.fabric.span(op.group).size, self._hop_ms(op)
         chunk = launch + whole / size
-        oef = OEF[self.fabric.cluster.device.kind][self.fabric.resource(op.group)]
-        beside = chunk + hop - oef * min(chunk, hop)
+        beside = chunk + hop - self.fabric.overlap(op.group) * min(chunk, hop)
         return chunk + (size - 1) * beside + (hop / 2 if op.role == "dgrad" else 0.0)
 
     def _hop_ms(self, op: Operator) -> float:

@@ -17,6 +17,7 @@ from flux.machine.cluster import Cluster
 from flux.plan.graph import GROUPS
 from flux.plan.mesh import parse_group
 from flux.plan.model import Parallel
+from flux.select.hardware import OVERLAP
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ class Fabric:
     def resource(self, group: str) -> str:
         """Return the resource that a group's collectives occupy: ``intra`` or ``inter``."""
         return "intra" if self.span(group).hosts == 1 else "inter"
+
+    def overlap(self, group: str) -> float:
+        """Return the overlap effectiveness of computation beside a group's collectives."""
+        known = self.cluster.overlap or OVERLAP[self.cluster.device.kind]
+        return known[max(hosts for hosts in known if hosts <= self.span(group).hosts)]
 
     @property
     def port_gbs(self) -> float:

@@ -225,14 +225,24 @@ class TrainingStep:
         """Return the experts of a layer; None if it has an MLP."""
         return None if layer < self.dense_layers else self.layer.moe
 
+    @property
+    def attention_weights(self) -> float:
+        """Elements of attention's weights on one rank; each has down-projections and a KV head."""
+        sizes, tp, latent = self.layer, self.parallel.tp, self.layer.latent
+        if latent is not None:
+            whole = sizes.hidden * (latent.query_rank + latent.kv_rank + latent.rope_dim)
+            return (sizes.attention_weights - whole) / tp + whole
+        copies = ceil_div(sizes.kv_heads, tp) - sizes.kv_heads / tp
+        rows = copies * (sizes.head_dim + sizes.value_dim)
+        return sizes.attention_weights / tp + sizes.hidden * rows
+
     def weights_of(self, layer: int) -> float:
         """Return elements of a layer's weights on one rank, without embedding and head."""
         sizes, parallel, moe = self.layer, self.parallel, self.moe_of(layer)
-        attention = sizes.attention_weights / parallel.tp
         if moe is None:
-            return attention + sizes.mlp_weights(sizes.intermediate) / parallel.tp
+            return self.attention_weights + sizes.mlp_weights(sizes.intermediate) / parallel.tp
         experts = moe.experts / parallel.ep * sizes.mlp_weights(moe.intermediate)
-        return attention + experts + sizes.mlp_weights(moe.shared)
+        return self.attention_weights + experts + sizes.mlp_weights(moe.shared)
 
     @property
     def table_weights(self) -> float:
@@ -357,18 +367,11 @@ class ServingStep(TrainingStep):
 
     def weights_of(self, layer: int) -> float:
         """Return elements of a layer's weights on one rank, with those that each rank has whole."""
-        sizes, tp, moe, latent = self.layer, self.parallel.tp, self.moe_of(layer), self.layer.latent
-        if latent is not None:
-            whole = sizes.hidden * (latent.query_rank + latent.kv_rank + latent.rope_dim)
-            attention = (sizes.attention_weights - whole) / tp + whole
-        else:
-            copies = ceil_div(sizes.kv_heads, tp) - sizes.kv_heads / tp
-            attention = sizes.attention_weights / tp
-            attention += sizes.hidden * copies * (sizes.head_dim + sizes.value_dim)
+        sizes, tp, moe = self.layer, self.parallel.tp, self.moe_of(layer)
         if moe is None:
-            return attention + sizes.mlp_weights(sizes.intermediate) / tp
+            return self.attention_weights + sizes.mlp_weights(sizes.intermediate) / tp
         experts = moe.experts / self.parallel.ep * moe.intermediate + moe.shared
-        return attention + sizes.mlp_weights(1) * experts / tp
+        return self.attention_weights + sizes.mlp_weights(1) * experts / tp
 
     @property
     def weight_itemsize(self) -> int:

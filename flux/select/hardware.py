@@ -50,10 +50,11 @@ DUPLEX_SHARE = 0.77
 """PCIe: share of twice a link's speed that both directions reach together. Between GPUs on PCIe 4,
 where one direction reaches 27 GB/s (COPY_SHARE), both reached 41.4 GB/s
 (github.com/tinygrad/open-gpu-kernel-modules/issues/6)."""
-OEF = {"cuda": {"intra": 0.85, "inter": 0.95}, "cpu": {"intra": 0.0, "inter": 0.7}}
-"""Overlap effectiveness of computation and a collective, inside hosts and between them; assumed,
-where nothing was measured. On a GPU, collectives take some multiprocessors and memory bandwidth. On
-a CPU, ranks of a host copy with the cores that multiply."""
+OVERLAP = {"cuda": {1: 0.85, 2: 0.95}, "cpu": {1: 0.0, 2: 0.7}}
+"""Overlap effectiveness (OEF) of computation and a collective on one host, and on two or more: our
+assumption, of a cluster whose file has no table ``overlap``. On a GPU, collectives take some
+multiprocessors and memory bandwidth. On a CPU, ranks of a host copy with the cores that multiply.
+"""
 
 # -- overheads ---------------------------------------------------------------------------------
 

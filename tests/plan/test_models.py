@@ -273,6 +273,17 @@ def test_recomputation_and_zero_save_memory() -> None:
     assert of_zero == sorted(of_zero, reverse=True) and len(set(of_zero)) == 4
 
 
+@pytest.mark.parametrize(("model", "tp"), [("deepseek-v3", 8), ("llama3-8b", 16), ("gpt-6.7b", 8)])
+def test_a_rank_holds_the_weights_that_its_gemms_read(model: str, tp: int) -> None:
+    """Each rank has the down-projections of compressed attention whole, and a KV head."""
+    step = step_of(model, Parallel(tp=tp), layers=1)
+    cluster = replace(load_cluster("llama3-h100"), hosts=2)
+    graph = build_step(step, Fabric(cluster, step.parallel))
+    gemms = (op for op in graph.ops if op.kind == "gemm" and op.role == "fwd")
+    assert sum(op.shape[1] * op.shape[2] for op in gemms) == step.weights_of(0)
+    assert step.resident(0)["weights"] == 2 * step.weights_of(0)
+
+
 def test_stages_are_as_even_as_possible() -> None:
     assert even_split(126, 16) == (7, *(8,) * 14, 7)
     assert even_split(8, 4) == (2,) * 4 and even_split(7, 4) == (2, 2, 2, 1)

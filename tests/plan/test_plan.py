@@ -38,7 +38,7 @@ from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import Timeline, simulate
 from flux.runtime.profile import Profile, ProfiledCost, key_of
 from flux.select.cost import library_ms
-from flux.select.hardware import LAUNCH_US, OEF
+from flux.select.hardware import LAUNCH_US, OVERLAP
 from harness import STRESS
 
 DENSE = Layer(64, 256, 8, 4, 8, True)
@@ -568,18 +568,37 @@ def test_chunks_of_a_ring_travel_beside_attention(hosts_of_ring: int) -> None:
         gbs = fabric.cluster.link.gbs if hosts_of_ring == 1 else 50.0
         delay = (fabric.cluster.link if hosts_of_ring == 1 else fabric.cluster.network).latency_us
         hop = 2 * batch * queries * width / (gbs * 1e6) + 1e-3 * delay
-        oef = OEF["cuda"]["intra" if hosts_of_ring == 1 else "inter"]
+        oef = OVERLAP["cuda"][min(hosts_of_ring, 2)]
         for op, moves, last in ((forward, 1, 0.0), (backward, 2, hop)):
             chunk = launch + (cost.solo(whole._replace(role=op.role)) - launch) / 4
             beside = chunk + moves * hop - oef * min(chunk, moves * hop)
             assert cost.solo(op) == pytest.approx(chunk + 3 * beside + last)
         comm = next((op for op in graph.ops if op.group == "tp"), None)
-        assert comm is None or cost.oef(forward, comm) == OEF["cuda"]["intra"]
+        assert comm is None or cost.oef(forward, comm) == OVERLAP["cuda"][1]
     assert times["ring"].iteration_ms < times["all_gather"].iteration_ms
     with pytest.raises(ValueError, match="a ring needs fused attention"):
         replace(step, unfused_attention=True, cp_kind="ring")
     with pytest.raises(ValueError, match="cp_kind must be one of ring, all_gather, got 'mesh'"):
         replace(step, cp_kind="mesh")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "tp", "oef"),
+    [
+        ("dhelix-h100", 8, 0.5787),  # table 7 of DHelix's paper
+        ("dhelix-h100", 16, 0.6673),
+        ("dhelix-h100", 24, 0.6673),
+        ("dhelix-h100", 32, 0.5172),
+        ("dhelix-a40", 8, 0.83),
+        ("flux-h800", 8, OVERLAP["cuda"][1]),
+        ("flux-h800", 32, OVERLAP["cuda"][2]),
+    ],
+)
+def test_overlap_is_that_of_the_clusters_file(cluster: str, tp: int, oef: float) -> None:
+    cost = AnalyticCost(Fabric(load_cluster(cluster), Parallel(tp=tp)), "bfloat16", 2)
+    gemm = Operator("g", "gemm", "comp", "fwd", 0, "g", shape=(8, 8, 8))
+    comm = Operator("c", "all_gather", "inter", "fwd", 0, "c", shape=(8, 8), group="tp")
+    assert cost.oef(gemm, comm) == oef
 
 
 def test_a_page_says_whether_another_plan_wins_with_a_slower_link() -> None:
