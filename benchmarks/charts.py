@@ -354,7 +354,7 @@ def scaling() -> Chart:
         Series(label, colour)
         for label, colour in zip(
             [policy for policy in scale.POLICIES if policy != "serial"],
-            ("grey", "violet", "blue", "orange"),
+            ("grey", "blue", "orange"),
             strict=True,
         )
     ]

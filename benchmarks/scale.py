@@ -33,7 +33,6 @@ RESULT = ROOT / "benchmarks" / "results" / "plan" / "scale.json"
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "serial": ("serial", {}),
     "wgrad overlap": ("serial", {"wgrad_overlap": True}),
-    "early gather": ("early_gather", {}),
     "domino, rows": ("domino", {"slices": 2}),
     "domino, columns": ("domino", {"slices": 1, "columns": 2}),
 }

@@ -218,16 +218,6 @@ def test_rows_are_a_schedule_of_torch(name: str) -> None:
     assert len(sends) == 2 * 4 * crossed
 
 
-def test_combined_1f1b_hides_the_all_to_all_of_experts() -> None:
-    for pp in (1, 2):
-        step = step_with(EXPERTS, dp=8, ep=8, pp=pp)
-        serial, combined = timeline_of(step, "serial"), timeline_of(step, "combined")
-        assert amounts(serial.schedule.graph) == amounts(combined.schedule.graph)
-        assert combined.exposed_comm_ms < 0.9 * serial.exposed_comm_ms
-    with pytest.raises(ValueError, match="combined hides AllToAll of experts, and ep is 1"):
-        timeline_of(step_with(tp=2), "combined")
-
-
 class Free:
     """Costs of another model in which sends take no time."""
 

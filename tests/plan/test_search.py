@@ -196,7 +196,10 @@ def test_only_what_fits_is_ranked() -> None:
         ({"beam": 0}, "beam must be an integer of at least 1"),
         ({"model": "nobody"}, "nobody"),
         ({"gpus": 7, "batch": 3}, "no layout of gpt-6.7b on 7 GPUs is possible"),
-        ({"policies": (("combined", {}),), "beam": 2}, "no policy can be used: combined"),
+        (
+            {"policies": (("interleaved", {"chunks": 64}),), "beam": 2},
+            "no policy can be used",
+        ),
     ],
     ids=str,
 )

@@ -40,7 +40,7 @@ def plans(trainer: str, count: int) -> Iterator[Planned]:
         (*degrees, {"tp": 4, "dp": 2}, {"dp": 8, "ep": 4}),
         (0, 1, 2, 3),
         ("none", "selective", "ops", "full", "2"),
-        ("serial", "interleaved", "zbv", "domino", "centauri", "combined", "fused", "overlap"),
+        ("serial", "interleaved", "zbv", "domino", "centauri", "dhelix", "fused", "overlap"),
         ("adam", "adam-bf16", "momentum", "sgd"),
         (False, True),
     )

@@ -13,9 +13,6 @@ from typer.testing import CliRunner, Result
 
 from flux.cli import app as cli
 from flux.cli.app import app
-from flux.core.datafile import Table
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -41,11 +38,8 @@ def flux(*words: str) -> Result:
     return CliRunner().invoke(app, words)
 
 
-def test_every_entry_point_of_this_package_has_its_place_in_help() -> None:
-    project = Table.load(ROOT / "pyproject.toml").table("project")
-    assert {*project.table("entry-points").table("flux.commands").keys} == {*cli.OWN}
-    ours = {name for name, e in cli.entries().items() if e.module.startswith("flux.")}
-    assert ours == set(cli.OWN)
+def test_every_command_of_this_package_can_be_loaded() -> None:
+    assert list(cli.entries())[: len(cli.OWN)] == list(cli.OWN)
     assert "cannot load" not in flux("--help").stdout
 
 
@@ -132,12 +126,3 @@ def test_a_broken_command_says_why_and_leaves_the_others_alone(
         assert result.stderr.startswith("error: cannot load the command wrong of visitor 1.5")
         assert reason in result.stderr and result.stderr.count("\n") == 1
     assert flux("tune", "--help").exit_code == 0
-
-
-def test_old_metadata_asks_for_a_new_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = {name: entry for name, entry in cli.entries().items() if name != "plan.run"}
-    monkeypatch.setattr(cli, "entries", lambda: left)
-    for words in (("--help",), ("doctor",), ("plan", "simulate")):
-        result = flux(*words)
-        assert result.exit_code == 2
-        assert "has no command plan.run. Install it again: pip install" in result.stderr

@@ -1,14 +1,14 @@
 """Policies: pure functions from a graph of operators to a step schedule.
 
-A policy is a class with a ``name`` and two methods; an entry point of the group
-``flux.plan.policies`` names it, in this package or in any other that is installed.
+A policy is a class with a ``name`` and two methods. Other packages add theirs by entry points of
+the group ``flux.plan.policies``.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
 from flux.core.collector import paused_collector
@@ -18,6 +18,18 @@ from flux.plan.graph import Graph
 from flux.plan.schedule import StepSchedule
 
 GROUP = "flux.plan.policies"
+_OWN = {
+    "serial": "serial:Serial",
+    "domino": "domino:DominoPolicy",
+    "centauri": "centauri:Centauri",
+    "dhelix": "dhelix:DHelix",
+    "wavelet": "dhelix:WaveletPlus",
+    "intra_batch": "intra_batch:IntraBatch",
+    "interleaved": "pipelines:Interleaved1F1B",
+    "zbv": "pipelines:ZBV",
+    "dualpipev": "pipelines:DualPipeV",
+}
+"""Modules and classes of this package's policies, which are imported at their first use."""
 
 Policies = tuple[tuple[str, Mapping[str, Any]], ...]
 """(name, options) of each."""
@@ -49,9 +61,16 @@ class Policy(Protocol):
         ...
 
 
+def _entries() -> dict[str, EntryPoint]:
+    """Return the entry points of policies; ours cannot be replaced."""
+    ours = {name: EntryPoint(name, f"{GROUP}.{value}", GROUP) for name, value in _OWN.items()}
+    others = (entry for entry in entry_points(group=GROUP) if not entry.module.startswith("flux."))
+    return {entry.name: entry for entry in others} | ours
+
+
 def policy_names() -> list[str]:
     """Return the names of all policies that are installed."""
-    return sorted({entry.name for entry in entry_points(group=GROUP)})
+    return sorted(_entries())
 
 
 def policy_of(name: str, options: Mapping[str, Any] | None = None) -> Policy:
@@ -61,7 +80,7 @@ def policy_of(name: str, options: Mapping[str, Any] | None = None) -> Policy:
         ValueError: no such policy, or options or values that it does not have; the message lists
             its options with their defaults.
     """
-    entries = {entry.name: entry for entry in entry_points(group=GROUP)}
+    entries = _entries()
     if name not in entries:
         raise ValueError(f"policy must be one of {', '.join(policy_names())}, got {name!r}")
     made, options = entries[name].load(), options or {}

@@ -1,19 +1,14 @@
-"""Other pipelines, to compare DHelix with.
-
-``interleaved``, ``zbv`` and ``dualpipev`` are torch.distributed.pipelining's schedules.
-``combined`` is Megatron-core's combined 1F1B, which hides AllToAll of experts.
-"""
+"""The pipelines of torch.distributed.pipelining: interleaved 1F1B and the zero-bubble family."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, Operator
-from flux.plan.policies.folding import fold, layers_of, placed
+from flux.plan.policies.folding import fold, placed
 from flux.plan.policies.interleave import (
     Merge,
     by_layer,
@@ -21,8 +16,7 @@ from flux.plan.policies.interleave import (
     one_after_the_other,
     scheduled,
 )
-from flux.plan.policies.pairing import Pairing, pair
-from flux.plan.policies.passes import one_f_one_b
+from flux.plan.policies.pairing import pair
 from flux.plan.policies.torch_rows import blocks_of
 from flux.plan.schedule import StepSchedule
 
@@ -114,66 +108,3 @@ class DualPipeV(_TorchPipeline):
 
     def _stream(self, op: Operator) -> str:
         return op.resource if self.paired else _beside_sends(op)
-
-
-class Combined1F1B:
-    """Megatron-core's combined 1F1B: the experts of one micro-batch hide AllToAll of another.
-
-    A block runs forward of a micro-batch and backward of an earlier one by turns:
-
-        compute   attention(f) | experts(b)  | experts(f)  | attention(b)
-        links     combine(b)   | dispatch(f) | dispatch(b) | combine(f)
-
-    Forward is one micro-batch further ahead than in 1F1B, and with a pipeline twice as far: blocks
-    of neighbouring ranks move opposite ways. Other communication is not hidden.
-    """
-
-    name = "combined"
-
-    def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
-        """Return the graph as it is, but for the names of sends."""
-        if not any(op.kind == "all_to_all" for op in graph.ops):
-            raise ValueError("combined hides AllToAll of experts, and ep is 1")
-        if any(op.kind == "all_to_all" and op.role == "recompute" for op in graph.ops):
-            raise ValueError("combined does not send the tokens of experts again: recompute less")
-        if graph.micro_batches < 2:
-            raise ValueError("combined needs at least 2 micro-batches, and the step has 1")
-        return placed(graph, fabric.parallel.pp, lambda stage: stage, uneven=True)
-
-    def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
-        """Return the schedule."""
-
-        def stream(op: Operator) -> str:
-            return op.resource if op.kind in ("all_to_all", "send") else "comp"
-
-        ranks = graph.stages
-        blocks = [
-            one_f_one_b(rank, 2 * (ranks - 1 - rank) + 1, graph.micro_batches)
-            for rank in range(ranks)
-        ]
-        merge = by_layer(graph, self._pairing(graph), cost)
-        return scheduled(graph, blocks, ranks, self.name, merge=merge, stream=stream)
-
-    def _pairing(self, graph: Graph) -> Pairing:
-        layer = layers_of(graph) - 1
-        parts: list[list[list[str]]] = []
-        for way in ("forward", "backward"):
-            parts.append([[]])
-            for node, op in graph_of_layer(graph, way, layer).nodes(data="op"):
-                alone = op.kind == "all_to_all"
-                if alone:
-                    parts[-1].append([])
-                parts[-1][-1].append(node)
-                if alone:
-                    parts[-1].append([])
-        (attention, dispatch, experts, combine, end), backward = parts
-        start, combine_b, experts_b, dispatch_b, attention_b = backward
-        pairs = [
-            ([], start),
-            (attention, combine_b),
-            (dispatch, experts_b),
-            (experts, dispatch_b),
-            (combine, attention_b),
-            (end, []),
-        ]
-        return Pairing(math.nan, tuple((tuple(f), tuple(b)) for f, b in pairs))

@@ -18,7 +18,6 @@ RELEASES = {
 """Whose options are written."""
 
 _FLUX = {
-    "early_gather": "docs/use/layers.md has the layers that do it",
     "domino": "docs/use/domino.md has the runtime for it",
     "centauri": "docs/use/centauri.md has the runtime for it",
     "dhelix": "docs/use/dhelix.md has the runtime for it",
@@ -54,9 +53,7 @@ class Planned(NamedTuple):
     @property
     def overlaps(self) -> bool:
         """Whether collectives of data parallelism run beside computation."""
-        return self.policy in ("early_gather", "centauri") or bool(
-            self.options.get("wgrad_overlap")
-        )
+        return self.policy == "centauri" or bool(self.options.get("wgrad_overlap"))
 
     def for_trainer(self, trainer: str, known: Iterable[str]) -> tuple[Planned, list[str]]:
         """Return the plan as the trainer can schedule it, and notes on what it does not have."""

@@ -47,6 +47,7 @@ _IGNORED = {
     "hierarchical-context-parallel-sizes": "context parallelism in two levels",
     "moe-expert-capacity-factor": "dropped tokens",
     "delay-wgrad-compute": "weight gradients that are delayed",
+    "overlap-moe-expert-parallel-comm": "AllToAll of experts beside another micro-batch",
 }
 
 
@@ -54,7 +55,7 @@ def exported(plan: Planned) -> Exported:
     """Return the command line of a plan."""
     step, p = plan.step, plan.step.parallel
     _check(plan)
-    plan, notes = plan.for_trainer("Megatron", ("serial", "interleaved", "combined"))
+    plan, notes = plan.for_trainer("Megatron", ("serial", "interleaved"))
     flags = _model(step)
     sizes = {name: getattr(p, key, step.micro_batch) for key, name in _SIZES.items()}
     flags |= {name: str(size) for name, size in sizes.items() if size > 1 or "micro" in name}
@@ -82,7 +83,7 @@ def exported(plan: Planned) -> Exported:
     )
     words = [shlex.join((f"--{name}", *values)) for name, values in parts]
     start = plan.launch("pretrain_gpt.py")
-    if (p.tp > 1 or p.cp > 1) and step.zero < 2 and plan.policy != "combined":
+    if (p.tp > 1 or p.cp > 1) and step.zero < 2:
         start = f"CUDA_DEVICE_MAX_CONNECTIONS=1 {start}"
     return Exported(" \\\n  ".join([start, *words]), notes)
 
@@ -96,12 +97,6 @@ def _check(plan: Planned) -> None:
         problem = f"sequence = {step.sequence}: 2 cp = {2 * p.cp} must divide it"
     elif plan.policy == "interleaved" and step.micro_batches % p.pp:
         problem = f"interleaved: pp = {p.pp} must divide micro_batches = {step.micro_batches}"
-    elif plan.policy == "combined" and p.ep == 1:
-        problem = "combined: without expert parallelism, ep = 1"
-    elif plan.policy == "combined" and p.pp > 1:
-        problem = "combined: with pp > 1 it needs interleaved stages"
-    elif plan.policy == "combined" and (step.recompute == "full" or step.recompute.isdecimal()):
-        problem = "combined: it computes no whole layers again"
     elif step.optimizer == "adam-bf16" and not step.zero:
         problem = "optimizer = adam-bf16: it needs zero of at least 1"
     if problem:
@@ -200,13 +195,10 @@ def _recompute(plan: Planned, notes: list[str]) -> dict[str, str]:
 
 
 def _pipeline(plan: Planned) -> dict[str, str]:
-    flags = {"overlap-moe-expert-parallel-comm": ""} if plan.policy == "combined" else {}
     if len(set(plan.stages)) > 1:
         parts = [f"t*{count}" for count in plan.stages]
-        return flags | {"pipeline-model-parallel-layout": f"E{'|'.join(parts)}L"}
-    if plan.chunks > 1:
-        flags["num-virtual-stages-per-pipeline-rank"] = str(plan.chunks)
-    return flags
+        return {"pipeline-model-parallel-layout": f"E{'|'.join(parts)}L"}
+    return {"num-virtual-stages-per-pipeline-rank": str(plan.chunks)} if plan.chunks > 1 else {}
 
 
 def imported(options: CommandOptions, model: str, gpus: int | None) -> Imported:
@@ -257,8 +249,6 @@ def imported(options: CommandOptions, model: str, gpus: int | None) -> Imported:
         if split_of(counts):
             notes.append(f"stages of {counts} layers: planned as even as possible")
         return Imported(taken, ("interleaved", {"chunks": chunks}), notes)
-    if "overlap-moe-expert-parallel-comm" in options:
-        return Imported(taken, ("combined", {}), notes)
     return Imported(taken, ("serial", policy), notes)
 
 
