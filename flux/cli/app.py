@@ -49,7 +49,7 @@ OWN = {
     "tune": "flux.tune.command:tune",
     "trace": "flux.bench.command_trace:trace",
     "simulate": "flux.opsim.command:simulate",
-    "plan": "flux.plan.command:plan",
+    "plan": "flux.trainers.command:plan",
     "plan.run": "flux.runtime.command:run_command",
     "plan.search": "flux.plan.command_search:search_command",
 }

@@ -1,4 +1,4 @@
-"""Commands of `flux plan`: simulate, explain, export and serve; and the output of all others."""
+"""Commands of `flux plan`: simulate, explain and serve; and the output of all others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.markup import escape
@@ -125,7 +125,7 @@ def _draw_steps(
     draw(title_of(step, cluster.name), timelines, target, sections)
 
 
-def _step_of(options: StepOptions, default: Policies) -> tuple[TrainingStep, Policies]:
+def step_of_options(options: StepOptions, default: Policies) -> tuple[TrainingStep, Policies]:
     """Return the step of options, or of a plan's file, and the policies; exit for bad input.
 
     Without --policy they are the plan's, or else ``default``.
@@ -134,7 +134,7 @@ def _step_of(options: StepOptions, default: Policies) -> tuple[TrainingStep, Pol
         policies = tuple(map(parse_policy, options.policy or ()))
         if options.plan is None:
             return step_with(options), policies or default
-        from flux.plan.trainers import read_plan
+        from flux.plan.files import read_plan
 
         plan = read_plan(options.plan, options.row, options.gpus)
         step = step_with(replace(options, **plan.options))
@@ -142,12 +142,13 @@ def _step_of(options: StepOptions, default: Policies) -> tuple[TrainingStep, Pol
         refuse(f"{options.plan}: {error.strerror}")
     except ValueError as error:
         refuse(str(error))
-    for note in plan.notes:
-        _note(note)
+    for text in plan.notes:
+        note(text)
     return step, policies or (plan.policies if len(default) > 1 else (plan.policy,))
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
+    """Print a note on a plan to stderr."""
     print(printable(f"note: {text}"), file=sys.stderr)
 
 
@@ -156,7 +157,7 @@ def _compare(options: StepOptions) -> tuple[TrainingStep, Cluster, Policies, lis
     from flux.machine.cluster import load_cluster
     from flux.plan.compare import compared
 
-    step, policies = _step_of(options, (("serial", {}), ("domino", {})))
+    step, policies = step_of_options(options, (("serial", {}), ("domino", {})))
     try:
         cluster = load_cluster(options.cluster, options.calibration, options.hosts)
         outcomes = compared(policies, step, cluster, options.memory_gb, options.headroom)
@@ -214,39 +215,6 @@ def explain_command(step_options: StepOptions) -> None:
         for line in explain(timeline):
             console.print(line, **PLAIN)
     _fail_if((label, reason) for label, _, reason in outcomes if reason)
-
-
-@plan.command("export")
-@with_options
-def export_command(
-    to: Annotated[str, typer.Option(help="megatron, torchtitan or deepspeed.")],
-    step_options: StepOptions,
-) -> None:
-    """Print a trainer's options for a plan, and what it does otherwise."""
-    from flux.machine.cluster import load_cluster
-    from flux.plan.policies import label_of, policy_of
-    from flux.plan.trainers import RELEASES, Planned, exported
-
-    step, policies = _step_of(step_options, (("serial", {}),))
-    try:
-        ((name, chosen),) = policies
-    except ValueError:
-        refuse("export takes one --policy")
-    try:
-        policy_of(name, chosen)  # raises, if there is none
-        devices = load_cluster(step_options.cluster).devices
-        made = exported(to, Planned(step, name, dict(chosen), devices))
-    except ValueError as error:
-        refuse(str(error))
-    gpus = f"{step.name} on {step.parallel.world} GPUs"
-    lines = [f"{gpus}, {label_of(name, chosen)}; options of {RELEASES[to]}"]
-    if made.text.startswith("{"):
-        for note in made.notes:
-            _note(note)
-    else:
-        lines = [f"# {printable(line)}" for line in (*lines, *made.notes)]
-        print(*lines, sep="\n")
-    print(made.text)
 
 
 @plan.command("serve")

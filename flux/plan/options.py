@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from flux.plan.model import TrainingStep
+
+READERS: list[Callable[[Path, int | None], Any]] = []
+"""Of other programs' files, for --plan; ``flux.trainers`` adds one. Each gets a file, and the ranks
+of the step if the user says so. It returns a ``FilePlan``, or None for files of a search."""
 
 Model = Annotated[
     str, typer.Option(help="Model in tuning/shapes or tuning/hub; or a file (plan.md).")

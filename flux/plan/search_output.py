@@ -60,7 +60,7 @@ def legend(plans: list[SearchedPlan]) -> str:
 
 
 def search_document(query: Query, outcome: SearchOutcome, why: list[str]) -> dict[str, Any]:
-    """Return the JSON object of a search, of which ``flux.plan.trainers`` reads a plan."""
+    """Return the JSON object of a search, of which ``flux.plan.files`` reads a plan."""
     rows = []
     for plan in outcome.ranked:
         step, p = plan.step, plan.step.parallel

@@ -113,7 +113,7 @@ def _config(step: SmallStepOptions, plan: str | None, settings: dict[str, Any]) 
     """Return the configuration of a run: of the options, or of a plan in a file."""
     from flux.bench.config import check_memory
     from flux.bench.model import scaled
-    from flux.plan.trainers import read_plan
+    from flux.plan.files import read_plan
     from flux.runtime.run import PlanRun, memory_of, schedules_of
 
     policies: Policies = tuple(map(parse_policy, step.policy or ["serial", "domino"]))

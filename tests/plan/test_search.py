@@ -16,6 +16,7 @@ from flux.machine.cluster import load_cluster
 from flux.plan import sample
 from flux.plan import search as searching
 from flux.plan.compare import compared
+from flux.plan.files import read_plan
 from flux.plan.model import Parallel, step_of
 from flux.plan.sample import Figures, estimates, from_few_micro_batches, whole
 from flux.plan.search import (
@@ -29,7 +30,6 @@ from flux.plan.search import (
     search,
 )
 from flux.plan.search_output import layout_of
-from flux.plan.trainers import read_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -20,10 +20,12 @@ from typer.testing import CliRunner
 from flux.bench.scripts import options_in
 from flux.bench.shapes import Latent, Layer, Moe
 from flux.cli.app import app
+from flux.plan.files import read_plan
 from flux.plan.model import Parallel, TrainingStep, even_split, step_of
 from flux.plan.options import StepOptions, step_with
 from flux.plan.policies import policy_of
-from flux.plan.trainers import RELEASES, Planned, exported, read_plan
+from flux.trainers.common import RELEASES, Planned
+from flux.trainers.files import exported
 
 DENSE = Layer(64, 256, 8, 4, 8, True)
 EXPERTS = Layer(64, 256, 8, 8, 8, True, Moe(8, 2, 32, 32))

@@ -54,7 +54,7 @@ def test_a_command_imports_no_package_but_its_own() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     code, modules = json.loads(done.stdout.splitlines()[-1])
     packages = {name.split(".")[1] for name in modules if name.startswith("flux.")}
-    assert code == 0 and packages == {"cli", "core", "plan"} and "torch" not in modules
+    assert code == 0 and packages == {"cli", "core", "plan", "trainers"} and "torch" not in modules
 
 
 def test_a_simulated_step_enters_few_files_and_functions() -> None:

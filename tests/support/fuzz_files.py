@@ -50,7 +50,7 @@ from flux.kernels.trust import UntrustedError
 from flux.machine import host
 from flux.machine.cluster import Cluster, load_cluster
 from flux.machine.detection import System
-from flux.plan.trainers import read_plan
+from flux.plan.files import read_plan
 from flux.select.cache import read, read_export
 from flux.select.cost import predict
 from flux.select.heuristic import resolve

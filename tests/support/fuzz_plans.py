@@ -15,10 +15,12 @@ from flux.opsim import simulator as op_simulator
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
+from flux.plan.files import FilePlan
 from flux.plan.model import Parallel, step_of
 from flux.plan.options import StepOptions, step_with
 from flux.plan.policies import planned, policy_of
-from flux.plan.trainers import Imported, Planned, exported
+from flux.trainers.common import Planned
+from flux.trainers.files import exported
 
 SIZE = 2**30  # no M, N or K is larger
 SHAPE = Problem(Op.ag_gemm, 64, 256, 128, "bfloat16", 2, 1)
@@ -66,7 +68,7 @@ def deepspeed_text() -> bytes:
     return exported("deepspeed", Planned(step, "serial", {})).text.encode()
 
 
-def check_taken(plan: Imported) -> None:
+def check_taken(plan: FilePlan) -> None:
     """Its step can be planned, or there is an error in words, as for options in the command."""
     try:
         step = step_with(replace(StepOptions(), **plan.options))

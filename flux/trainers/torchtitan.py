@@ -9,8 +9,9 @@ from typing import Any
 from flux.bench.model_files import TORCHTITAN, model_of, torchtitan_model
 from flux.bench.scripts import CommandOptions
 from flux.core.datafile import Table, shown
+from flux.plan.files import FilePlan
 from flux.plan.model import TrainingStep
-from flux.plan.trainers.common import Exported, Imported, Planned, gpus_in, quotient, split_of
+from flux.trainers.common import Exported, Planned, gpus_in, quotient, split_of
 
 _DEGREES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 _SCHEDULES = {
@@ -167,7 +168,7 @@ def from_toml(file: Path) -> CommandOptions:
     return options
 
 
-def imported(options: CommandOptions, gpus: int | None) -> Imported:
+def imported(options: CommandOptions, gpus: int | None) -> FilePlan:
     """Return the plan of a command line, or of a job configuration."""
     where = options.where
     notes = [f"{name}: {what}: not planned" for name, what in _IGNORED.items() if name in options]
@@ -230,13 +231,13 @@ def _zero(options: CommandOptions, shard: int, pp: int) -> int:
     return 2 if reshards == "never" or (reshards == "default" and pp > 1) else 3
 
 
-def _pipeline(options: CommandOptions, taken: dict[str, Any], notes: list[str]) -> Imported:
+def _pipeline(options: CommandOptions, taken: dict[str, Any], notes: list[str]) -> FilePlan:
     pp, where = taken["pp"], options.where
     policy: dict[str, Any] = {"wgrad_overlap": True} if taken["dp"] > 1 else {}
     if any(name.endswith("enable-async-tensor-parallel") for name in options):
         policy["fused"] = "auto"
     if pp == 1:
-        return Imported(taken, ("serial", policy), notes)
+        return FilePlan(taken, ("serial", policy), notes)
     schedule = options.get("parallelism.pipeline-parallel-schedule", "1F1B")
     names = {word.lower(): name for name, word in _SCHEDULES.items()}
     if schedule.lower() not in names:
@@ -258,7 +259,7 @@ def _pipeline(options: CommandOptions, taken: dict[str, Any], notes: list[str]) 
     chunks = quotient(len(counts), "stages", pp, "pp", where)
     if name == "serial":
         taken["split"] = split_of(counts)
-        return Imported(taken, (name, policy), notes)
+        return FilePlan(taken, (name, policy), notes)
     if split_of(counts):
         notes.append(f"stages of {counts} layers: planned as even as possible")
-    return Imported(taken, (name, {"chunks": chunks} if name == "interleaved" else {}), notes)
+    return FilePlan(taken, (name, {"chunks": chunks} if name == "interleaved" else {}), notes)

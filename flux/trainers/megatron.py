@@ -9,8 +9,9 @@ from typing import Any
 from flux.bench.model_files import model_of
 from flux.bench.scripts import LISTS, CommandOptions
 from flux.core.datafile import shown
+from flux.plan.files import FilePlan
 from flux.plan.model import TrainingStep
-from flux.plan.trainers.common import Exported, Imported, Planned, gpus_in, quotient, split_of
+from flux.trainers.common import Exported, Planned, gpus_in, quotient, split_of
 
 _SIZES = {
     "micro_batch": "micro-batch-size",
@@ -201,7 +202,7 @@ def _pipeline(plan: Planned) -> dict[str, str]:
     return {"num-virtual-stages-per-pipeline-rank": str(plan.chunks)} if plan.chunks > 1 else {}
 
 
-def imported(options: CommandOptions, model: str, gpus: int | None) -> Imported:
+def imported(options: CommandOptions, model: str, gpus: int | None) -> FilePlan:
     """Return the plan of a command line; the model is read by ``model_of``."""
     where, size = options.where, options.size
     if re.search("(bert|t5|mamba|hybrid|vlm|vision|retro|ict)[^/]*$", options.program):
@@ -248,8 +249,8 @@ def imported(options: CommandOptions, model: str, gpus: int | None) -> Imported:
     if chunks > 1:
         if split_of(counts):
             notes.append(f"stages of {counts} layers: planned as even as possible")
-        return Imported(taken, ("interleaved", {"chunks": chunks}), notes)
-    return Imported(taken, ("serial", policy), notes)
+        return FilePlan(taken, ("interleaved", {"chunks": chunks}), notes)
+    return FilePlan(taken, ("serial", policy), notes)
 
 
 def _sharding(options: CommandOptions, dp: int, where: str) -> dict[str, int]:

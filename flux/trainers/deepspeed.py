@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from flux.core.datafile import Table
-from flux.plan.trainers.common import Exported, Imported, Planned, quotient
+from flux.plan.files import FilePlan
+from flux.trainers.common import Exported, Planned, quotient
 
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"type": "AdamW"},
@@ -104,7 +105,7 @@ def _differences(plan: Planned) -> list[str]:
     return notes
 
 
-def imported(top: Table, gpus: int | None) -> Imported:
+def imported(top: Table, gpus: int | None) -> FilePlan:
     """Return what a configuration says of a plan; model and sequences are the script's."""
     where, notes = str(top.file), ["model and sequence: of --model and --sequence"]
 
@@ -144,4 +145,4 @@ def imported(top: Table, gpus: int | None) -> Imported:
         taken["optimizer"] = "momentum" if params.number("momentum", 0.0) else "sgd"
     elif "adam" not in kind:
         notes.append(f"optimizer {kind}: planned as Adam")
-    return Imported(taken, ("serial", {"wgrad_overlap": True} if overlaps else {}), notes)
+    return FilePlan(taken, ("serial", {"wgrad_overlap": True} if overlaps else {}), notes)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from flux.bench.scripts import CommandOptions
 from flux.plan.model import TrainingStep, even_split
-from flux.plan.policies import Policies
 
 RELEASES = {
     "megatron": "megatron-core 0.19.2",
@@ -80,20 +79,6 @@ class Exported(NamedTuple):
 
     text: str
     notes: list[str]
-
-
-class Imported(NamedTuple):
-    """Options of a step by name, as of `flux plan simulate`, its policy, and notes."""
-
-    options: dict[str, Any]
-    policy: tuple[str, dict[str, Any]]
-    notes: list[str]
-
-    @property
-    def policies(self) -> Policies:
-        """The policy beside serial."""
-        serial: tuple[str, dict[str, Any]] = ("serial", {})
-        return (serial,) if self.policy == serial else (serial, self.policy)
 
 
 def gpus_in(options: CommandOptions, gpus: int | None, where: str) -> int:

@@ -1,0 +1,67 @@
+"""Plans in files: those of `flux plan search`, and of programs that have a reader."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flux.core.datafile import Table
+from flux.plan.options import READERS
+from flux.plan.policies import Policies
+
+
+class FilePlan(NamedTuple):
+    """Options of a step by name, as of `flux plan simulate`, its policy, and notes."""
+
+    options: dict[str, Any]
+    policy: tuple[str, dict[str, Any]]
+    notes: list[str]
+
+    @property
+    def policies(self) -> Policies:
+        """The policy beside serial."""
+        serial: tuple[str, dict[str, Any]] = ("serial", {})
+        return (serial,) if self.policy == serial else (serial, self.policy)
+
+
+def read_plan(path: str, row: int = 1, gpus: int | None = None) -> FilePlan:
+    """Return the plan in a file.
+
+    Args:
+        path: of `flux plan search`, or of a program with a reader.
+        row: of a search's plans, from 1 on.
+        gpus: ranks of the step, if the file does not say it.
+    """
+    file = Path(path)
+    of_others = (read(file, gpus) for read in READERS)
+    plan = next((plan for plan in of_others if plan is not None), None) or _searched(file, row)
+    world = prod(plan.options[degree] for degree in ("tp", "cp", "dp", "pp"))
+    if gpus not in (None, world):
+        raise ValueError(f"{path} is a plan for {world} GPUs, and --gpus says {gpus}")
+    return plan
+
+
+def _searched(file: Path, number: int) -> FilePlan:
+    top = Table.load_json(file, "an outcome of flux plan search")
+    plans = top.tables("plans")
+    if not plans:
+        top.fail("plans", "expected at least one")
+    if not 1 <= number <= len(plans):
+        raise ValueError(f"{top.file}: row must be from 1 to {len(plans)}, got {number}")
+    plan = plans[number - 1]
+    policy = dict(plan.scalars("policy_options"))
+    name = policy.pop("name", "")
+    if not isinstance(name, str) or not name:
+        plan.fail("policy_options.name", "expected the name of a policy")
+    counts = ("tp", "cp", "dp", "pp", "ep", "micro_batch", "micro_batches")
+    options: dict[str, Any] = {
+        **{key: plan.integer(key) for key in counts},
+        "zero": plan.integer("zero", least=0),
+        **{key: plan.flag(key) for key in ("sequence_parallel", "regather")},
+        "recompute": plan.text("recompute", "none"),
+        "split": plan.text("split", ""),
+        "model": top.text("model"),
+        "sequence": top.integer("sequence"),
+    }
+    return FilePlan(options, (name, policy), [])
