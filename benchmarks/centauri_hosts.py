@@ -2,7 +2,9 @@
 
     python benchmarks/centauri_hosts.py        # as root, for network namespaces; some eight minutes
 
-Two ranks per host. All methods take turns in one run, with equal weights and data, and their losses
+Two ranks per host. ``--layout hsdp``: weights are sharded inside each host, and hosts are replicas;
+``tp``: tensor parallelism inside each host, whose collectives are waited for, and FSDP between
+hosts. All methods take turns in one run, with equal weights and data, and their losses
 are compared:
 
     compute     the model without communication and optimizer. What FSDP2 takes beyond it says how
@@ -47,47 +49,66 @@ LINKS = ("500mbit", "1gbit", "2gbit", "4gbit", "none")
 SIZES = Llama(2048, 512, 1408, 8, 4, "float32")
 HOSTS, PER_HOST, SEQUENCE = 2, 2, 256
 METHODS = ("fsdp2", "ahead", "kept", "waited", "centauri")
+LAYOUTS = ("fsdp", "hsdp", "tp")
 
 
-def whole_model() -> Stage:
-    """Return the model; all calls return equal weights."""
-    torch.manual_seed(0)
-    layers = [Layer(SIZES) for _ in range(SIZES.layers)]
-    return Stage(SIZES, layers, first=True, last=True)
+class Models:
+    """The model under each method, in one layout; all have equal weights.
 
+    Args:
+        layout: of LAYOUTS.
+        timeout_s: of Centauri's waits.
+    """
 
-def fsdp2(model: Stage, **options: Any) -> Stage:
-    for part in (model.embedding, *model.layers, model.norm, model.head, model):
-        fully_shard(part, **options)
-    return model
+    def __init__(self, layout: str, timeout_s: float) -> None:
+        mesh = init_device_mesh("cpu", (HOSTS, PER_HOST), mesh_dim_names=("hosts", "ranks"))
+        self.tensor = mesh["ranks"].get_group() if layout == "tp" else None
+        self.torch_mesh = {"fsdp": None, "hsdp": mesh, "tp": mesh["hosts"]}[layout]
+        self.mesh = mesh["hosts"] if layout == "tp" else mesh
+        self.options: dict[str, Any] = {
+            "timeout_s": timeout_s,
+            "shared_memory": layout != "tp",  # ranks that share weights are on one host
+            "replicate": layout == "hsdp",
+        }
 
+    def whole(self) -> Stage:
+        torch.manual_seed(0)
+        layers = [Layer(SIZES, self.tensor) for _ in range(SIZES.layers)]
+        return Stage(SIZES, layers, first=True, last=True)
 
-def ahead(model: Stage) -> Stage:
-    parts = [model.embedding, *model.layers, model.norm, model.head]
-    fsdp2(model)._set_unshard_async_op(True)
-    for here, after in pairwise(parts):
-        here.set_modules_to_forward_prefetch([after])
-        after.set_modules_to_backward_prefetch([here])
-    return model
+    def fsdp2(self, **options: Any) -> Stage:
+        model = self.whole()
+        for part in (model.embedding, *model.layers, model.norm, model.head, model):
+            fully_shard(part, mesh=self.torch_mesh, **options)
+        return model
 
+    def ahead(self) -> Stage:
+        model = self.fsdp2()
+        parts = [model.embedding, *model.layers, model.norm, model.head]
+        model._set_unshard_async_op(True)
+        for here, after in pairwise(parts):
+            here.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([here])
+        return model
 
-def centauri(model: Stage, timeout_s: float, **options: Any) -> Stage:
-    mesh = init_device_mesh("cpu", (HOSTS, PER_HOST))
-    parallelize(model, mesh, RuntimePlan(timeout_s=timeout_s, shared_memory=True, **options))
-    return model
+    def centauri(self, **options: Any) -> Stage:
+        model = self.whole()
+        parallelize(model, self.mesh, RuntimePlan(**self.options, **options))
+        return model
 
 
 def entry(job: dict[str, Any], rank: int, progress: Progress) -> dict[str, Any]:
     """Run one rank: all methods take turns."""
     batch, repeats = job["batch"], job["repeats"]
 
+    of = Models(job["layout"], job["timeout_s"])
     makers: dict[str, Callable[[], Stage]] = {
-        "compute": whole_model,
-        "fsdp2": lambda: fsdp2(whole_model()),
-        "ahead": lambda: ahead(whole_model()),
-        "kept": lambda: fsdp2(whole_model(), reshard_after_forward=False),
-        "waited": lambda: centauri(whole_model(), job["timeout_s"], overlap=False, prefetch=0),
-        "centauri": lambda: centauri(whole_model(), job["timeout_s"]),
+        "compute": of.whole,
+        "fsdp2": of.fsdp2,
+        "ahead": of.ahead,
+        "kept": lambda: of.fsdp2(reshard_after_forward=False),
+        "waited": lambda: of.centauri(overlap=False, prefetch=0),
+        "centauri": of.centauri,
     }
     models = {name: make() for name, make in makers.items()}
     steppers = {name: torch.optim.AdamW(m.parameters(), lr=1e-3) for name, m in models.items()}
@@ -95,7 +116,8 @@ def entry(job: dict[str, Any], rank: int, progress: Progress) -> dict[str, Any]:
     losses: dict[str, list[float]] = {name: [] for name in models}
     sent: dict[str, int] = dict.fromkeys(models, 0)
     for index in range(job["warmup"] + repeats):
-        generator = torch.Generator().manual_seed(1000 * index + rank)
+        place = rank // PER_HOST if job["layout"] == "tp" else rank
+        generator = torch.Generator().manual_seed(1000 * index + place)
         data = torch.randint(SIZES.vocabulary, (batch, SEQUENCE + 1), generator=generator)
         for name, model in models.items():
             dist.barrier()
@@ -144,15 +166,22 @@ def row(run: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def table(content: dict[str, Any]) -> str:
-    """Return the table of docs/use/centauri.md."""
-    header = ["link", "FSDP2", "its communication", "ahead", "kept"]
+NAMES = {"hsdp": "DP2+FSDP2", "tp": "TP2+FSDP2"}
+
+
+def table(content: dict[str, Any], hybrids: bool = False) -> str:
+    """Return the table of docs/use/centauri.md, or that of benchmarks/results/centauri.md."""
+    header = ["layout"] if hybrids else []
+    header += ["link", "FSDP2", "its communication", "ahead", "kept"]
     header += ["waited", "Centauri", "worst", "MB per host"]
     lines = []
     for run in content["runs"]:
+        if (run["layout"] != "fsdp") != hybrids:
+            continue
         figures, sent = row(run), run["sent_bytes_of_a_host"]
         lines.append(
             [
+                *((NAMES[run["layout"]],) if hybrids else ()),
                 run["link"],
                 f"{figures['fsdp2']:.0f} ms",
                 f"{100 * figures['share']:.0f}%",
@@ -170,15 +199,17 @@ def table(content: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--links", nargs="+", default=LINKS, choices=LINKS)
+    parser.add_argument("--layout", default="fsdp", choices=LAYOUTS)
     parser.add_argument("--batch", type=int, default=2, help="sequences of a rank")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--add", action="store_true", help="to the runs of other links in --out")
+    parser.add_argument("--add", action="store_true", help="to the other runs in --out")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     runs = json.loads(options.out.read_text())["runs"] if options.add else []
-    runs = [run for run in runs if run["link"] not in options.links]
+    runs = [r for r in runs if r["layout"] != options.layout or r["link"] not in options.links]
     for link in options.links:
         job = {"batch": options.batch, "repeats": options.repeats, "warmup": 2, "timeout_s": 60.0}
+        job["layout"] = options.layout
         host_of = [host for host in range(HOSTS) for _ in range(PER_HOST)]
         with Hosts(HOSTS, None if link == "none" else link) as hosts:
             outcome = run_ranks(
@@ -192,10 +223,12 @@ def main() -> None:
             "sequence": SEQUENCE,
             "ranks": f"{HOSTS} hosts of {PER_HOST}, one thread each, float32",
             "torch": torch.__version__,
-            "runs": sorted(runs, key=lambda run: LINKS.index(run["link"])),
+            "runs": sorted(
+                runs, key=lambda run: (LAYOUTS.index(run["layout"]), LINKS.index(run["link"]))
+            ),
         }
         keep(content, options.out)
-    print(table(content))
+    print(table(content, hybrids=options.layout != "fsdp"))
 
 
 if __name__ == "__main__":

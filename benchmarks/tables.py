@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import centauri_hosts
 import centauri_paper
 import charts
 import conclusions
@@ -145,6 +146,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "dhelix_parts": of(dhelix_parts.parts_table, dhelix_parts.RESULT),
     "dhelix_memory": of(dhelix_parts.memory_table, dhelix_parts.RESULT),
     **{name: of(make, centauri_paper.RESULT) for name, make in centauri_paper.TABLES.items()},
+    "centauri_hybrids": of(centauri_hosts.table, centauri_hosts.RESULT, True),
     "domino_hosts": of(domino_hosts.table, domino_hosts.RESULT),
     "domino_paper": of(domino_paper.table, domino_paper.RESULT),
     "domino_orders": of(domino_paper.orders_table, domino_paper.RESULT),
