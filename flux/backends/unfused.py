@@ -285,10 +285,12 @@ class UnfusedBackend:
         partial[: x.shape[0]] = x
         return self._scatter(partial, x.shape[0])
 
-    def sum_over_ranks(self, values: torch.Tensor) -> None:
-        """Add up a tensor over the ranks, in place."""
+    def start_sum(self, values: torch.Tensor) -> Callable[[], None]:
+        """Begin to add up a tensor over the ranks, in place; return a function that waits."""
+        if self.world == 1:
+            return nothing
         work = dist.all_reduce(values, group=self.group, async_op=True)
-        self._wait(work, in_steps=True)
+        return lambda: self._wait(work, in_steps=True)
 
     def _padded(self, like: torch.Tensor, m: int, columns: int | None = None) -> torch.Tensor:
         """Return room for M rows, rounded up to equal chunks, with padding rows of zeros."""

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 
 from flux import _C
-from flux.core.backend import OverlapHooks
+from flux.core.backend import OverlapHooks, nothing
 from flux.moe.expert_parallel import DispatchGroupedGemm, GroupedGemmCombine
 from flux.moe.ops import AGGroupedGemm, GroupedGemmRS, GroupedOp, Operands
 from flux.moe.product import Experts, GatherProduct, SumProduct
@@ -215,26 +215,23 @@ def _sum_grads(
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     choices = routing.on(x.device)[1]
     p = probs[0].reshape(-1)[choices].to(wide)[:, None] if probs else None
-    grads = []
-    if need_x:
-        grads.append(dh if p is None else (dh.to(wide) * p).to(x.dtype))
-    weighted = torch.empty(0)
-    if need_w or need_b:
-        weighted = of_rows if p is None else (of_rows.to(wide) * p).to(x.dtype)
-    if need_w:
-        grads += _weight_grads(op, weighted, x, routing, weights)
+    dps, summed = [], nothing
     if need_p:
         dots = torch.linalg.vecdot(x.to(wide), dh.to(wide))
         if biases and op.adds_bias:
             for expert, begin, end in routing.groups(0, m):
                 dots[begin:end] += of_rows[begin:end].to(wide) @ biases[0][expert].to(wide)
-        dp = dots.new_zeros(m * op.spec.topk).index_copy_(0, choices, dots)
-        if op.world > 1:
-            op._unfused.sum_over_ranks(dp)
-        grads.append(dp.view(m, -1).to(probs[0].dtype))
-    if need_b:
-        grads.append(_bias_grad(weighted, routing, len(op.local_experts)))
-    return grads
+        dps = [dots.new_zeros(m * op.spec.topk).index_copy_(0, choices, dots)]
+        summed = op._unfused.start_sum(dps[0])  # which travels beside the products
+    dxs, dws, dbs = [], [], []
+    if need_x:
+        dxs = [dh if p is None else (dh.to(wide) * p).to(x.dtype)]
+    if need_w or need_b:
+        weighted = of_rows if p is None else (of_rows.to(wide) * p).to(x.dtype)
+        dws = _weight_grads(op, weighted, x, routing, weights) if need_w else []
+        dbs = [_bias_grad(weighted, routing, len(op.local_experts))] if need_b else []
+    summed()
+    return [*dxs, *dws, *(dp.view(m, -1).to(probs[0].dtype) for dp in dps), *dbs]
 
 
 def _scattered_back(

@@ -27,6 +27,11 @@ AT_ONCE = ("cuda",)
 """Devices whose grouped GEMM takes less time than a GEMM for each expert. 128 of these took ten
 times as long on an H200."""
 LOADED = 16  # bytes that torch's grouped GEMM loads at once
+SCRATCH_BYTES = 16 << 20
+"""Of products that wait for their sum, on CPUs. glibc maps more than 32 MiB anew for each call: the
+kernel clears 33 MB in 13 ms, as long as a third of their GEMM took."""
+BLOCK_COLUMNS = 256
+"""Columns that a product of CPUs has at least: with 128, packing x again takes 5 to 9% more."""
 grouped_mm = getattr(functional, "grouped_mm", None)  # since torch 2.10
 
 
@@ -123,6 +128,15 @@ class GatherProduct(_Product):
         super().__init__(experts, None)
         self._spec = spec
         self.routed = routed
+        self._room: torch.Tensor | None = None  # for the tokens of one expert
+
+    def _place(self, x: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Return memory for the tokens of the routed rows [begin, end)."""
+        if self.routed is not None:
+            return self.routed[begin:end]
+        if self._room is None or len(self._room) < end - begin:
+            self._room = x.new_empty(end - begin, x.shape[1])
+        return self._room[: end - begin]
 
     def __call__(
         self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None
@@ -131,10 +145,7 @@ class GatherProduct(_Product):
         spec, routing = self._spec, self._experts.routing
         for expert, begin, end in self._experts.together(x, routing.groups(first, last)):
             tokens = (routing.tokens[begin:end] - first).to(x.device)
-            if self.routed is None:
-                rows = x.index_select(0, tokens)
-            else:
-                rows = torch.index_select(x, 0, tokens, out=self.routed[begin:end])
+            rows = torch.index_select(x, 0, tokens, out=self._place(x, begin, end))
             if spec.activation == "none":
                 self._experts.multiply(rows, expert, out[begin:end])
                 continue
@@ -162,7 +173,7 @@ class SumProduct(_Product):
     def __init__(self, spec: OpSpec, experts: Experts, probs: torch.Tensor | None) -> None:
         super().__init__(experts, probs)
         self._wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
-        self._products: torch.Tensor | None = None  # by routed row, of the columns last asked for
+        self._room: torch.Tensor | None = None  # for products by routed row, of some columns
         self._bags: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     def _bags_of_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -184,9 +195,29 @@ class SumProduct(_Product):
         self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None
     ) -> None:
         """Sum the routed rows of tokens [first, last) into ``out``: see ``GroupedProduct``."""
-        products = self._products
-        if products is None or products.shape[1] != out.shape[1]:
-            products = self._products = x.new_empty(self.rows, out.shape[1])
+        begin, width = 0 if columns is None else columns.start, out.shape[1]
+        step = self._step(x, width)
+        if step == width:
+            self._sum(x, first, last, out, columns)
+            return
+        for at in range(0, width, step):
+            block = slice(at, min(at + step, width))
+            self._sum(x, first, last, out[:, block], slice(begin + block.start, begin + block.stop))
+
+    def _step(self, x: torch.Tensor, width: int) -> int:
+        """Return how many columns are multiplied, then summed, at once."""
+        if x.device.type != "cpu":
+            return width
+        fitting = SCRATCH_BYTES // (max(self.rows, 1) * x.itemsize)
+        return min(max(fitting - fitting % BLOCK_COLUMNS, BLOCK_COLUMNS), width)
+
+    def _sum(
+        self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None
+    ) -> None:
+        shape = (self.rows, out.shape[1])
+        if self._room is None or len(self._room) < self.rows * shape[1]:
+            self._room = x.new_empty(self.rows * shape[1])
+        products = self._room[: self.rows * shape[1]].view(shape)
         groups = self.routing.groups(first, last)
         for expert, begin, end in self._experts.together(x, groups, columns):
             self._experts.multiply(x[begin:end], expert, products[begin:end], columns)

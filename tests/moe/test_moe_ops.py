@@ -51,7 +51,8 @@ def _random(rank: int, world: int, op: str, cases: int) -> int:
         except ValueError as error:
             assert "straddle" in str(error) or "swizzle" in str(error), error
             continue
-        with built:
+        blocks = {"SCRATCH_BYTES": 1, "BLOCK_COLUMNS": 5 if seed % 2 else case.n}
+        with built, mock.patch.multiple(product, **blocks):
             for _ in range(4):
                 m = rng.choice((1, case.max_m, rng.randint(1, case.max_m)))
                 inputs = MoeInputs(case, m, world, rng.choice(ROUTINGS), rng.randrange(1 << 20))
