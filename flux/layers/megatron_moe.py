@@ -189,7 +189,7 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc, unused-ignore]
         if limit is not None:
             gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
         offset = getattr(config, "glu_linear_offset", 0.0)
-        return cast(torch.Tensor, config.activation_func(gate) * (up + offset))
+        return cast(torch.Tensor, config.activation_func(gate) * (up + offset if offset else up))
 
     def close(self) -> None:
         """Free the ops that no other layer needs. Call it on every rank; the layer stays usable."""

@@ -24,7 +24,7 @@ from flux.machine.cluster import Cluster, group_parts, world_shape
 from flux.machine.detection import detect
 from flux.select import cost
 from flux.select.cache import look_up
-from flux.select.heuristic import IN_KERNEL_ROWS, ONE_SHOTS, untuned
+from flux.select.heuristic import ALL_ROWS, IN_KERNEL_ROWS, ONE_SHOTS, untuned
 from flux.select.in_kernel import FewRows, reason_not_in_kernel
 from flux.select.winners import Entry, Key, Winner, fit, most_tiles
 from flux.transport.exchange import Exchange
@@ -231,13 +231,15 @@ def modelled(
         problem: the op at its largest M.
         cluster: devices and links.
         apart: see ``usable``.
-        dispatches: the op moves some tokens only, which path one_shot cannot.
+        dispatches: the op moves some tokens only, which path one_shot cannot. Between hosts chunks
+            may be whole there, as each cut packs the weights of all experts again.
     """
     paths = ("fused", "medium", "unfused") if problem.nodes == 1 else ("fused", "unfused")
     direction = "push" if apart else None
     ways = tuple(Knobs(path=path, direction=direction) for path in paths)
-    one_shots = ONE_SHOTS if apart and not dispatches else ()
-    return Modelled(problem, cluster, (*ways, *one_shots))
+    whole = Knobs(path="fused", direction=direction, comm_tile_rows=ALL_ROWS)
+    others = () if not apart else (whole,) if dispatches else ONE_SHOTS
+    return Modelled(problem, cluster, (*ways, *others))
 
 
 def usable(entry: Entry, topology: Topology, kind: str, apart: bool = False) -> Entry | None:

@@ -355,7 +355,9 @@ def _cpu_defaults(sizes: Problem | Sizes, row_bytes: int, knobs: Knobs) -> Knobs
     medium = knobs.path == "medium"
     # A tile that is stored directly into its owner's memory must not straddle two owners.
     by_chunk = medium or (knobs.store == "direct" and op.reduces)
-    slab = slab_rows(op, m, world) if nodes == 1 else network_slab_rows(op, m, world)
+    slab = slab_rows(op, m, world)
+    if nodes > 1:  # no slab is done, or can begin, before a message is complete
+        slab = max(network_slab_rows(op, m, world), min(knobs.comm_tile_rows or 1, chunk))
     tile = knobs.tile or ((chunk if medium or (by_chunk and nodes == 1) else slab), local_n)
     tile = (min(tile[0], m), min(tile[1], local_n))
     aligned = world == 1 or (chunk % tile[0] == 0 if nodes > 1 else tile[0] == chunk)
