@@ -27,6 +27,7 @@ from flux.plan.policies.centauri_space import (
     uneven_by_group,
 )
 from flux.plan.policies.serial import Serial
+from flux.plan.sample import StepLayout
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import Timeline, simulate
 from flux.runtime.execute import Executor, OperatorWork
@@ -286,6 +287,25 @@ def test_more_micro_batches_at_a_time_only_where_memory_is() -> None:
     assert together.peak_memory_bytes > alone.peak_memory_bytes
     tight = simulate(*plan(step, memory_gb=1.05 * alone.peak_memory_bytes / 1e9))
     assert tight.peak_memory_bytes <= 1.06 * alone.peak_memory_bytes
+
+
+@pytest.mark.parametrize("micro_batches", [4, 8])
+def test_a_better_network_makes_no_plan_slower(micro_batches: int) -> None:
+    """Eq. 2 runs fewer micro-batches together where collectives are shorter; others are tried."""
+    cluster = replace(load_cluster("flux-h800"), hosts=4)
+    step = step_of(
+        "gpt-6.7b",
+        Parallel(tp=8, dp=2),
+        layers=2,
+        sequence=2048,
+        micro_batches=micro_batches,
+    )
+    times = []
+    for speed in (1.0, 1.6, 3.0):
+        network = replace(cluster.network, gbits=cluster.network.gbits * speed)
+        layout = StepLayout(replace(cluster, network=network), step)
+        times.append(layout.timeline(Centauri()).iteration_ms)
+    assert times == sorted(times, reverse=True)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,10 @@ from flux.plan.simulate import Timeline, simulate
 _MOST_OPS = 20_000
 """Operators of a step that is simulated for each candidate. Of larger ones a part is: the first
 layers, and two micro-batches."""
+_TOGETHER = (2, 4)
+"""Micro-batches that run together at both ends of the step: candidates whatever the links. Eq. 2
+asks for fewer the faster these are, so a better link could make a plan slower. The shortest step
+that a search simulates (flux/plan/sample.py) has as many."""
 
 
 Rating = tuple[float, float, float]
@@ -271,7 +275,7 @@ class Centauri:
         return self.memory_gb or known or inf
 
     def _model_tier(self, graph: Graph, cost: CostModel) -> list[tuple[int, int]]:
-        """Return L1 and L2 of Eq. 2 for the first stage, which holds most activations.
+        """Return L1 and L2 of Eq. 2 for the first stage, which holds most activations, and others.
 
         None with ZeRO-3: each pass gathers for itself, so that passes together hide no more.
         """
@@ -297,8 +301,9 @@ class Centauri:
             together(sums["gather"], sums["fwd"], most),
             together(sums["scatter"], sums["bwd"], most),
         )
-        depth = min(graph.stages, micros)
-        pairs = {pair, (max(pair),) * 2, (depth, depth)}
+        # Groups of interleaved stages are as long as what divides the step.
+        others = (graph.stages, *(_TOGETHER if chunks_of(graph) == 1 else ()))
+        pairs = {pair, (max(pair),) * 2, *((n, n) for n in (min(m, micros) for m in others))}
         return sorted(p for p in pairs if p != (1, 1) and max(p) * held <= limit)
 
 
