@@ -209,9 +209,7 @@ def estimates(cluster: Cluster, policies: Policies, step: TrainingStep) -> list[
 class _Short:
     """Short steps of a layout."""
 
-    def __init__(
-        self, cluster: Cluster, step: TrainingStep, cost: type[AnalyticCost] = AnalyticCost
-    ) -> None:
+    def __init__(self, cluster: Cluster, step: TrainingStep) -> None:
         self.cluster, self.step = cluster, step
         self.stages, self.layers = step.parallel.pp, max(step.stages)
         self.made: dict[tuple[int, int], StepLayout] = {}
