@@ -55,14 +55,12 @@ class CostModel(Protocol):
 
     def solo(self, op: Operator) -> float:
         """Return the time of an operator by itself, in ms."""
-        ...
 
     def oef(self, comp: Operator, comm: Operator) -> float:
         """Return the overlap effectiveness factor of two operators, at most 1.
 
         They occupy different resources; the first one may be a collective, too.
         """
-        ...
 
 
 @dataclass

@@ -232,17 +232,17 @@ class TrainingStep:
         if latent is not None:
             whole = sizes.hidden * (latent.query_rank + latent.kv_rank + latent.rope_dim)
             return (sizes.attention_weights - whole) / tp + whole
-        copies = ceil_div(sizes.kv_heads, tp) - sizes.kv_heads / tp
-        rows = copies * (sizes.head_dim + sizes.value_dim)
-        return sizes.attention_weights / tp + sizes.hidden * rows
+        more = (ceil_div(sizes.kv_heads, tp) - sizes.kv_heads / tp) * sizes.hidden
+        return sizes.attention_weights / tp + more * (sizes.head_dim + sizes.value_dim)
 
     def weights_of(self, layer: int) -> float:
-        """Return elements of a layer's weights on one rank, without embedding and head."""
-        sizes, parallel, moe = self.layer, self.parallel, self.moe_of(layer)
+        """Return elements of a layer's weights on one rank, without embedding, head and router."""
+        sizes, tp, moe = self.layer, self.parallel.tp, self.moe_of(layer)
         if moe is None:
-            return self.attention_weights + sizes.mlp_weights(sizes.intermediate) / parallel.tp
-        experts = moe.experts / parallel.ep * sizes.mlp_weights(moe.intermediate)
-        return self.attention_weights + experts + sizes.mlp_weights(moe.shared)
+            return self.attention_weights + sizes.mlp_weights(sizes.intermediate) / tp
+        width = moe.experts / self.parallel.ep * moe.intermediate + moe.shared
+        # Inference splits experts over tensor parallel ranks, too.
+        return self.attention_weights + sizes.mlp_weights(1) * width / (tp if self.serves else 1)
 
     @property
     def table_weights(self) -> float:
@@ -364,14 +364,6 @@ class ServingStep(TrainingStep):
             for first, count in zip(firsts, stages, strict=True)
         ]
         return max(held) * self.kv_bytes / self.parallel.cp
-
-    def weights_of(self, layer: int) -> float:
-        """Return elements of a layer's weights on one rank, with those that each rank has whole."""
-        sizes, tp, moe = self.layer, self.parallel.tp, self.moe_of(layer)
-        if moe is None:
-            return self.attention_weights + sizes.mlp_weights(sizes.intermediate) / tp
-        experts = moe.experts / self.parallel.ep * moe.intermediate + moe.shared
-        return self.attention_weights + sizes.mlp_weights(1) * experts / tp
 
     @property
     def weight_itemsize(self) -> int:
