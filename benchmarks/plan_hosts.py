@@ -34,11 +34,15 @@ def command(link: str, shape: tuple[int, int, int], repeats: int) -> list[str]:
 
 
 def rows_of(policies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each policy: predicted and measured time, and how far off."""
+    """Return a row for each policy: predicted and measured time, and how far off.
+
+    Policies are named as asked; flux also prints what they have chosen, such as Domino's order.
+    """
     rows = []
-    for policy in policies:
+    for asked, policy in zip(POLICIES, policies, strict=True):
         off = policy["predicted_ms"] / policy["iteration_ms"] - 1
-        rows.append({**policy, "off": off})
+        name = asked.replace(":", " ").replace(",", " ")
+        rows.append({**policy, "policy": name, "off": off})
     return rows
 
 
