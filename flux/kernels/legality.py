@@ -168,6 +168,8 @@ def shared_bytes(config: GemmConfig) -> int:
     stage = (m + n) * k * config.itemsize
     if config.arch == "80":
         return config.stages * stage  # the epilogue reuses it
+    if config.op in GROUPED:
+        return max(config.stages, 2) * stage + KIB  # results go from registers to memory
     rows = 64 if config.schedule == "pingpong" else 128
     scatters = config.op == "gemm_rs" and n % _SM90_SCATTER_COLUMNS == 0
     columns = _SM90_SCATTER_COLUMNS if scatters else _SM90_EPILOGUE_COLUMNS
@@ -211,15 +213,26 @@ def _reason_illegal_grouped(config: GemmConfig) -> str | None:
     """Check the kernels of experts."""
     if config.op not in GROUPED:
         return None
-    if config.arch != "80":
-        return f"{config.op} gathers rows with cp.async: it needs sm_80, got sm_{config.arch}"
-    if (config.schedule, config.tile_scheduler) != ("multistage", "dynamic"):
+    if config.schedule == "stream_k" or config.tile_scheduler != "dynamic":
         return (
-            f"{config.op} claims tiles one by one: needs multistage with tile_scheduler dynamic, "
-            f"got {config.schedule} with {config.tile_scheduler}"
+            f"{config.op} claims whole tiles one by one: needs tile_scheduler dynamic without "
+            f"stream_k, got {config.schedule} with {config.tile_scheduler}"
         )
+    if config.arch == "90a":
+        return _reason_illegal_grouped_sm90(config)
     if config.op == "grouped_gemm_rs" and config.alignment not in (1, 8):
         return f"grouped_gemm_rs loads products as 1 or 8 elements, got {config.alignment}"
+    return None
+
+
+def _reason_illegal_grouped_sm90(config: GemmConfig) -> str | None:
+    """Check what follows from operands that cp.async copies (csrc/cuda/gemm/sm90/grouped.cuh)."""
+    if config.itemsize != 2:
+        return f"{config.op} has operands of 16 bits, got {config.dtype}"
+    if config.cluster != (1, 1):
+        return f"{config.op} copies for one block: cluster must be (1, 1), got {config.cluster}"
+    if config.tile[1] % 64 or config.tile[2] != 64:
+        return f"{config.op} copies 64 columns or 64 of K at once, got a tile of {config.tile}"
     return None
 
 

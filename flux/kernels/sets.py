@@ -44,7 +44,10 @@ def _sm90(
     reduce: str = "local",
     promoted: bool = False,
 ) -> GemmConfig:
-    """Return a config whose tile is 128 bytes deep, the width of shared memory's swizzle."""
+    """Return a config whose tile is 128 bytes deep, the width of shared memory's swizzle.
+
+    Kernels of experts have dynamic tile schedulers only.
+    """
     depth = 128 if dtype == "e4m3" else 64
     return GemmConfig(
         op=op,
@@ -56,17 +59,28 @@ def _sm90(
         scaling=scaling,
         reduce=reduce,
         promoted=promoted,
+        tile_scheduler="dynamic" if op in GROUPED else "static",
     )
 
 
 def _minimal_sm90() -> Iterator[GemmConfig]:
     for op in DENSE:
         yield _sm90(op, (128, 256), "cooperative", (2, 1))
+    for op in GROUPED:
+        yield _sm90(op, (128, 256))
 
 
 def _default_sm90() -> Iterator[GemmConfig]:
     yield from _forward_sm90()
     yield from _backward_sm90()
+    yield from _grouped_sm90()
+
+
+def _grouped_sm90() -> Iterator[GemmConfig]:
+    """Kernels of experts, for many tokens of each and for few."""
+    for op, dtype, weight in product(GROUPED, ("bf16", "fp16"), ("nk", "kn")):
+        yield replace(_sm90(op, (128, 256), dtype=dtype), weight=weight)
+        yield replace(_sm90(op, (64, 128), "pingpong", dtype=dtype), weight=weight)
 
 
 def _backward_sm90() -> Iterator[GemmConfig]:
@@ -139,6 +153,7 @@ def _full_sm90() -> Iterator[GemmConfig]:
             if (weight, activation, reduce) == ("nk", "none", "local"):
                 yield from _legal([replace(base, tile_scheduler="dynamic")])
     yield from _backward_sm90()
+    yield from _grouped_sm90()
 
 
 def _sm80(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flux import _C
-from flux.kernels.config import GemmConfig
+from flux.kernels.config import GROUPED, OPS, GemmConfig
 from flux.kernels.registry import BuiltKernel, Registry, package_root
 from flux.kernels.sets import config_set
 
@@ -91,10 +91,12 @@ def sm90(registry: Registry, op: str) -> str:
     return sass_of(kernel_of(registry, config), "90a")
 
 
-@pytest.mark.parametrize("op", ["gemm", "ag_gemm", "gemm_rs"])
+@pytest.mark.parametrize("op", OPS)
 def test_hopper_kernels_use_hopper(registry: Registry, op: str) -> None:
+    """Those of experts gather rows, which TMA does not."""
     sass = sm90(registry, op)
-    for instruction in ("HGMMA", "UTMALDG", "UTMASTG"):
+    moves = ("LDGSTS", "FENCE.VIEW.ASYNC.S") if op in GROUPED else ("UTMALDG", "UTMASTG")
+    for instruction in ("HGMMA", *moves):
         assert instruction in sass, f"no {instruction}"
     for instruction in ("LDL", "STL", "HMMA."):
         assert not re.search(rf"^(@!?\w+ )?{instruction}", sass, re.M), instruction

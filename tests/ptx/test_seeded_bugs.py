@@ -120,7 +120,7 @@ def make_calls(device: PtxDevice, kernels: Path, bug: Bug) -> None:
 
 
 def make_calls_without_bug(device: PtxDevice, kernels: Path) -> None:
-    for op in CASES if device.capability < (9, 0) else ():
+    for op in CASES:
         call_experts(device, VirtualWorld(2, device), op, (131, 256))
     for op in ("ag_gemm", "gemm_rs"):
         for seed in range(2 * STRESS if STRESS > 1 else 1):

@@ -38,13 +38,14 @@ constexpr int kReduceTeams = 4;      // of a block
 constexpr int kReduceBlock = kReduceThreads * kReduceTeams;
 
 // Whether `value` holds for all threads of the team, which meets here.
+template <int kThreads = kReduceThreads>
 __device__ __forceinline__ bool all_of_team(int team, bool value) {
   int all;
   asm volatile(
       "{\n\t.reg .pred p, q;\n\tsetp.ne.s32 p, %1, 0;\n\t"
       "barrier.cta.red.and.pred q, %2, %3, p;\n\tselp.s32 %0, 1, 0, q;\n\t}"
       : "=r"(all)
-      : "r"(static_cast<int>(value)), "r"(team + 1), "n"(kReduceThreads)
+      : "r"(static_cast<int>(value)), "r"(team + 1), "n"(kThreads)
       : "memory");
   return all != 0;
 }

@@ -161,7 +161,9 @@ class CudaBackend:
         self.native = self._native(timeout_s)
         abandon_in_children(self)
         self._workspaces = Workspaces(self.device)
-        kernel = (tile, self.sm_count, self._activate_after)
+        # Producers of sm_90a claim an item while another one is multiplied.
+        items = self.sm_count * (2 if self.configs[0].arch == "90a" else 1)
+        kernel = (tile, items, self._activate_after)
         tools = (self.device, self.native, self._workspaces, self._fit)
         self._grouped = GroupedCalls(spec, *tools, *kernel)
         who = f"{spec.label}: rank {self.rank}"

@@ -43,7 +43,7 @@ class GroupedCalls:
         workspaces: of its kernels.
         fit: what its kernels can load.
         tile: rows and columns of a tile of its kernel.
-        blocks: of the kernel, about as many as run at once.
+        items: of the kernel, about as many as are in work at once.
         activates: whether the activation is left to a kernel of its own.
     """
 
@@ -55,7 +55,7 @@ class GroupedCalls:
         workspaces: Workspaces,
         fit: Fit,
         tile: tuple[int, int],
-        blocks: int,
+        items: int,
         activates: bool,
     ) -> None:
         self._spec = spec
@@ -64,7 +64,7 @@ class GroupedCalls:
         self._workspaces = workspaces
         self._fit = fit
         self._tile = tile
-        self._blocks = blocks
+        self._items = items
         self._activates = activates
 
     def run(
@@ -127,7 +127,7 @@ class GroupedCalls:
         if x.shape[1] == 0:  # a rank without a part of K: zeros, as wide as one load
             x = self._zeros(product.rows, self._fit.elements)
         depth = x.shape[1]
-        work = product.routing.native.sum_work(schedule.native, *self._tile, self._blocks)
+        work = product.routing.native.sum_work(schedule.native, *self._tile, self._items)
         weights = self._weights(product, call, depth)
         operand = self._operand(product, work, weights, columns, products)
         self._workspaces.make_room(self._native, schedule, stream, [operand], depth)

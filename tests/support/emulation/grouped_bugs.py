@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from moe_cases import MoeCase, MoeInputs
 from seeded_bug import Bug
 from seeded_bugs import (
     ACQUIRED,
+    COPIED,
     CP_ASYNC,
+    FENCED,
     JOINED,
     NEVER_COMES,
     NOT_JOINED,
@@ -20,6 +23,7 @@ from seeded_bugs import (
     POLLS,
     RELEASED,
     SUMMED,
+    TEAM_JOINED,
 )
 
 GATHER, SUM = "grouped_kernelI81flux_ag", "grouped_kernelI81flux_grouped"
@@ -33,6 +37,8 @@ CASES = {
 def call_experts(device: Any, ranks: VirtualWorld, op: str, rows: tuple[int, ...]) -> None:
     """Call an op of experts on all ranks, once for each number of tokens, one behind the other."""
     case, world = CASES[op], ranks.world
+    if device.capability >= (9, 0):  # more k tiles than stages; and no kernel of sm_80 seems faster
+        case = replace(case, n=2 * case.n, k=12 * case.k)
     with ranks:
         device.set_copy_delay(10_000)
         ops = [case.build(group=ranks.rank(r)) for r in range(world)]
@@ -58,6 +64,19 @@ def _gather(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
 
 def _sum(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
     return Bug("80", "grouped_gemm_rs", SUM, pattern, change, error, at, **more)
+
+
+GATHER90, SUM90 = "flux_ag_grouped_gemm_sm90a", "flux_grouped_gemm_rs_sm90a"
+MULTIPLIED = "missing is wgmma.wait_group"
+WGMMA = r"wgmma\.mma_async"
+
+
+def _gather90(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
+    return Bug("90a", "ag_grouped_gemm", GATHER90, pattern, change, error, at, **more)
+
+
+def _sum90(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
+    return Bug("90a", "grouped_gemm_rs", SUM90, pattern, change, error, at, **more)
 
 
 CLAIMED = r"(st\.shared\.u32[^;]*;(?:(?!bar\.sync)[^;])*?)bar\.sync\s+0;"
@@ -101,5 +120,31 @@ GROUPED_BUGS = {
     "no barrier before the flags of sums": _sum(JOINED, NOT_JOINED, RELEASED, SUMMED),
     "the counter of items is not set back": _sum(
         r"atom\.global\.exch\.b32[^;]*;", "", NEVER_COMES, POLLS, idle=True
+    ),
+    # -- the same with wgmma
+    "signals of tokens read relaxed by producers": _gather90(
+        r"ld\.acquire\.sys", "ld.relaxed.sys", ACQUIRED, CP_ASYNC
+    ),
+    "no barrier behind the producers' waits": _gather90(
+        TEAM_JOINED, NOT_JOINED, ACQUIRED, CP_ASYNC, number=-1
+    ),
+    "a stage is multiplied without a proxy fence": _gather90(
+        r"fence\.proxy\.async\.shared::cta;", "", FENCED, WGMMA
+    ),
+    "a stage is multiplied before its copies are done": _gather90(
+        r"cp\.async\.mbarrier\.arrive\.noinc\.(\S+) (\S+);",
+        r"mbarrier.arrive.\1 _, \2;",
+        COPIED,
+        WGMMA,
+    ),
+    "a stage is given back while it is multiplied": _gather90(
+        r"wgmma\.wait_group\.sync\.aligned 1;",
+        "wgmma.wait_group.sync.aligned 2;",
+        MULTIPLIED,
+        CP_ASYNC,
+    ),
+    "products of wgmma counted without a fence": _sum90(r"membar\.gl;", "", OF_GPU, SUMMED),
+    "no barrier before products of wgmma are counted": _sum90(
+        TEAM_JOINED, NOT_JOINED, OF_GPU, SUMMED, number=0
     ),
 }

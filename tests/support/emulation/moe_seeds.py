@@ -40,9 +40,8 @@ ON_GPUS = [name for name, op in MOE_OPS.items() if not op.dispatches]
 
 
 def configs() -> list[GemmConfig]:
-    """The kernels of experts in the default set, and those of [K, N] weights."""
-    configs = [c for c in config_set("default", ["80"]) if c.op in GROUPED]
-    return [*configs, *(replace(c, weight="kn") for c in configs if c.tile == (128, 128, 32))]
+    """The kernels of experts in the default set."""
+    return [config for config in config_set("default") if config.op in GROUPED]
 
 
 def case_of(seed: int, kernels: list[GemmConfig]) -> tuple[GemmConfig, MoeCase, int, str]:
@@ -53,7 +52,7 @@ def case_of(seed: int, kernels: list[GemmConfig]) -> tuple[GemmConfig, MoeCase, 
     world = rng.choice([2, 2, 3, 4, 8])
     experts = rng.choice([1, 2, 3, 5, 8, 13])
     ep = rng.choice([d for d in range(1, world + 1) if world % d == 0 and d <= experts])
-    parts, step = world // ep, config.alignment
+    parts, step = world // ep, config.alignment_elements
     size = (step * rng.randint(1, 20) * (parts if step > 1 else 1), step * rng.randint(1, 12))
     if step == 1:  # shares of ranks that differ, or are empty
         size = rng.randint(1, 80), rng.randint(1, 90)
