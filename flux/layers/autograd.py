@@ -1,7 +1,7 @@
 """Forward and backward of tensor-parallel linear layers, with hidden communication in both.
 
 flux/ops/gradients.py has the formulas, with a picture. Under autocast operands are cast as
-torch.nn.functional.linear's would be (flux/layers/autocast.py). Shapes are those of
+torch.nn.functional.linear's would be (flux/ops/autocast.py). Shapes are those of
 torch.nn.Linear, too: x may have one dimension (without SP), and no rows at all. The backward of a
 backward would have to communicate once more; it raises.
 """
@@ -17,8 +17,8 @@ from torch.nn.functional import linear
 
 from flux.core.backend import nothing
 from flux.core.tensors import check_memory
-from flux.layers.autocast import autocast_off, cast_once, compute_dtype
 from flux.ops import AGGemm, GemmAR, GemmRS, torch_internals
+from flux.ops.autocast import autocast_off, cast_once, compute_dtype
 from flux.ops.base import TensorParallelOp
 from flux.ops.gradients import (
     Grad,

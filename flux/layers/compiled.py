@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from flux.backends.unfused import all_gather
-from flux.layers.autocast import autocast_off
 from flux.layers.autograd import (
     GRAPH_SETTINGS,
     LayerOps,
@@ -34,6 +33,7 @@ from flux.layers.autograd import (
     row_product,
     unsharded,
 )
+from flux.ops.autocast import autocast_off
 from flux.ops.autograd import grads_fake, row_grads_flops
 from flux.ops.gradients import Grad, as_rows, column_grads, fresh, row_grads
 from flux.ops.library import product_flops

@@ -29,10 +29,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import distribute_module as _distribute_module
 from torch.distributed.tensor import parallel as torch_styles
 
-from flux.layers.autocast import cast_once, compute_dtype
 from flux.layers.autograd import LinearConfig, column_linear, row_linear
 from flux.layers.eligible import reason_unsupported, say_once
 from flux.layers.linear import sum_grad
+from flux.ops.autocast import cast_once, compute_dtype
 from flux.ops.pool import User, pool_of
 
 REPLICATE = Replicate()

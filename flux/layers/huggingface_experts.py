@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from flux.layers.autocast import autocast_off, cast_once, compute_dtype
 from flux.layers.eligible import reason_unsupported, say_once
 from flux.moe import GroupedGemmAR, expand_tokens
+from flux.ops.autocast import autocast_off, cast_once, compute_dtype
 from flux.ops.pool import User, pool_of
 
 PORTABLE = (None, "eager", "batched_mm", "grouped_mm")

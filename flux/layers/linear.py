@@ -10,9 +10,9 @@ from torch import nn
 from typing_extensions import Self
 
 from flux.core.tensors import check_memory
-from flux.layers.autocast import cast_once, compute_dtype
 from flux.layers.autograd import LinearConfig, column_linear, once, row_linear
 from flux.ops import torch_internals
+from flux.ops.autocast import cast_once, compute_dtype
 from flux.ops.pool import User, pool_of
 from flux.ops.transforms import call
 from flux.transport.exchange import resolve_group

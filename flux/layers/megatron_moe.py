@@ -26,6 +26,7 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 
 from flux.layers.eligible import reason_unsupported, say_once
 from flux.moe import AGGroupedGemm, DispatchGroupedGemm, GroupedGemmCombine, GroupedGemmRS
+from flux.ops.autocast import compute_dtype
 from flux.ops.pool import User, pool_of
 
 
@@ -172,7 +173,7 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc, unused-ignore]
         m = hidden.shape[0] * get_pg_size(self.token_dispatcher.tp_ep_group)
         sizes = {"experts": config.num_moe_experts, "topk": config.moe_router_topk}
         options: Any = {**sizes, "ep": get_pg_size(self.ep_group)}
-        width, dtype = hidden.shape[1], hidden.dtype
+        width, dtype = hidden.shape[1], compute_dtype(hidden)
         first: Any = AGGroupedGemm if options["ep"] == 1 else DispatchGroupedGemm
         second: Any = GroupedGemmRS if options["ep"] == 1 else GroupedGemmCombine
         up = pool.op(first, self._flux_user, m, wide, width, dtype, **options)

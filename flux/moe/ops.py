@@ -28,6 +28,7 @@ from flux.core.knobs import Knobs, Op, Topology
 from flux.core.spec import OpSpec
 from flux.moe.product import Experts, GatherProduct, SumProduct
 from flux.moe.routing import Needed, Routing
+from flux.ops.autocast import cast_once, casts_to
 from flux.ops.base import TensorParallelOp
 from flux.ops.transforms import call
 
@@ -281,6 +282,7 @@ class GroupedOp(TensorParallelOp):
         if not isinstance(listed, (list, tuple)):
             text = f"weights must be a tensor or a sequence of them, got {type(weights).__name__}"
             self._turn_away(TypeError, text)
+        x, listed, bias = self._as_autocast(x, listed, bias)
         biases = [] if bias is None else [bias]
         of_choices = [] if probs is None else [probs]
         tensors = [x, *listed, *biases, experts, *of_choices]
@@ -292,6 +294,21 @@ class GroupedOp(TensorParallelOp):
         rest = (gather,) if self.kind.gathers else (of_choices,)
         outs = self._dispatched(x, list(listed), biases, experts, *rest, self.handle)
         return outs if self.kind.gathers else [outs]
+
+    def _as_autocast(
+        self, x: torch.Tensor, weights: Sequence[torch.Tensor], bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None]:
+        """Return the operands as autocast would cast them, if its products have the op's dtype.
+
+        As those of torch.nn.functional.linear: gradients have the dtypes of the parameters.
+        """
+        dtype = self.spec.dtype
+        if not casts_to(dtype, x):
+            return x, weights, bias
+        if bias is not None and casts_to(dtype, bias):
+            bias = cast_once(bias, dtype)
+        cast = [cast_once(w, dtype) if casts_to(dtype, w) else w for w in weights]
+        return x.to(dtype), cast, bias
 
     def execute(
         self,

@@ -53,7 +53,8 @@ def expand_tokens(
         ValueError, TypeError: illegal input; the peers hear of it in their next call of ``op``.
     """
     listed = [weights] if isinstance(weights, torch.Tensor) else list(weights)
-    biases = [] if bias is None else [bias]
+    x, cast, bias = op._as_autocast(x, listed, bias)
+    listed, biases = list(cast), [] if bias is None else [bias]
     op._check_tensors(x, *listed, *biases, experts)
     out: torch.Tensor = call("grouped_gemm", x, listed, biases, experts, op.handle)
     return out

@@ -65,7 +65,7 @@ def define(
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, without_forward_mode(name, kernel), "CompositeExplicitAutograd")
+    LIBRARY.impl(name, plain_kernel(name, kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"flux::{name}", fake, lib=LIBRARY)
     if flops is not None:
         register_flop_formula(getattr(torch.ops.flux, name))(flops)
@@ -221,12 +221,19 @@ def check_no_transforms(name: str) -> None:
         )
 
 
-def without_forward_mode(name: str, kernel: Callable[..., object]) -> Callable[..., object]:
-    """Return the kernel of an op, which raises inside forward-mode differentiation."""
+def plain_kernel(name: str, kernel: Callable[..., object]) -> Callable[..., object]:
+    """Return the kernel of an op, which raises inside forward-mode differentiation.
+
+    It runs without autocast, whose region a backward may be in: that would round float32 products.
+    """
 
     @wraps(kernel)
     def run(*args: Any, **options: Any) -> object:
         check_no_forward_mode(f"flux::{name}")
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                with torch.autocast(kind, enabled=False):
+                    return run(*args, **options)
         return kernel(*args, **options)
 
     return run

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from flux.integrations.symm_mem import kernels, scaled
 from flux.ops import torch_internals
-from flux.ops.transforms import without_forward_mode
+from flux.ops.transforms import plain_kernel
 
 __all__ = ["EnabledKernels", "disable", "enable", "enabled", "reason_unsupported"]
 
@@ -159,7 +159,7 @@ def _registered(device: str, float32_partials: bool) -> list[torch.library.Libra
     own, autograd = _KEYS[device]
     for name, kernel in of_device.items():
         op = getattr(torch.ops.symm_mem, name).default
-        library.impl(name, without_forward_mode(name, kernel), own)
+        library.impl(name, plain_kernel(name, kernel), own)
         gradient = torch_internals.autograd_kernel(op, _raise_in_backward(name))
         library.impl(name, gradient, autograd, with_keyset=True)
     libraries = [library]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from flux.backends.unfused import all_gather, reduce_scatter
 from flux.core.tensors import check_memory
 from flux.layers import autograd
-from flux.layers.autocast import autocast_off, cast_once, compute_dtype
 from flux.layers.autograd import LinearConfig
+from flux.ops.autocast import autocast_off, cast_once, compute_dtype
 from flux.ops.gradients import as_rows, weight_grad
 from flux.ops.transforms import check_no_transforms
 from flux.runtime.slices import before_wait, current_slice, note, running

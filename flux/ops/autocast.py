@@ -1,4 +1,4 @@
-"""What torch.autocast makes of a layer's operands.
+"""What torch.autocast makes of the operands of a layer, or of an op of experts.
 
 torch casts a weight once per autocast region: its cache holds the cast of each parameter, a float32
 leaf that needs a gradient, until the outermost region ends. The cache belongs to operators like
@@ -29,6 +29,13 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
     ):
         return torch.get_autocast_dtype(device)
     return x.dtype
+
+
+def casts_to(dtype: torch.dtype, x: object) -> bool:
+    """Return whether autocast is on, and its products of x have this dtype."""
+    if not isinstance(x, torch.Tensor) or x.is_meta:
+        return False
+    return torch.is_autocast_enabled(x.device.type) and compute_dtype(x) == dtype
 
 
 def autocast_off(x: torch.Tensor) -> Any:

@@ -1,0 +1,77 @@
+"""Ops of mixtures of experts in programs: autocast, torch.compile with many layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flux.moe import AGGroupedGemm, GroupedGemmAR, GroupedGemmRS, expand_tokens
+from harness import run_ranks
+from op_cases import same_bits
+
+M, HIDDEN, FFN, EXPERTS, TOPK = 20, 12, 16, 5, 2
+SIZES: dict[str, Any] = {"max_m": M, "experts": EXPERTS, "topk": TOPK, "timeout_s": 60.0}
+
+
+def sharded(first: AGGroupedGemm, second: GroupedGemmRS) -> Callable[..., torch.Tensor]:
+    """Return a layer whose ranks have a part of the tokens each."""
+
+    def layer(x: Any, w1: Any, w2: Any, b1: Any, b2: Any, experts: Any, probs: Any) -> Any:
+        return second(first(x, w1, experts, b1).tanh(), w2, experts, probs, b2)
+
+    return layer
+
+
+def replicated(op: GroupedGemmAR) -> Callable[..., torch.Tensor]:
+    """Return a layer whose ranks have all tokens."""
+
+    def layer(x: Any, w1: Any, w2: Any, b1: Any, b2: Any, experts: Any, probs: Any) -> Any:
+        hidden = expand_tokens(op, x, list(w1.unbind()), experts, b1).tanh()
+        return op(hidden, w2, experts, probs, b2)
+
+    return layer
+
+
+def operands(rows: int, world: int) -> list[torch.Tensor]:
+    """Return float32 operands of one rank, equal on all, with their probabilities."""
+    generator = torch.Generator().manual_seed(rows)
+    part = FFN // world
+    shapes = ((rows, HIDDEN), (EXPERTS, part, HIDDEN), (EXPERTS, HIDDEN, part), (EXPERTS, part))
+    drawn = [torch.randn(s, generator=generator) for s in (*shapes, (EXPERTS, HIDDEN))]
+    experts = torch.rand(M, EXPERTS, generator=generator).topk(TOPK).indices
+    return [*drawn, experts, torch.rand(M, TOPK, generator=generator)]
+
+
+def _autocast(rank: int, world: int, kind: str, dtype: torch.dtype) -> None:
+    """Under autocast float32 operands are those of casts by hand, forward and backward."""
+    rows = M // world if kind == "sharded" else M
+    *floats, experts, probs = operands(rows, world)
+    if kind == "sharded":
+        first = AGGroupedGemm(n=FFN, k=HIDDEN, dtype=dtype, **SIZES)
+        second: GroupedGemmRS = GroupedGemmRS(n=HIDDEN, k=FFN, dtype=dtype, **SIZES)
+        layer = sharded(first, second)
+    else:
+        second = GroupedGemmAR(n=HIDDEN, k=FFN, dtype=dtype, **SIZES)
+        layer = replicated(second)
+    results = []
+    for casts in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (*floats, probs)]
+        *given, weights = leaves
+        if casts:
+            given = [t.to(dtype) for t in given]
+        with torch.autocast("cpu", torch.bfloat16, enabled=not casts):
+            z = layer(*given, experts, weights)
+            z.square().sum().backward()  # inside of the region, as some programs do
+        results.append([z.detach(), *(leaf.grad for leaf in leaves)])
+        assert z.dtype == dtype and all(leaf.grad.dtype == torch.float32 for leaf in leaves)
+    for number, (mine, by_hand) in enumerate(zip(*results, strict=True)):
+        assert same_bits(mine, by_hand), (number, mine, by_hand)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "replicated"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_casts_as_linear_does(kind: str, dtype: torch.dtype) -> None:
+    run_ranks(2, _autocast, kind, dtype)
