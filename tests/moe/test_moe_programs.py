@@ -75,3 +75,39 @@ def _autocast(rank: int, world: int, kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_autocast_casts_as_linear_does(kind: str, dtype: torch.dtype) -> None:
     run_ranks(2, _autocast, kind, dtype)
+
+
+def _shared(rank: int, world: int) -> int:
+    """Return the graphs of 24 layers of one shape that share their ops, forward and backward."""
+    rows = M // world
+    x, w1, w2, _, _, experts, probs = operands(rows, world)
+    first, second = AGGroupedGemm(n=FFN, k=HIDDEN, **SIZES), GroupedGemmRS(n=HIDDEN, k=FFN, **SIZES)
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w1, self.w2 = (torch.nn.Parameter(w.clone()) for w in (w1, w2))
+            self.up, self.down = first, second
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(self.up(x, self.w1, experts).tanh(), self.w2, experts, probs)
+
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        graphs.append(inputs)
+        return graph.forward
+
+    x.requires_grad_()
+    layers = [Layer() for _ in range(24)]
+    for layer in layers:
+        x = torch.compile(layer, backend=backend, fullgraph=True)(x)
+    x.square().mean().backward()
+    assert all(layer.w1.grad is not None for layer in layers)
+    first.close()
+    second.close()
+    return len(graphs)
+
+
+def test_layers_that_share_ops_compile_once() -> None:
+    assert run_ranks(2, _shared) == [1, 1]
