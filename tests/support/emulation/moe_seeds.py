@@ -34,7 +34,7 @@ from moe_cases import MOE_OPS, ROUTINGS, MoeCase, MoeInputs  # noqa: E402
 from op_cases import same_bits  # noqa: E402
 from ptx_figures import write_figures  # noqa: E402
 from reference import ACTIVATIONS  # noqa: E402
-from virtual_cases import knobs_of, topology_of  # noqa: E402
+from virtual_cases import knobs_of, least_tile_rows, topology_of  # noqa: E402
 
 ON_GPUS = [name for name, op in MOE_OPS.items() if not op.dispatches]
 
@@ -75,6 +75,10 @@ def case_of(seed: int, kernels: list[GemmConfig]) -> tuple[GemmConfig, MoeCase, 
         bias=rng.random() < 0.6,
         listed=rng.random() < 0.4,
     )
+    least = case.knobs.comm_tile_rows
+    if op == "gather" and least is not None:  # so large that a world of one thread runs the op
+        least = max(least, least_tile_rows(world, case.max_m))
+        case = replace(case, knobs=replace(case.knobs, comm_tile_rows=least))
     return config, case, world, rng.choice(ROUTINGS)
 
 
