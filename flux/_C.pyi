@@ -192,8 +192,12 @@ class Selection:
 class GroupedWork:
     """Maps of a grouped GEMM (csrc/schedule/grouped.h)."""
 
-    sizes: list[int]  # of items, experts, rows, tokens, sources, counts
+    sizes: list[int]  # of items, experts, rows, tokens, sources, counts, pushes, pushed, shares
     def fill(self, address: int) -> None: ...
+    def dispatch(
+        self, schedule: Schedule, experts: int, topk: int, total: int, ep: int
+    ) -> None: ...
+    def combine(self, schedule: Schedule, experts: int, topk: int, total: int, ep: int) -> None: ...
 
 class Schedule:
     visits: tuple[VisitTuple, ...]
@@ -694,7 +698,15 @@ class CudaOp:
     def trace(self, kernels: int, streams: StreamTrace | None) -> None: ...
     def workspace_bytes(self, schedule: Schedule, operands: Sequence[Operand], k: int) -> int: ...
     def set_groups(
-        self, *, maps: Sequence[int], bias: int, probs: int, items: int, experts: int, topk: int
+        self,
+        *,
+        maps: Sequence[int],
+        bias: int,
+        probs: int,
+        items: int,
+        experts: int,
+        topk: int,
+        parallel: tuple[int, int, int],
     ) -> None: ...
     def set_workspace(self, stream: int, address: int, bytes: int) -> None: ...
     def ag_gemm(

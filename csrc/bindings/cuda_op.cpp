@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include <array>
 #include <iterator>
 #include <memory>
 #include <stdexcept>
@@ -152,10 +153,14 @@ void bind_op(py::module_& m) {
       .def(
           "set_groups",
           [](CudaOp& op, const std::vector<Address>& maps, Address bias, Address probs, int items,
-             int experts, int topk) {
+             int experts, int topk, const std::array<Address, 3>& parallel) {
             FluxGroups g{};
             const std::int32_t** ints[] = {&g.items,   &g.experts, &g.rows,     &g.tokens,
                                            &g.sources, &g.counts,  &g.positions};
+            const auto& [pushes, pushed, shares] = parallel;
+            g.pushes = pointer<const std::int32_t>(pushes);
+            g.pushed = pointer<const std::int32_t>(pushed);
+            g.shares = pointer<const std::uint32_t>(shares);
             if (maps.size() != std::size(ints) + 1) {
               throw std::invalid_argument("set_groups takes " +
                                           std::to_string(std::size(ints) + 1) + " maps");
@@ -172,7 +177,7 @@ void bind_op(py::module_& m) {
             op.set_groups(g);
           },
           py::kw_only(), py::arg("maps"), py::arg("bias"), py::arg("probs"), py::arg("items"),
-          py::arg("experts"), py::arg("topk"))
+          py::arg("experts"), py::arg("topk"), py::arg("parallel"))
       .def("set_workspace", &CudaOp::set_workspace, py::arg("stream"), py::arg("address"),
            py::arg("bytes"))
       .def(

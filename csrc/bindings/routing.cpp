@@ -65,13 +65,31 @@ std::vector<std::tuple<int, int, int>> groups_of(const Routing& r, int begin, in
 }
 
 std::vector<const std::vector<int>*> maps_of(const GroupedWork& w) {
-  return {&w.items, &w.experts, &w.rows, &w.tokens, &w.sources, &w.counts};
+  return {&w.items,  &w.experts, &w.rows,   &w.tokens, &w.sources,
+          &w.counts, &w.pushes,  &w.pushed, &w.shares};
 }
 
 // The maps of a grouped GEMM, one after the other.
 void fill_work(const GroupedWork& work, std::uintptr_t address) {
   auto* to = reinterpret_cast<std::int32_t*>(address);
   for (const auto* map : maps_of(work)) to = std::copy(map->begin(), map->end(), to);
+}
+
+Choices choices_of(const Schedule& schedule, std::uintptr_t experts, int topk, int total) {
+  const int m = schedule.spec.problem.m;
+  return {reinterpret_cast<const std::int64_t*>(experts), m, topk, total};
+}
+
+void dispatch(GroupedWork& work, const Schedule& schedule, std::uintptr_t experts, int topk,
+              int total, int ep) {
+  const ScheduleSpec& s = schedule.spec;
+  add_pushes(choices_of(schedule, experts, topk, total), s.tiles, s.comm, ep, &work);
+}
+
+void combine(GroupedWork& work, const Schedule& schedule, std::uintptr_t experts, int topk,
+             int total, int ep) {
+  const ScheduleSpec& s = schedule.spec;
+  add_shares(choices_of(schedule, experts, topk, total), s.problem.world, s.tiles.rank, ep, &work);
 }
 
 }  // namespace
@@ -84,7 +102,11 @@ void bind_routing(py::module_& m) {
                                for (const auto* map : maps_of(work)) sizes.push_back(map->size());
                                return sizes;
                              })
-      .def("fill", &fill_work, py::arg("address"));
+      .def("fill", &fill_work, py::arg("address"))
+      .def("dispatch", &dispatch, py::arg("schedule"), py::arg("experts"), py::arg("topk"),
+           py::arg("total"), py::arg("ep"), py::call_guard<WithoutGil>())
+      .def("combine", &combine, py::arg("schedule"), py::arg("experts"), py::arg("topk"),
+           py::arg("total"), py::arg("ep"), py::call_guard<WithoutGil>());
   py::class_<Routing, std::shared_ptr<Routing>>(m, "Routing")
       .def(py::init(&routing_of), py::kw_only(), py::arg("experts"), py::arg("m"), py::arg("topk"),
            py::arg("total"), py::arg("first_expert"), py::arg("local"), py::arg("world"))

@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 /* Raised whenever a struct here changes; libraries of another version are refused. */
-#define FLUX_ABI_VERSION 10
+#define FLUX_ABI_VERSION 11
 /* Ranks whose memory one kernel can address: tensor maps are kernel parameters. */
 #define FLUX_MAX_WORLD 32
 
@@ -161,7 +161,8 @@ enum {
 typedef struct FluxGroups {
   const int32_t*
       items; /* in the order in which blocks claim them: tile * columns + column, or -1 - i:
-                             AllGather: all signals are awaited; ReduceScatter: the i-th tile of sums */
+                             AllGather: all signals are awaited (0), or push i - 1; ReduceScatter: the
+                             i-th tile of sums */
   const int32_t* experts;     /* by tile */
   const int32_t* sources;     /* by row of the GEMM: the row of A */
   const int32_t* rows;        /* by row of the GEMM: the row of d, -1: none */
@@ -174,6 +175,14 @@ typedef struct FluxGroups {
   const int32_t* positions; /* [m, topk]: the row of d, -1: none */
   const float* probs;       /* [m, topk], or null: 1 */
   int32_t topk;
+  /* Expert parallelism. AllGather: the kernel pushes own rows to the ranks with one of their experts, by push
+   * four words: the rank, the signal there, and where its rows begin and end in `pushed`, rows of [m, k].
+   * Null: rows come otherwise. */
+  const int32_t* pushes;
+  const int32_t* pushed;
+  /* ReduceScatter: by own row the bits of ranks whose partial is there; others are not stored, nor
+   * summed. Null: all are there. */
+  const uint32_t* shares;
 } FluxGroups;
 
 typedef struct FluxGemmArgs {
@@ -194,7 +203,7 @@ typedef struct FluxGemmArgs {
   /* AllGather: signals of this rank's pad, flux::signal_count of them. Null: nothing to wait for. */
   const uint32_t* signals;
   /* AllGather: the own rows of x, without gaps. Tiles of own rows alone read them here, and wait for
-   * nothing. Null: own rows are in `a`, under signals, like others. */
+   * nothing. Null: own rows are in `a`, under signals, like others. Grouped kernels push them. */
   const void* own;
   /* With counts: `signals` has a word for each rank, which holds the number of the call, and `a` are
    * the rows of calls with an even one. */
@@ -202,6 +211,7 @@ typedef struct FluxGemmArgs {
   /* ReduceScatter: by owner, where this rank's partial of the owner's rows goes ([rows, n], rows ld
    * apart), the flags this rank raises there, and the entries of this rank's pad, by owner. With
    * reduce in flight, `slots` is the owner's zeroed result. Null flags: none is raised.
+   * AllGather that pushes (FluxGroups): by rank, the gathered rows and signals there; entries likewise.
    * guard_rows: rows in front of every slot, ld apart, that the kernel may fill with anything
    * (core/scatter.h). sm_90a: a kernel whose boxes are higher refuses. */
   void* slots[FLUX_MAX_WORLD];
@@ -249,6 +259,7 @@ typedef struct FluxReduceArgs {
   int32_t most_blocks; /* of the launch; 0: as many as leave room for other kernels */
   int32_t early; /* 1: the launch before it on the stream is the GEMM of the same kernel. Blocks may
                     start as soon as all blocks of that have, on multiprocessors that it leaves free */
+  const uint32_t* shares; /* by row: FluxGroups.shares, or null */
 } FluxReduceArgs;
 
 /* A wait on a stream for what peers have written, where copies of it follow: a kernel of one block, since

@@ -375,6 +375,8 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   if (setup_.remote) join(network_stream_, stream);
   std::size_t first = 0;  // kernel
   while (first < operands.size() && operands[first].n == 0) ++first;
+  const bool pushes = groups_.pushes != nullptr;  // by the kernel, also where a rank has no columns
+  if (pushes) first = 0;
   const bool kernels = first < operands.size();
   const bool beside = capture_ == 0 || setup_.graph_overlap;
   // A GEMM of rows of a peer comes behind a kernel that awaits them: two launches, not one.
@@ -384,7 +386,7 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   {
     const Span stage("flux copies");
     if (setup_.remote) gather_rows(schedule);
-    gather.move();
+    if (!pushes) gather.move();
   }
   if (!beside) join(stream, copy_stream_);
   for (std::size_t i = first; i < operands.size(); ++i) {
@@ -433,6 +435,14 @@ void CudaOp::put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
   args.signals = pointer<const std::uint32_t>(words_->signals[setup_.rank]);
   const int own_count = row_count(schedule.spec.problem.m, setup_.world, setup_.rank);
   if (own_in_place && own_count > 0) args.own = pointer<const void>(x.x);
+  if (args.groups != nullptr && groups_.pushes != nullptr) {
+    args.own = pointer<const void>(x.x);
+    for (int peer = 0; peer < setup_.world; ++peer) {
+      args.slots[peer] = pointer<void>(gathered_[buffer()][peer]);
+      args.flags[peer] = pointer<std::uint32_t>(words_->signals[peer]);
+    }
+    args.entries = pointer<const std::uint32_t>(words_->entries[setup_.rank]);
+  }
   if (schedule.spec.split) {
     only_chunk(schedule, chunk, &args);
     if (args.m == 0) return;

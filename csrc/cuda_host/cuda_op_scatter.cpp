@@ -88,6 +88,7 @@ FluxReduceArgs CudaOp::reduce_args(const Schedule& schedule, int n) const {
   args.first_source = neighbours().begin;
   args.source_count = lanes();
   args.scale = setup_.scale;
+  args.shares = groups_.shares;
   args.sm_count = setup_.sm_count;
   // A device places blocks breadth-first, so n blocks may hold n multiprocessors. There they wait
   // for a GEMM that needs whole multiprocessors. So the limit is this rank's share of the

@@ -59,6 +59,34 @@ void put_tiles(const std::vector<int>& keys, int columns, GroupedWork* work) {
   }
 }
 
+// Bits of the ranks that have an expert of a token.
+class Takers {
+ public:
+  Takers(const Choices& choices, int world, int ep) : choices_(choices) {
+    if (ep < 1 || world > 32 || world % ep != 0) {
+      throw std::invalid_argument("ep must divide a world of at most 32, got " +
+                                  std::to_string(ep) + " and " + std::to_string(world));
+    }
+    const int parts = world / ep;
+    for (int expert = 0; expert < choices.total; ++expert) {
+      const int first = owner_of(choices.total, ep, expert) * parts;
+      ranks_.push_back(static_cast<std::uint32_t>(((std::uint64_t{1} << parts) - 1) << first));
+    }
+  }
+  std::uint32_t operator()(int token) const {
+    std::uint32_t ranks = 0;
+    for (int choice = 0; choice < choices_.topk; ++choice) {
+      const std::int64_t expert = choices_.experts[std::int64_t{token} * choices_.topk + choice];
+      if (expert >= 0) ranks |= ranks_[expert];
+    }
+    return ranks;
+  }
+
+ private:
+  Choices choices_;
+  std::vector<std::uint32_t> ranks_;  // by expert
+};
+
 }  // namespace
 
 GroupedWork gather_work(const RowMap& map, const TileOrder& order, const CommTiling& comm,
@@ -125,6 +153,46 @@ GroupedWork sum_work(const RowMap& map, const TileOrder& order, int ahead) {
   }
   put_sums(std::int64_t{1} << 40);
   return work;
+}
+
+void add_pushes(const Choices& choices, const TileOrder& order, const CommTiling& comm, int ep,
+                GroupedWork* work) {
+  const int world = comm.world, own = order.rank;
+  const Takers takers(choices, world, ep);
+  const Range rows{row_begin(comm.m, world, own), row_end(comm.m, world, own)};
+  std::vector<std::uint32_t> of_rows;
+  for (int row = rows.begin; row < rows.end; ++row) of_rows.push_back(takers(row));
+  std::vector<std::pair<int, int>> peers;  // when each takes the rows
+  for (int peer = 0; peer < world; ++peer) {
+    TileOrder theirs = order;
+    theirs.rank = peer;
+    int place = 0;
+    while (chunk_at(theirs, place) != own) ++place;
+    if (peer != own) peers.push_back({place, peer});
+  }
+  std::sort(peers.begin(), peers.end());
+  std::vector<int> items;
+  for (const auto& [place, peer] : peers) {
+    for (int tile = 0; tile < tiles_per_chunk(comm); ++tile) {
+      const Range of_tile = comm_tile_rows(comm, own, tile);
+      if (of_tile.begin == of_tile.end) continue;
+      const int begin = static_cast<int>(work->pushed.size());
+      for (int row = of_tile.begin; row < of_tile.end; ++row) {
+        if ((of_rows[row - rows.begin] >> peer & 1u) != 0) work->pushed.push_back(row);
+      }
+      const int end = static_cast<int>(work->pushed.size());
+      work->pushes.insert(work->pushes.end(), {peer, signal_index(comm, own, tile), begin, end});
+      items.push_back(-2 - static_cast<int>(items.size()));
+    }
+  }
+  work->items.insert(work->items.begin(), items.begin(), items.end());
+}
+
+void add_shares(const Choices& choices, int world, int rank, int ep, GroupedWork* work) {
+  const Takers takers(choices, world, ep);
+  for (int row = row_begin(choices.m, world, rank); row < row_end(choices.m, world, rank); ++row) {
+    work->shares.push_back(static_cast<int>(takers(row)));
+  }
 }
 
 }  // namespace flux::host

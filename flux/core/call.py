@@ -32,6 +32,8 @@ class RoutedRows(Protocol):
     """The routed rows of a call, on the host: ``flux.moe.Routing``."""
 
     topk: int
+    total: int
+    experts: torch.Tensor
     tokens: torch.Tensor
     positions: torch.Tensor
     native: _C.Routing

@@ -176,8 +176,12 @@ def check_executor(
         raise ValueError(f"{label} needs backend cpu so far, got {where} with CUDA")
     if spec.dispatches and knobs.path == "one_shot":
         raise ValueError(f"{label}: path = one_shot moves all tokens, and is not for this op")
-    if backend == "cuda" and spec.dispatches:
-        raise ValueError(f"{label} needs backend cpu so far, got {where} with CUDA")
+    indirect = knobs.direction == "pull" or knobs.order not in (None, "direct")
+    if backend == "cuda" and spec.dispatches and spec.op.gathers and indirect:
+        raise ValueError(
+            f"{label}: on GPUs kernels send rows where their experts are: direction = push and "
+            f"order = direct, got {knobs}"
+        )
     if backend == "cuda" and spec.experts:
         paths, sums = (None, "fused", "unfused"), (None, "local")
         if knobs.path not in paths or knobs.reduce not in sums:

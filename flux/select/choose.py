@@ -24,7 +24,7 @@ from flux.machine.cluster import Cluster, group_parts, world_shape
 from flux.machine.detection import detect
 from flux.select import cost
 from flux.select.cache import look_up
-from flux.select.heuristic import ALL_ROWS, IN_KERNEL_ROWS, ONE_SHOTS, untuned
+from flux.select.heuristic import ALL_ROWS, IN_KERNEL_ROWS, ONE_SHOTS, dispatching, untuned
 from flux.select.in_kernel import FewRows, reason_not_in_kernel
 from flux.select.winners import Entry, Key, Winner, fit, most_tiles
 from flux.transport.exchange import Exchange
@@ -183,6 +183,8 @@ def choose(
     if cluster is None or spec.op.exchanges:  # of which there is no model
         return Fixed(Knobs())
     problem = problem.dense
+    if kind == "cuda" and spec.dispatches:
+        return Fixed(dispatching(problem.m, problem.world))
     if kind == "cuda":
         return untuned_on_gpus(spec, problem, cluster)
     if apart:

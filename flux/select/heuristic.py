@@ -101,6 +101,8 @@ half of them."""
 IN_KERNEL_ROWS = 512
 """Rows up to which kernels can push them: symmetric memory has two buffers of so many. With more, a
 GEMM has several waves of tiles, behind which copies hide."""
+PUSHED_ROWS = 64
+"""Rows of a communication tile that a block pushes to the ranks with one of their experts."""
 TWO_BUFFERS_BYTES = 64 << 20
 """Bytes of gathered rows up to which they have two buffers. In longer calls entries take less than
 1% of the time."""
@@ -113,6 +115,15 @@ def untuned(problem: Problem, cluster: Cluster) -> Knobs:
     if cluster.link.kind == "pcie" and problem.nodes == 1 and problem.op.gathers:
         return Knobs(order="ring1d")
     return Knobs()
+
+
+def dispatching(m: int, world: int) -> Knobs:
+    """Return what an op on GPUs fixes that sends rows only where their experts are.
+
+    One block of the kernel pushes the rows of a communication tile to a peer, so tiles are small.
+    """
+    chunk = ceil_div(m, world)
+    return Knobs(comm_tile_rows=max(PUSHED_ROWS, ceil_div(chunk, MAX_COMM_TILES)))
 
 
 def reason_one_buffer(op: OpRow, nodes: int, knobs: Knobs) -> str | None:

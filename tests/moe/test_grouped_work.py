@@ -19,7 +19,7 @@ from virtual_cases import knobs_of, topology_of
 
 
 def _maps(work: _C.GroupedWork) -> list[list[int]]:
-    """Items, experts, rows, tokens, sources and counts."""
+    """Items, experts, rows, tokens, sources, counts, pushes, pushed and shares."""
     room = torch.empty(sum(work.sizes), dtype=torch.int32)
     work.fill(room.data_ptr())
     return [part.tolist() for part in room.split(work.sizes)]
@@ -65,7 +65,7 @@ def _chunks(schedule: TileSchedule) -> list[int]:
 
 def _check_rows(routing: Routing, tile_m: int, maps: list[list[int]]) -> None:
     """Check that each routed row is in one tile, beside rows of its expert alone."""
-    _, experts, rows, tokens, _, _ = maps
+    _, experts, rows, tokens, *_ = maps
     assert len(rows) == len(tokens) == tile_m * len(experts)
     assert sorted(r for r in rows if r >= 0) == list(range(routing.rows))
     expert_of = {
@@ -88,9 +88,9 @@ def test_tiles_come_as_their_last_token_arrives(seed: int) -> None:
     routing, schedule, tile_m = _case(seed, "ag_gemm")
     m, world, columns = schedule.shape[0], schedule.world, seed % 3 + 1
     maps = _maps(routing.native.gather_work(schedule.native, tile_m, columns))
-    items, experts, rows, tokens, sources, counts = maps
+    items, experts, rows, tokens, *others = maps
     _check_rows(routing, tile_m, maps)
-    assert not sources and not counts
+    assert not any(others)
     assert items[-1] == -1, "the last item awaits all rows"
     assert sorted(items[:-1]) == list(range(len(experts) * columns))
     chunks = _chunks(schedule)
@@ -111,8 +111,9 @@ def test_a_sum_is_claimed_behind_its_products(seed: int) -> None:
     routing, schedule, tile_m = _case(seed, "gemm_rs")
     m, ahead = schedule.shape[0], seed % 4
     maps = _maps(routing.native.sum_work(schedule.native, tile_m, 32, ahead))
-    items, experts, rows, tokens, sources, counts = maps
+    items, experts, rows, tokens, sources, counts, *others = maps
     _check_rows(routing, tile_m, maps)
+    assert not any(others)
     assert all(s == (r if r >= 0 else s) for r, s in zip(rows, sources, strict=True))
     columns, tile_rows = 2, -(-m // tile_m)
     sums = [-1 - item for item in items if item < 0]
@@ -137,3 +138,64 @@ def test_a_sum_is_claimed_behind_its_products(seed: int) -> None:
         between = [p for p in products if behind and behind[-1] < p < at]
         rest = [p for p in products if p > at]
         assert len(between) >= ahead or not rest or not needed
+
+
+def _takers(routing: Routing, world: int, ep: int) -> list[set[int]]:
+    """Ranks with an expert of each token."""
+    parts = world // ep
+    return [
+        {
+            owner_of(routing.total, ep, e) * parts + part
+            for e in of_token
+            if e >= 0
+            for part in range(parts)
+        }
+        for of_token in routing.experts.tolist()
+    ]
+
+
+def _parallel(seed: int, op: str) -> tuple[Routing, TileSchedule, int, int]:
+    """A routing, a schedule, a tile's rows, and parts of the experts."""
+    routing, schedule, tile_m = _case(seed, op)
+    world = schedule.world
+    ep = random.Random(seed).choice([d for d in range(1, world + 1) if world % d == 0])
+    return routing, schedule, tile_m, ep
+
+
+@pytest.mark.parametrize("seed", range(60 * STRESS))
+def test_rows_are_pushed_where_an_expert_has_them(seed: int) -> None:
+    routing, schedule, tile_m, ep = _parallel(seed, "ag_gemm")
+    world, rank = schedule.world, schedule.rank
+    work = routing.native.gather_work(schedule.native, tile_m, 2)
+    tiles, *_ = _maps(work)
+    work.dispatch(schedule.native, routing.experts.data_ptr(), routing.topk, routing.total, ep)
+    items, *_, pushes, pushed, shares = _maps(work)
+    assert not shares
+    count = len(pushes) // 4
+    assert items == [*range(-2, -2 - count, -1), *tiles], "pushes are claimed before tiles"
+    takers = _takers(routing, world, ep)
+    m, comm = schedule.shape[0], schedule.knobs.comm_tile_rows
+    assert comm is not None
+    expected = {}
+    for peer in set(range(world)) - {rank}:
+        for tile in range(-(-_C.core.chunk_rows(m, world) // comm)):
+            begin, end = _C.core.comm_tile_rows(m, world, comm, rank, tile)
+            if begin < end:
+                signal = _C.core.signal_index(m, world, comm, rank, tile)
+                expected[peer, signal] = [t for t in range(begin, end) if peer in takers[t]]
+    found = [pushes[at : at + 4] for at in range(0, 4 * count, 4)]
+    assert len(found) == len(expected)
+    assert {(peer, signal): pushed[b:e] for peer, signal, b, e in found} == expected
+
+
+@pytest.mark.parametrize("seed", range(60 * STRESS))
+def test_a_sum_knows_whose_partials_are_there(seed: int) -> None:
+    routing, schedule, tile_m, ep = _parallel(seed, "gemm_rs")
+    world, rank = schedule.world, schedule.rank
+    work = routing.native.sum_work(schedule.native, tile_m, 32, 1)
+    work.combine(schedule.native, routing.experts.data_ptr(), routing.topk, routing.total, ep)
+    *_, pushes, pushed, shares = _maps(work)
+    takers = _takers(routing, world, ep)
+    own = [takers[t] for t in range(len(takers)) if owner_of(len(takers), world, t) == rank]
+    assert not pushes and not pushed
+    assert [{r for r in range(world) if bits >> r & 1} for bits in shares] == own

@@ -18,11 +18,12 @@ from flux.transport.virtual import VirtualWorld
 from harness import STRESS
 from moe_cases import ROUTINGS, MoeCase, MoeInputs
 from moe_seeds import case_of, run_case
+from reference import share
 
 CASE = MoeCase("gather", 90, 64, 32, 5, 3, dtype=torch.bfloat16, knobs=Knobs(comm_tile_rows=8))
 
 
-@pytest.mark.parametrize("seed", range(6 * STRESS))
+@pytest.mark.parametrize("seed", range(10 * STRESS))
 def test_random_routings(ptx: Any, seed: int) -> None:
     kernels = [b for b in ptx.registry.kernels.values() if b.config.op in GROUPED]
     config, case, world, kind = case_of(seed, [b.config for b in kernels])
@@ -79,7 +80,44 @@ def test_routed_rows_are_kept_for_a_backward(ptx: Any) -> None:
             assert torch.equal(routed, inputs.x[op.routing(inputs.experts).tokens])
 
 
-@pytest.mark.parametrize("op", ["gather", "scatter", "reduce"])
+def _filled(op: Any, first: int, row: int, rows: int) -> list[bool]:
+    """Which of the rows in the symmetric memory of an op somebody has written over the poison."""
+    data = op._backend._own_data.view(torch.uint8)[first:][: rows * row]
+    return (~data.view(torch.bfloat16).view(rows, -1).isnan()).all(1).tolist()
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("ep", [2, 4])
+def test_rows_move_where_their_experts_are(ptx: Any, ep: int) -> None:
+    """Others stay as the poison left them: neither is a token sent, nor a partial stored."""
+    m, world = 90, 4
+    for name in ("dispatch", "combine"):
+        case = replace(CASE, op=name, ep=ep)
+        inputs = MoeInputs(case, m, world, "dropped", 3)
+        takers = [
+            {rank for rank in range(world) if any(e in inputs.part(rank)[0] for e in of_token)}
+            for of_token in inputs.experts.tolist()
+        ]
+        with VirtualWorld(world, ptx) as ranks, ExitStack() as closing:
+            ops = [closing.enter_context(case.build(group=ranks.rank(r))) for r in range(world)]
+            given = [inputs.arguments(r) for r in range(world)]
+            outs = ranks.run(lambda r, ops=ops, given=given: ops[r](*given[r][:3], **given[r][3]))
+            ptx.finish()
+            for r, op in enumerate(ops):
+                op.wait()
+                inputs.compare(outs[r], r)
+                own, layout = share(m, world, r), op._backend.layout
+                owned = range(m)[own]
+                if name == "dispatch":
+                    there = _filled(op, 0, layout.row_bytes, m)
+                    assert there == [t in owned or r in takers[t] for t in range(m)]
+                    continue
+                for source in range(world):
+                    where = (layout.slot_offset(source), layout.row_bytes, len(owned))
+                    assert _filled(op, *where) == [source in takers[t] for t in owned]
+
+
+@pytest.mark.parametrize("op", ["gather", "scatter", "reduce", "dispatch", "combine"])
 def test_no_order_of_warps_changes_a_bit(ptx: Any, op: str) -> None:
     case, outs = replace(CASE, op=op), []
     try:
@@ -92,7 +130,7 @@ def test_no_order_of_warps_changes_a_bit(ptx: Any, op: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))
 
 
-@pytest.mark.parametrize("op", ["gather", "scatter"])
+@pytest.mark.parametrize("op", ["gather", "scatter", "dispatch", "combine"])
 def test_a_peer_that_makes_no_call_is_reported(ptx: Any, op: str) -> None:
     case = replace(CASE, op=op)
     x, weights, experts, options = MoeInputs(case, 40, 2, ROUTINGS[0], 1).arguments(0)
@@ -118,6 +156,9 @@ def test_calls_that_are_impossible_are_refused(a100: Any) -> None:
         with a100.capture() as graph:
             ranks.run(refused)
         graph.close()
+        for knobs in (Knobs(direction="pull"), Knobs(order="ring1d")):
+            with pytest.raises(ValueError, match="kernels send rows where their experts are"):
+                replace(CASE, op="dispatch", knobs=knobs).build(group=ranks.rank(0))
         for knobs in (Knobs(path="medium"), Knobs(path="in_kernel"), Knobs(reduce="in_flight")):
             with pytest.raises(ValueError, match="path = fused or unfused and reduce = local"):
                 replace(CASE, op="scatter", knobs=knobs).build(group=ranks.rank(0))

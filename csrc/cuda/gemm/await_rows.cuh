@@ -1,7 +1,11 @@
-// AllGather + grouped GEMM in one kernel: a tile waits for the communication tiles that its tokens lie in.
+// AllGather + grouped GEMM in one kernel: a tile waits for the communication tiles that its tokens lie in. With
+// expert parallelism the kernel itself pushes the own rows, each to the ranks with one of its experts. Pushes
+// are claimed before tiles: when a tile waits for a peer, the own pushes are with blocks that run, and those
+// wait for entries alone.
 //
 // Memory ordering. A thread acquires the signal of a row, and the barrier behind the waits passes that on to
-// those which copy the row with cp.async, in the generic proxy.
+// those which copy the row with cp.async, in the generic proxy. Behind a push, each thread fences its stores at
+// the system's scope and meets the others; then one releases the signal.
 #pragma once
 
 #include "cuda/gemm/grouped.cuh"
@@ -32,7 +36,8 @@ struct AwaitRows {
   // A call ends when all rows have come, also those that no expert of this rank has: peers write them
   // into memory that the rank may give back then.
   template <class Team>
-  __device__ __forceinline__ static void item(GroupedParams const& p, int, Team team) {
+  __device__ __forceinline__ static void item(GroupedParams const& p, int number, Team team) {
+    if (number > 0) return push(p, p.groups.pushes + (number - 1) * 4, team);
     if (p.signals == nullptr) return;
     const int per_chunk = tiles_per_chunk(p.tiling);
     for (int i = team.thread(); i < signal_count(p.tiling); i += team.threads()) {
@@ -43,6 +48,42 @@ struct AwaitRows {
   }
 
  private:
+  // Four words: the peer, its signal, and where the rows begin and end in the list.
+  template <class Team>
+  __device__ __forceinline__ static void push(GroupedParams const& p, const int* words, Team team) {
+    using Vector = cutlass::AlignedArray<typename C::Element, C::kAlignment>;
+    constexpr int kUnderWay = 4;  // loads of a thread
+    const int peer = words[0], signal = words[1], first = words[2];
+    const bool reached = await(p.targets.entries, peer, told_by_one(p.sync, team.thread()),
+                               FLUX_WAIT_ENTRY, signal);
+    const int vectors = p.k / C::kAlignment;
+    const int count = reached ? (words[3] - first) * vectors : 0;
+    const int own = row_begin(p.tiling.m, p.tiling.world, p.targets.rank);
+    auto const* from = static_cast<Vector const*>(p.own);
+    auto* to = static_cast<Vector*>(p.targets.slots[peer]);
+    for (int at = team.thread(); at < count; at += team.threads() * kUnderWay) {
+      Vector loaded[kUnderWay];
+      std::int64_t places[kUnderWay];
+#pragma unroll
+      for (int i = 0; i < kUnderWay; ++i) {
+        const int vector = at + i * team.threads();
+        if (vector >= count) break;
+        const int row = p.groups.pushed[first + vector / vectors];
+        const std::int64_t column = vector % vectors;
+        places[i] = std::int64_t{row} * vectors + column;
+        loaded[i] = from[std::int64_t{row - own} * vectors + column];
+      }
+#pragma unroll
+      for (int i = 0; i < kUnderWay; ++i) {
+        if (at + i * team.threads() >= count) break;
+        to[places[i]] = loaded[i];
+      }
+    }
+    __threadfence_system();
+    if (!team.all(reached)) return;
+    if (team.thread() == 0) store_release_sys(p.targets.flags[peer] + signal, p.sync.epoch);
+  }
+
   __device__ __forceinline__ static int signal_of(GroupedParams const& p, int token) {
     return signals_of_rows(p.tiling, token, token + 1).begin;
   }

@@ -16,6 +16,7 @@ namespace flux {
 struct GroupedParams {
   FluxGroups groups{};
   const void* a = nullptr;
+  const void* own = nullptr;
   void* d = nullptr;
   std::int64_t lda = 0, ldb = 0, ldd = 0;
   int n = 0, k = 0, columns = 0;
@@ -72,6 +73,7 @@ struct GroupedLauncher {
     GroupedParams p;
     p.groups = *args.groups;
     p.a = args.a;
+    p.own = args.own;
     p.d = args.d;
     p.lda = args.lda;
     p.ldb = args.ldb;

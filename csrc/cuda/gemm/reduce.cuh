@@ -51,10 +51,11 @@ __device__ __forceinline__ bool all_of_team(int team, bool value) {
 }
 
 // Sum of `Width` neighbouring elements over `count` slots, in their order. slot(i): where elements of
-// slot i begin.
+// slot i begin. `there`: bits of the slots that are summed.
 template <class Element, int Width, class Slot>
 __device__ __forceinline__ cutlass::Array<float, Width> sum_of_slots(int count, Slot slot,
-                                                                     std::int64_t offset) {
+                                                                     std::int64_t offset,
+                                                                     std::uint32_t there = ~0u) {
   using Vector = cutlass::AlignedArray<Element, Width>;
   cutlass::NumericArrayConverter<float, Element, Width> to_float;
   cutlass::Array<float, Width> sum;
@@ -65,6 +66,10 @@ __device__ __forceinline__ cutlass::Array<float, Width> sum_of_slots(int count, 
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (first + i >= count) break;
+      if ((there >> (first + i) & 1u) == 0) {
+        loaded[i].clear();
+        continue;
+      }
       auto const* at = static_cast<Element const*>(slot(first + i)) + offset;
       // Past L1, which is not coherent with what peers wrote.
       if constexpr (sizeof(Vector) == 16) {
@@ -90,7 +95,8 @@ __device__ __forceinline__ cutlass::Array<float, Width> sum_of_slots(int count, 
 // The same over all sources, in rank order, or as the switch adds them up.
 template <class Element, int Width>
 __device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(FluxReduceArgs const& args,
-                                                                       std::int64_t offset) {
+                                                                       int row, int column) {
+  const std::int64_t offset = row * args.slot_ld + column;
   using Vector = cutlass::AlignedArray<Element, Width>;
   if constexpr (sizeof(Vector) == 16) {
     if (args.switch_in != nullptr) {
@@ -100,8 +106,9 @@ __device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(FluxReduc
       return cutlass::NumericArrayConverter<float, Element, Width>{}(added);
     }
   }
+  const std::uint32_t there = args.shares == nullptr ? ~0u : args.shares[row];
   return sum_of_slots<Element, Width>(
-      args.slot_count, [&args](int source) { return args.slots[source]; }, offset);
+      args.slot_count, [&args](int source) { return args.slots[source]; }, offset, there);
 }
 
 // Rows [row, row + rows) of the own rows, columns [column, column + columns). Without all partials
@@ -118,7 +125,7 @@ __device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int 
     cutlass::Array<float, Width> sum;
     sum.fill(nanf(""));
     // Missing partials are not loaded: the GEMM beside an early reduction may still store them.
-    if (complete) sum = sum_of_sources<Element, Width>(args, r * args.slot_ld + c);
+    if (complete) sum = sum_of_sources<Element, Width>(args, r, c);
     Vector result;
 #pragma unroll
     for (int e = 0; e < Width; ++e) {

@@ -97,6 +97,7 @@ struct SumTokens {
     const int rows = min_of(C::kTileM, s.m - begin);
     for (int at = team.thread(); at < rows * vectors; at += team.threads()) {
       const int token = begin + at / vectors;
+      if (!has_share(p, token)) continue;
       const int owner = owner_of(s.m, s.world, token);
       const int to_column = first + at % vectors * kWidth;
       auto* to = static_cast<Element*>(p.targets.slots[owner]) +
@@ -104,6 +105,16 @@ struct SumTokens {
       *reinterpret_cast<cutlass::AlignedArray<Element, kWidth>*>(to) =
           sum_of_choices<kWidth>(p, token, to_column);
     }
+  }
+
+  // Expert parallel: whether an expert of this rank has the token. The owner sums no other rank's partial.
+  __device__ __forceinline__ static bool has_share(GroupedParams const& p, int token) {
+    if (p.groups.shares == nullptr) return true;
+    const int* positions = p.groups.positions + std::int64_t{token} * p.groups.topk;
+    for (int choice = 0; choice < p.groups.topk; ++choice) {
+      if (positions[choice] >= 0) return true;
+    }
+    return false;
   }
 
   template <int kWidth>

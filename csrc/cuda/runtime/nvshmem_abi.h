@@ -27,7 +27,7 @@
 #include "cuda/abi.h"
 
 /* Raised whenever a struct here changes; libraries of another version are refused. */
-#define FLUX_NVSHMEM_ABI_VERSION 4
+#define FLUX_NVSHMEM_ABI_VERSION 5
 #define FLUX_NVSHMEM_SYMBOL "flux_nvshmem"
 #define FLUX_NVSHMEM_ID_BYTES 128
 

@@ -16,7 +16,7 @@ from flux import _C
 from flux.backends.cuda.operands import Fit, row_step
 from flux.backends.cuda.workspaces import Workspaces
 from flux.backends.epilogue import ACTIVATE
-from flux.core.call import Call, GroupedProduct
+from flux.core.call import Call, GroupedProduct, RoutedRows
 from flux.core.schedule import TileSchedule
 from flux.core.spec import OpSpec
 from flux.core.tensors import address_of
@@ -97,7 +97,10 @@ class GroupedCalls:
         full = empty(call.m, spec.k, spec.dtype) if gather or kept is not None else None
         (tile_m, tile_n) = self._tile
         tiles = -(-columns // tile_n)
-        work = product.routing.native.gather_work(schedule.native, tile_m, tiles)
+        routing = product.routing
+        work = routing.native.gather_work(schedule.native, tile_m, tiles)
+        if spec.dispatches:
+            work.dispatch(schedule.native, *self._choices(routing))
         weights = self._weights(product, call, x.shape[1])
         operand = self._operand(product, work, weights, columns, out)
         self._workspaces.make_room(self._native, schedule, stream, [operand], spec.k)
@@ -127,13 +130,20 @@ class GroupedCalls:
         if x.shape[1] == 0:  # a rank without a part of K: zeros, as wide as one load
             x = self._zeros(product.rows, self._fit.elements)
         depth = x.shape[1]
-        work = product.routing.native.sum_work(schedule.native, *self._tile, self._items)
+        routing = product.routing
+        work = routing.native.sum_work(schedule.native, *self._tile, self._items)
+        if spec.dispatches:
+            work.combine(schedule.native, *self._choices(routing))
         weights = self._weights(product, call, depth)
         operand = self._operand(product, work, weights, columns, products)
         self._workspaces.make_room(self._native, schedule, stream, [operand], depth)
         a = (self._address(x), row_step(x.shape, x.stride()), depth, 0)
         self._native.gemm_rs(schedule.native, stream, a, operand, address_of(out))
         return out
+
+    def _choices(self, routing: RoutedRows) -> tuple[int, int, int, int]:
+        """Return the experts of all tokens, and the parts that experts are split into."""
+        return address_of(routing.experts), routing.topk, routing.total, self._spec.ep
 
     def _zeros(self, rows: int, columns: int) -> torch.Tensor:
         itemsize = self._spec.dtype.itemsize
@@ -170,7 +180,11 @@ class GroupedCalls:
         on_device = maps.to(self._device.torch_device, non_blocking=True)
         at = self._address(on_device)
         places = [at + (pointers + s) * maps.itemsize for s in accumulate(sizes, initial=0)]
-        items, experts, rows, tokens, sources, counts, positions = places
+        items, experts, rows, tokens, sources, counts, pushes, pushed, shares, positions = places
+        if not (self._spec.dispatches and self._spec.op.gathers):
+            pushes = pushed = 0
+        if not (self._spec.dispatches and self._spec.op.scatters):
+            shares = 0
         if self._spec.op.gathers:
             sources = tokens
         bias, probs = product.biases, product.probs
@@ -183,6 +197,7 @@ class GroupedCalls:
             items=sizes[0],
             experts=len(weights),
             topk=routing.topk,
+            parallel=(pushes, pushed, shares),
         )
         self._kept = (bias, probs, on_device)  # until the call is on the stream
         step = row_step(weights[0].shape, weights[0].stride()) if weights else columns

@@ -34,6 +34,8 @@ def buffers_of(spec: OpSpec, transport: DeviceTransport, knobs: Knobs) -> int:
         ValueError: two are wanted where there can be one only.
     """
     reason = reason_one_buffer(spec.op, transport.nodes, knobs)
+    if reason is None and spec.dispatches:
+        reason = "kernels push rows behind the entries of their call"
     if reason is None and transport.acts_for_peers:
         reason = "the host acts for the peers, as in loopback"
     if reason is not None:

@@ -113,6 +113,7 @@ class ReduceArgs(ctypes.Structure):
         ("sm_count", _i),
         ("sync", Sync),
         *((name, _i) for name in ("first_source", "source_count", "most_blocks", "early")),
+        ("shares", _p),
     )
 
 

@@ -36,8 +36,6 @@ from ptx_figures import write_figures  # noqa: E402
 from reference import ACTIVATIONS  # noqa: E402
 from virtual_cases import knobs_of, least_tile_rows, topology_of  # noqa: E402
 
-ON_GPUS = [name for name, op in MOE_OPS.items() if not op.dispatches]
-
 
 def configs() -> list[GemmConfig]:
     """The kernels of experts in the default set."""
@@ -47,8 +45,9 @@ def configs() -> list[GemmConfig]:
 def case_of(seed: int, kernels: list[GemmConfig]) -> tuple[GemmConfig, MoeCase, int, str]:
     """What a seed asks for: a kernel, an op, its world and its kind of routing."""
     rng = random.Random(f"moe {seed}")
-    op = ON_GPUS[seed % len(ON_GPUS)]
-    config = rng.choice([c for c in kernels if (c.op == GROUPED[0]) == (op == "gather")])
+    op = list(MOE_OPS)[seed % len(MOE_OPS)]
+    gathers = MOE_OPS[op].kind.gathers
+    config = rng.choice([c for c in kernels if (c.op == GROUPED[0]) == gathers])
     world = rng.choice([2, 2, 3, 4, 8])
     experts = rng.choice([1, 2, 3, 5, 8, 13])
     ep = rng.choice([d for d in range(1, world + 1) if world % d == 0 and d <= experts])
@@ -57,18 +56,19 @@ def case_of(seed: int, kernels: list[GemmConfig]) -> tuple[GemmConfig, MoeCase, 
     if step == 1:  # shares of ranks that differ, or are empty
         size = rng.randint(1, 80), rng.randint(1, 90)
     shared, other = size
-    activation = rng.choice(("none", *ACTIVATIONS)) if op == "gather" else "none"
-    direction = {"direction": "push"} if op != "gather" else {}
+    activation = rng.choice(("none", *ACTIVATIONS)) if gathers else "none"
+    way = {} if op == "gather" else {"direction": "push"}
+    way |= {"order": "direct"} if op == "dispatch" else {}
     case = MoeCase(
         op,
         rng.choice([1, world, rng.randint(2, 40), rng.randint(40, 300)]),
-        shared if op == "gather" else other,
-        other if op == "gather" else shared,
+        shared if gathers else other,
+        other if gathers else shared,
         experts,
         topk=rng.randint(1, min(experts, 10)),
         ep=ep,
         dtype=BY_SHORT[config.dtype].torch,
-        knobs=replace(knobs_of(rng, world), reduce="local", **direction),
+        knobs=replace(knobs_of(rng, world), reduce="local", **way),
         transpose=config.weight == "kn",
         activation=activation,
         gated=activation != "none" and rng.random() < 0.5,
