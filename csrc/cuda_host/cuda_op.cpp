@@ -322,7 +322,7 @@ std::uint64_t CudaOp::workspace_bytes(const Schedule& schedule,
                                       const std::vector<Operand>& operands, int k) const {
   std::uint64_t most = 0;
   for (std::size_t i = 0; i < operands.size(); ++i) {
-    if (operands[i].n == 0) continue;
+    if (operands[i].n == 0 && groups_.pushes == nullptr) continue;
     for (int launch = 0; launch < launches(schedule); ++launch) {
       FluxGemmArgs args = gemm_args(schedule, 0, operands[i], k);
       if (schedule.spec.split) only_chunk(schedule, launch, &args);
@@ -390,7 +390,7 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   }
   if (!beside) join(stream, copy_stream_);
   for (std::size_t i = first; i < operands.size(); ++i) {
-    if (operands[i].n == 0) continue;
+    if (operands[i].n == 0 && !pushes) continue;
     for (int launch = ahead && i == first ? 1 : 0; launch < launches(schedule); ++launch) {
       put_kernel(schedule, stream, x, operands, i, launch, in_place);
     }
