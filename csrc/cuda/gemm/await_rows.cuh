@@ -4,11 +4,12 @@
 // wait for entries alone.
 //
 // Memory ordering. A thread acquires the signal of a row, and the barrier behind the waits passes that on to
-// those which copy the row with cp.async, in the generic proxy. Behind a push, each thread fences its stores at
-// the system's scope and meets the others; then one releases the signal.
+// those which copy the row with cp.async, in the generic proxy. Behind a push the threads meet, and one
+// releases the signal, for the stores of all: no other thread waits for the link.
 #pragma once
 
 #include "cuda/gemm/grouped.cuh"
+#include "cutlass/array.h"
 
 namespace flux {
 
@@ -54,8 +55,8 @@ struct AwaitRows {
     using Vector = cutlass::AlignedArray<typename C::Element, C::kAlignment>;
     constexpr int kUnderWay = 4;  // loads of a thread
     const int peer = words[0], signal = words[1], first = words[2];
-    const bool reached = await(p.targets.entries, peer, told_by_one(p.sync, team.thread()),
-                               FLUX_WAIT_ENTRY, signal);
+    const bool reached =
+        await(p.targets.entries, peer, told_by_one(p.sync, team.thread()), FLUX_WAIT_ENTRY, signal);
     const int vectors = p.k / C::kAlignment;
     const int count = reached ? (words[3] - first) * vectors : 0;
     const int own = row_begin(p.tiling.m, p.tiling.world, p.targets.rank);
@@ -79,7 +80,6 @@ struct AwaitRows {
         to[places[i]] = loaded[i];
       }
     }
-    __threadfence_system();
     if (!team.all(reached)) return;
     if (team.thread() == 0) store_release_sys(p.targets.flags[peer] + signal, p.sync.epoch);
   }

@@ -31,6 +31,10 @@ STORED = r"st\.global\.v4"
 CASES = {
     "ag_grouped_gemm": MoeCase("gather", 256, 256, 64, 4, 2, dtype=torch.bfloat16, knobs=Knobs()),
     "grouped_gemm_rs": MoeCase("scatter", 256, 256, 64, 4, 2, dtype=torch.bfloat16, knobs=Knobs()),
+    "dispatch": MoeCase(
+        "dispatch", 256, 256, 64, 4, 1, ep=2, dtype=torch.bfloat16, knobs=Knobs(comm_tile_rows=32)
+    ),
+    "combine": MoeCase("combine", 256, 256, 64, 4, 1, ep=2, dtype=torch.bfloat16, knobs=Knobs()),
 }
 
 
@@ -60,6 +64,10 @@ def call_experts(device: Any, ranks: VirtualWorld, op: str, rows: tuple[int, ...
 
 def _gather(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
     return Bug("80", "ag_grouped_gemm", GATHER, pattern, change, error, at, **more)
+
+
+def _push(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
+    return Bug("80", "dispatch", GATHER, pattern, change, error, at, **more)
 
 
 def _sum(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
@@ -100,6 +108,14 @@ GROUPED_BUGS = {
     ),
     "rows of the first token's communication tile alone": _gather(
         r"setp\.gt\.s32\s+(%p\d+), (%r\d+), 127;", r"setp.gt.s32 \1, \2, 0;", ACQUIRED, CP_ASYNC
+    ),
+    # -- the same with rows that it pushes
+    "signals of pushes raised relaxed": _push(
+        r"st\.release\.sys", "st.relaxed.sys", RELEASED, CP_ASYNC
+    ),
+    "no barrier before the signal of a push": _push(JOINED, NOT_JOINED, RELEASED, CP_ASYNC),
+    "entries of pushes read relaxed": _push(
+        r"ld\.acquire\.sys", "ld.relaxed.sys", COPIED, STORED, number=3, rows=(131, 256, 131)
     ),
     # -- grouped GEMM + ReduceScatter
     "products counted without a fence": _sum(r"membar\.gl;", "", OF_GPU, SUMMED),
