@@ -80,7 +80,8 @@ class VirtualWorld(OneGpuWorld):
         """
         rows = knobs.comm_tile_rows
         least = least_tile_rows(self.world, spec.max_m)
-        if spec.op.gathers and rows is not None and rows < least:
+        copied = spec.op.gathers and not spec.dispatches  # those rows kernels push
+        if copied and rows is not None and rows < least:
             return f"ranks of one thread need comm_tile_rows >= {least} for M = {spec.max_m}"
         return super().reason_unsupported(spec, knobs)
 
