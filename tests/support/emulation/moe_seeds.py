@@ -29,7 +29,7 @@ from flux.core.problem import BY_SHORT  # noqa: E402
 from flux.kernels.config import GROUPED, GemmConfig  # noqa: E402
 from flux.kernels.registry import BuiltKernel  # noqa: E402
 from flux.kernels.sets import config_set  # noqa: E402
-from flux.transport.virtual import VirtualWorld, least_tile_rows  # noqa: E402
+from flux.transport.virtual import VirtualWorld  # noqa: E402
 from moe_cases import MOE_OPS, ROUTINGS, MoeCase, MoeInputs  # noqa: E402
 from op_cases import same_bits  # noqa: E402
 from ptx_figures import write_figures  # noqa: E402
@@ -59,20 +59,16 @@ def case_of(seed: int, kernels: list[GemmConfig]) -> tuple[GemmConfig, MoeCase, 
     activation = rng.choice(("none", *ACTIVATIONS)) if gathers else "none"
     way: dict[str, Any] = {} if op == "gather" else {"direction": "push"}
     way |= {"order": "direct"} if op == "dispatch" else {}
-    most = rng.choice([1, world, rng.randint(2, 40), rng.randint(40, 300)])
-    knobs = knobs_of(rng, world)
-    if op == "gather" and knobs.comm_tile_rows is not None:
-        way |= {"comm_tile_rows": max(knobs.comm_tile_rows, least_tile_rows(world, most))}
     case = MoeCase(
         op,
-        most,
+        rng.choice([1, world, rng.randint(2, 40), rng.randint(40, 300)]),
         shared if gathers else other,
         other if gathers else shared,
         experts,
         topk=rng.randint(1, min(experts, 10)),
         ep=ep,
         dtype=BY_SHORT[config.dtype].torch,
-        knobs=replace(knobs, reduce="local", **way),
+        knobs=replace(knobs_of(rng, world), reduce="local", **way),
         transpose=config.weight == "kn",
         activation=activation,
         gated=activation != "none" and rng.random() < 0.5,
