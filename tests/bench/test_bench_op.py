@@ -434,7 +434,7 @@ PROBLEM = ["--m", "64", "--n", "64", "--k", "64", "--nproc", "2"]
 COMMANDS = {
     "bench op": [*PROBLEM, "--op", "gemm_rs", "--repeats", "3"],
     "bench suite": ["--shapes", "SHAPES", "--repeats", "3"],
-    "trace op": [*PROBLEM, "--op", "gemm_rs"],
+    "trace op": [*PROBLEM, "--op", "gemm_rs", "--warmup", "2000"],  # ranks live long enough
     "tune": [*PROBLEM, "--op", "gemm_rs", "--budget", "2s"],
 }
 
