@@ -17,7 +17,7 @@ from flux.kernels.config import GROUPED
 from flux.transport.device import CudaDevice
 from flux.transport.virtual import VirtualWorld
 from gpu_cases import CASES, cuda_device
-from moe_cases import MoeCase, MoeInputs
+from moe_cases import MOE_OPS, MoeCase, MoeInputs
 from moe_seeds import case_of
 from op_cases import same_bits
 
@@ -78,7 +78,7 @@ def test_random_routings(device: CudaDevice, seed: int) -> None:
 
 
 @pytest.mark.parametrize("ep", [1, 2])
-@pytest.mark.parametrize("op", ["gather", "scatter", "reduce"])
+@pytest.mark.parametrize("op", MOE_OPS)
 def test_large_mixtures_repeat_bitwise(device: CudaDevice, op: str, ep: int) -> None:
     case = replace(LARGE, op=op, ep=ep)
     inputs = OnCuda(case, case.max_m, 4, "random", 3)
