@@ -91,7 +91,11 @@ class UnfusedBackend:
         return None if self.exchange is None else self.exchange.group
 
     def close(self) -> None:
-        """End the thread that waits for collectives. Idempotent."""
+        """End the thread that waits for collectives. Idempotent.
+
+        Later ones, of the backward of an earlier call, are waited for here.
+        """
+        self.watched = None
         self._threads.close()
 
     def trace(self, stamps: Stamps | None) -> None:

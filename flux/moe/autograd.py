@@ -318,6 +318,7 @@ def _gather_choices_fake(
 
 def _setup_choices(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, probs, ctx.m, ctx.handle = inputs
+    ctx.op = _op(ctx.handle)
     ctx.rows = probs.shape[0]
     ctx.mark_non_differentiable(output[0])
 
@@ -371,7 +372,8 @@ define(
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     x, weights, biases, experts, return_gathered, handle = inputs
-    ctx.dispatches = _op(handle).dispatches
+    ctx.op = _op(handle)
+    ctx.dispatches = ctx.op.dispatches
     kept = output[1] if ctx.dispatches and return_gathered else x
     ctx.save_for_backward(kept, experts, *weights)
     ctx.biased, ctx.gathered, ctx.handle = len(biases), return_gathered, handle
@@ -407,6 +409,7 @@ def _where(needed: Sequence[bool], delivered: Any) -> list[Grad]:
 
 def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weights, biases, experts, probs, handle = inputs
+    ctx.op = _op(handle)
     ctx.save_for_backward(x, experts, *probs, *biases, *weights)
     ctx.biased, ctx.weighted, ctx.handle = len(biases), len(probs), handle
 

@@ -27,7 +27,7 @@ from flux.core.call import Call, CallChecker, rows_of_call
 from flux.core.knobs import Knobs, Op, Topology
 from flux.core.spec import OpSpec
 from flux.moe.product import Experts, GatherProduct, SumProduct
-from flux.moe.routing import Needed, Routing
+from flux.moe.routing import Needed, Routing, check_integers
 from flux.ops.autocast import cast_once, casts_to
 from flux.ops.base import TensorParallelOp
 from flux.ops.transforms import call
@@ -407,8 +407,7 @@ class AGGroupedGemm(GroupedOp):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather what a router chose: see ``gather_choices``. Both travel in one collective."""
         try:
-            if experts.dtype.is_floating_point:
-                raise TypeError(f"{self.spec.label}: experts must be integers, got {experts.dtype}")
+            check_integers(experts)
             parts = []
             for name, tensor in (("experts", experts), ("probs", probs)):
                 tensor = self._checker._tensor(name, tensor, tensor.dtype)

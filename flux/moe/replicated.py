@@ -159,6 +159,7 @@ def _grads_fake(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weights, biases, experts, ctx.handle = inputs
+    ctx.op = _op(ctx.handle)
     ctx.save_for_backward(x, experts, *weights)
     ctx.biased = len(biases)
 

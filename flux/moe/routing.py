@@ -12,6 +12,13 @@ from flux import _C
 from flux.core.tensors import address_of
 
 
+def check_integers(experts: torch.Tensor) -> None:
+    """Raise TypeError if ``experts`` are no integers. Booleans are a map of all experts."""
+    kind = experts.dtype
+    if kind.is_floating_point or kind.is_complex or kind == torch.bool:
+        raise TypeError(f"experts must be integers, got {kind}")
+
+
 class Routing:
     """The routed rows that one rank has of M tokens. Local; any experts may be empty.
 
@@ -45,9 +52,7 @@ class Routing:
         count: int | None = None,
         world: int = 1,
     ) -> None:
-        kind = experts.dtype
-        if kind.is_floating_point or kind.is_complex or kind == torch.bool:  # a map of all experts
-            raise TypeError(f"experts of tokens must be integers, got {experts.dtype}")
+        check_integers(experts)
         if experts.dim() != 2 or 0 in experts.shape:
             raise ValueError(f"experts of tokens must be [M, topk], got {list(experts.shape)}")
         dense = experts.detach().to(device="cpu", dtype=torch.int64).contiguous()

@@ -275,8 +275,9 @@ def _refusals(rank: int, world: int) -> None:
             with pytest.raises(ValueError, match=text if rank == 0 else "rank 0 refused"):
                 op.gather_choices(choices, choices.float(), 24)
         said = "experts must be integers" if rank == 0 else "rank 0 refused"
-        with pytest.raises((TypeError, ValueError), match=said):
-            op.gather_choices(own.float() if rank == 0 else own, own.float(), 24)
+        for bad_kind in (torch.float32, torch.bool):
+            with pytest.raises((TypeError, ValueError), match=said):
+                op.gather_choices(own.to(bad_kind) if rank == 0 else own, own.float(), 24)
         good.check(op, rank)
 
 

@@ -111,3 +111,33 @@ def _shared(rank: int, world: int) -> int:
 
 def test_layers_that_share_ops_compile_once() -> None:
     assert run_ranks(2, _shared) == [1, 1]
+
+
+def _earlier_calls(rank: int, world: int, kind: str) -> None:
+    """A pool closes an op when a later call needs a larger one; earlier graphs go on."""
+    results = []
+    for replaced in (False, True):
+        *floats, experts, probs = operands(M // world if kind == "sharded" else M, world)
+        leaves = [t.clone().requires_grad_() for t in (*floats, probs)]
+        first = AGGroupedGemm(n=FFN, k=HIDDEN, **SIZES)
+        kinds = GroupedGemmRS if kind == "sharded" else GroupedGemmAR
+        second: GroupedGemmRS = kinds(n=HIDDEN, k=FFN, **SIZES)
+        layer = sharded(first, second) if kind == "sharded" else replicated(second)  # type: ignore[arg-type]
+        z = layer(*leaves[:5], experts, leaves[5])
+        if kind == "sharded":
+            full = first(leaves[0], leaves[1], experts, return_gathered=True)[1]
+            full.sum().backward(retain_graph=True)  # waits for a collective in a thread
+            z = z.sum() + full.square().sum()
+        if replaced:
+            first.close()
+            second.close()
+            del first, second, layer
+        z.sum().backward()
+        results.append([leaf.grad for leaf in leaves])
+    for mine, wanted in zip(*results, strict=True):
+        assert mine is not None and same_bits(mine, wanted)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "replicated"])
+def test_a_backward_outlives_its_op(kind: str) -> None:
+    run_ranks(2, _earlier_calls, kind)
