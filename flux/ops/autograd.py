@@ -199,7 +199,7 @@ def _setup_ag_gemm(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]
     ctx.has_bias = list(has_bias)
     ctx.m = output[0].shape[0]
     ctx.return_gathered = return_gathered
-    ctx.handle = handle
+    ctx.op, ctx.handle = op_of(handle), handle  # its graph keeps it
 
 
 def _backward_ag_gemm(
@@ -231,7 +231,7 @@ def _backward_ag_gemm(
 def _setup_gemm(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, _, handle, _ = inputs
     ctx.save_for_backward(x, weight)
-    ctx.handle = handle
+    ctx.op, ctx.handle = op_of(handle), handle
 
 
 def _backward_gemm(

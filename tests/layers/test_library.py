@@ -261,3 +261,26 @@ def _closed(rank: int, world: int) -> None:
 
 def test_closed_op_raises() -> None:
     run_ranks(2, _closed)
+
+
+def _outlived(rank: int, world: int) -> None:
+    for kind, n in ((flux.AGGemm, 48), (flux.GemmRS, 24), (flux.GemmAR, 24)):
+        grads = []
+        for gone in (False, True):
+            generator = torch.Generator().manual_seed(rank)
+            x, w = (_leaf(torch.randn(rows, 48, generator=generator)) for rows in (32, 24))
+            op = kind(max_m=64, n=n, k=48 if kind is flux.AGGemm else 96)
+            out = op(x, w)
+            if gone:
+                op.close()
+                del op
+                gc.collect()
+            out.square().sum().backward()
+            assert x.grad is not None and w.grad is not None
+            grads.append((x.grad, w.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_backward_outlives_its_op() -> None:
+    """A caller that makes an op for each call may drop it, or close it, before the backward."""
+    run_ranks(2, _outlived)
