@@ -8,21 +8,23 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
 
+from device_fixtures import with_flux_kernels
+from emulated import EmulatedDevice
 from emulated_cases import eventually, never
-from flux import _C
+from flux import _C, Knobs
 from flux.transport.virtual import VirtualWorld
 from harness import STRESS, more
 from matrix import OPS
 from ptx_device import PtxDevice
 from ptx_machine import extent
 from reference import Inputs, Problem
-from virtual_cases import call_all
+from virtual_cases import call_all, checked_calls
 
 BF16 = torch.bfloat16
 
@@ -53,6 +55,28 @@ def test_no_order_of_warps_changes_a_bit(ptx: PtxDevice, op: str, m: int) -> Non
         ptx.cuda.seed = 0
     for other in outputs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outputs[0], other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def wide(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
+    """A device whose GemmRS has clusters two tiles wide."""
+    with with_flux_kernels(request, "90a", "wide_kernels") as device:
+        yield device
+
+
+@pytest.mark.timeout(300)  # compiles a kernel
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("reduce", ["local", "in_kernel"])
+def test_a_tile_beyond_n_tells_of_no_other(wide: PtxDevice, reduce: str) -> None:
+    """Three tiles and two clusters: the last tile's flag would be that of the next row of tiles."""
+    p = Problem("gemm_rs", 300, (192,), 96, BF16)
+    everything = [Inputs(p, m, 2, seed=m) for m in (300, 131)]
+    try:
+        for seed in range(2 * STRESS):
+            wide.cuda.seed = 1000 * seed
+            checked_calls(VirtualWorld(2, wide), p, everything, tuning=Knobs(reduce=reduce))
+    finally:
+        wide.cuda.seed = 0
 
 
 def turns_of(ptx: PtxDevice, op: str, seed: int) -> tuple[int, list[tuple[str, int, int]]]:

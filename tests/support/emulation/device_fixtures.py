@@ -59,6 +59,12 @@ def _build_dynamic_kernels(_: Path) -> Path:
     )
 
 
+def _build_wide_kernels(_: Path) -> Path:
+    (config,) = (c for c in config_set("minimal", ["90a"]) if c.op == "gemm_rs")
+    wide = replace(config, tile=(64, 64, 64), schedule="pingpong", cluster=(1, 2))
+    return _build_kernels("emulated-wide", [wide])
+
+
 def _build_float8_kernels(_: Path) -> Path:
     configs = [
         c
@@ -99,6 +105,12 @@ def in_flight_kernels(pytestconfig: pytest.Config) -> Path:
 def dynamic_kernels(pytestconfig: pytest.Config) -> Path:
     """The kernels whose blocks claim their tiles, likewise."""
     return _built_or_skipped(pytestconfig, "dynamic-kernels", _build_dynamic_kernels)
+
+
+@pytest.fixture(scope="session")
+def wide_kernels(pytestconfig: pytest.Config) -> Path:
+    """A GemmRS whose clusters are two tiles wide, which those of the minimal set are not."""
+    return _built_or_skipped(pytestconfig, "wide-kernels", _build_wide_kernels)
 
 
 @pytest.fixture(scope="session")
