@@ -164,9 +164,4 @@ inline int collect(FluxCollectArgs const* args, void* stream) {
   return static_cast<int>(cudaGetLastError());
 }
 
-inline int prepare_collect() {
-  cudaFuncAttributes attributes;
-  return static_cast<int>(cudaFuncGetAttributes(&attributes, collect_kernel));
-}
-
 }  // namespace flux

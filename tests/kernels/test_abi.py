@@ -85,11 +85,11 @@ def test_nvcc_agrees(tmp_path: Path) -> None:
     assert layout(tmp_path, nvcc, ".cu") == layout(tmp_path, cpp, ".cpp", "-std=c++17")
 
 
-@pytest.mark.parametrize("header", ["kernel.cuh", "sm90/gemm.cuh"])
-def test_prepare_loads_the_code(header: str) -> None:
+def test_prepare_loads_the_code() -> None:
     """CUDA loads a kernel when it is first asked about, but not when an attribute is set: a kernel
     that waits would keep a later load waiting, too."""
-    text = (CSRC / "cuda" / "gemm" / header).read_text()
-    pattern = r"int prepare(?:_on)?\(int device[^)]*\) \{\n(.*?)\n *\}"
-    (body,) = re.findall(pattern, text, flags=re.S)[:1]
-    assert re.search(r"cudaFuncGetAttributes\(&attributes, k(K)?ernel\)", body)
+    text = (CSRC / "cuda" / "load.cuh").read_text()
+    (body,) = re.findall(r"int prepare_on\(.*?\) \{\n(.*?)\n\}", text, flags=re.S)
+    assert "load_code(kernel)" in body and "cudaFuncGetAttributes(&attributes, kernels)" in text
+    for header in ("grouped.cuh", "sm80/gemm.cuh", "sm90/gemm.cuh"):
+        assert "prepare_on(device, " in (CSRC / "cuda" / "gemm" / header).read_text()

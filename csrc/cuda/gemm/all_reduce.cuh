@@ -56,30 +56,6 @@ __device__ __forceinline__ void begin_sums(const FluxAllReduce& to) {
   asm volatile("red.global.add.u32 [%0], 1;" ::"l"(to.counts + FLUX_SUM_BLOCKS) : "memory");
 }
 
-template <class Vector>
-__device__ __forceinline__ Vector load_past_l1(const void* at) {
-  Vector value;
-  if constexpr (sizeof(Vector) == 16) {
-    *reinterpret_cast<uint4*>(&value) = __ldcg(static_cast<const uint4*>(at));
-  } else {
-    *reinterpret_cast<unsigned short*>(&value) = __ldcg(static_cast<const unsigned short*>(at));
-  }
-  return value;
-}
-
-template <class Element, int Width>
-__device__ __forceinline__ cutlass::AlignedArray<Element, Width> result_of(
-    const SumTargets& s, const cutlass::Array<float, Width>& sum, int column) {
-  cutlass::AlignedArray<Element, Width> result;
-#pragma unroll
-  for (int e = 0; e < Width; ++e) {
-    float value = sum[e] * s.to.scale;
-    if (s.bias != nullptr) value += float(static_cast<const Element*>(s.bias)[column + e]);
-    result[e] = Element(value);
-  }
-  return result;
-}
-
 // One warp. Without all partials the own result is NaN, and peers get nothing.
 template <class Element, int Width>
 __device__ __forceinline__ void sum_rows(const SumTargets& s, Piece piece, bool complete) {
@@ -97,7 +73,7 @@ __device__ __forceinline__ void sum_rows(const SumTargets& s, Piece piece, bool 
       sum = sum_of_slots<Element, Width>(
           world, [&s](int source) { return s.to.partials[source]; }, (row - above) * s.ld + column);
     }
-    const Vector result = result_of<Element, Width>(s, sum, column);
+    const Vector result = result_of<Element, Width>(sum, s.to.scale, s.bias, column);
     const bool stays = s.to.scatters != 0;
     const std::int64_t place = std::int64_t{stays ? row - above : row} * s.tiling.n + column;
     for (int step = 0; step < (complete && !stays ? world : 1); ++step) {
@@ -193,7 +169,7 @@ __device__ __forceinline__ void sum_row_by_row(const SumTargets& s, Piece strip)
     for (int column = first; column < end; column += 32 * Width) {
       const auto sum = sum_of_slots<Element, Width>(
           s.tiling.world, [&s](int source) { return s.to.partials[source]; }, row * s.ld + column);
-      const Vector result = result_of<Element, Width>(s, sum, column);
+      const Vector result = result_of<Element, Width>(sum, s.to.scale, s.bias, column);
       auto* out = static_cast<Element*>(s.to.outs[s.rank]) + std::int64_t{row} * s.tiling.n;
       *reinterpret_cast<Vector*>(out + column) = result;
     }

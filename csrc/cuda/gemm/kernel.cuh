@@ -8,6 +8,7 @@
 #include "cuda/gather.cuh"
 #include "cuda/gemm/meet.cuh"
 #include "cuda/gemm/tile_counter.cuh"
+#include "cuda/load.cuh"
 
 namespace flux {
 
@@ -28,28 +29,11 @@ inline int stamp_clock(std::uint64_t* times, std::int32_t count, void* stream) {
   return static_cast<int>(cudaGetLastError());
 }
 
-inline int prepare_stamp() {
-  cudaFuncAttributes attributes;
-  return static_cast<int>(cudaFuncGetAttributes(&attributes, stamp_kernel));
-}
+inline int prepare_helpers() { return load_code(meet_kernel, collect_kernel, stamp_kernel); }
 #else
 constexpr int (*stamp_clock)(std::uint64_t*, std::int32_t, void*) = nullptr;
-inline int prepare_stamp() { return 0; }
+inline int prepare_helpers() { return load_code(meet_kernel, collect_kernel); }
 #endif
-
-template <class Function>
-int prepare_on(int device, Function kernel, int shared_bytes) {
-  int before = 0;
-  cudaError_t status = cudaGetDevice(&before);
-  if (status == cudaSuccess) status = cudaSetDevice(device);
-  if (status != cudaSuccess) return status;
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  // Setting an attribute need not load the code; asking for all of them does.
-  cudaFuncAttributes attributes;
-  if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, kernel);
-  const cudaError_t restored = cudaSetDevice(before);
-  return status != cudaSuccess ? status : restored;
-}
 
 // What of the device a launch may use.
 struct Resources {
@@ -75,10 +59,8 @@ int resources_of(FluxGemmArgs const& args, Function kernel, int threads, int sha
 // Loads all code of a kernel, with what captured calls and traces need beside it.
 template <class Kernel>
 int prepare(int device) {
-  int status = Kernel::prepare(device);
-  if (status == 0) status = prepare_meet();
-  if (status == 0) status = prepare_collect();
-  return status != 0 ? status : prepare_stamp();
+  const int status = Kernel::prepare(device);
+  return status != 0 ? status : prepare_helpers();
 }
 
 }  // namespace flux

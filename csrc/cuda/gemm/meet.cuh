@@ -59,9 +59,4 @@ inline int meet(FluxMeetArgs const* args, void* stream) {
   return static_cast<int>(cudaGetLastError());
 }
 
-inline int prepare_meet() {
-  cudaFuncAttributes attributes;
-  return static_cast<int>(cudaFuncGetAttributes(&attributes, meet_kernel));
-}
-
 }  // namespace flux

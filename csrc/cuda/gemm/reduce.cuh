@@ -26,6 +26,7 @@
 
 #include "core/relay.h"
 #include "cuda/arguments.h"
+#include "cuda/load.cuh"
 #include "cuda/nvls.cuh"
 #include "cuda/sync.cuh"
 #include "cutlass/array.h"
@@ -50,6 +51,23 @@ __device__ __forceinline__ bool all_of_team(int team, bool value) {
   return all != 0;
 }
 
+// Past L1, which is not coherent with what peers and other blocks wrote.
+template <class Vector>
+__device__ __forceinline__ Vector load_past_l1(const void* at) {
+  Vector value;
+  if constexpr (sizeof(Vector) == 16) {
+    *reinterpret_cast<uint4*>(&value) = __ldcg(static_cast<const uint4*>(at));
+  } else if constexpr (sizeof(Vector) == 8) {
+    *reinterpret_cast<uint2*>(&value) = __ldcg(static_cast<const uint2*>(at));
+  } else if constexpr (sizeof(Vector) == 4) {
+    *reinterpret_cast<unsigned*>(&value) = __ldcg(static_cast<const unsigned*>(at));
+  } else {
+    static_assert(sizeof(Vector) == 2);
+    *reinterpret_cast<unsigned short*>(&value) = __ldcg(static_cast<const unsigned short*>(at));
+  }
+  return value;
+}
+
 // Sum of `Width` neighbouring elements over `count` slots, in their order. slot(i): where elements of
 // slot i begin. `there`: bits of the slots that are summed.
 template <class Element, int Width, class Slot>
@@ -70,16 +88,7 @@ __device__ __forceinline__ cutlass::Array<float, Width> sum_of_slots(int count, 
         loaded[i].clear();
         continue;
       }
-      auto const* at = static_cast<Element const*>(slot(first + i)) + offset;
-      // Past L1, which is not coherent with what peers wrote.
-      if constexpr (sizeof(Vector) == 16) {
-        *reinterpret_cast<uint4*>(&loaded[i]) = __ldcg(reinterpret_cast<uint4 const*>(at));
-      } else if constexpr (sizeof(Vector) == 8) {
-        *reinterpret_cast<uint2*>(&loaded[i]) = __ldcg(reinterpret_cast<uint2 const*>(at));
-      } else {
-        *reinterpret_cast<unsigned short*>(&loaded[i]) =
-            __ldcg(reinterpret_cast<unsigned short const*>(at));
-      }
+      loaded[i] = load_past_l1<Vector>(static_cast<Element const*>(slot(first + i)) + offset);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -90,6 +99,20 @@ __device__ __forceinline__ cutlass::Array<float, Width> sum_of_slots(int count, 
     }
   }
   return sum;
+}
+
+// What a sum ends as, from `column` on.
+template <class Element, int Width>
+__device__ __forceinline__ cutlass::AlignedArray<Element, Width> result_of(
+    const cutlass::Array<float, Width>& sum, float scale, const void* bias, int column) {
+  cutlass::AlignedArray<Element, Width> result;
+#pragma unroll
+  for (int e = 0; e < Width; ++e) {
+    float value = sum[e] * scale;
+    if (bias != nullptr) value += float(static_cast<const Element*>(bias)[column + e]);
+    result[e] = Element(value);
+  }
+  return result;
 }
 
 // The same over all sources, in rank order, or as the switch adds them up.
@@ -126,13 +149,7 @@ __device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int 
     sum.fill(nanf(""));
     // Missing partials are not loaded: the GEMM beside an early reduction may still store them.
     if (complete) sum = sum_of_sources<Element, Width>(args, r, c);
-    Vector result;
-#pragma unroll
-    for (int e = 0; e < Width; ++e) {
-      float value = sum[e] * args.scale;
-      if (args.bias != nullptr) value += float(static_cast<Element const*>(args.bias)[c + e]);
-      result[e] = Element(value);
-    }
+    const Vector result = result_of<Element, Width>(sum, args.scale, args.bias, c);
     if constexpr (sizeof(Vector) == 16) {
       if (args.switch_out != nullptr) {
         store_everywhere(static_cast<Element*>(args.switch_out) + r * args.out_ld + c,
@@ -246,13 +263,7 @@ int reduce_partials(FluxReduceArgs const* args, void* stream) {
 
 template <class Element>
 int prepare_reduce() {
-  cudaFuncAttributes attributes;
-  cudaError_t status =
-      cudaFuncGetAttributes(&attributes, reduce_kernel<Element, 16 / sizeof(Element)>);
-  if (status == cudaSuccess) {
-    status = cudaFuncGetAttributes(&attributes, reduce_kernel<Element, 1>);
-  }
-  return static_cast<int>(status);
+  return load_code(reduce_kernel<Element, 16 / sizeof(Element)>, reduce_kernel<Element, 1>);
 }
 
 }  // namespace flux

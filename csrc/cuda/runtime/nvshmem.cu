@@ -110,20 +110,11 @@ int node_sum(const FluxNodeSumArgs* args, void* stream) {
   return launch<NodeSum>(args->dtype, wide<Bf16>(sum), blocks, *args, stream);
 }
 
-template <class Kernel>
-int load(Kernel* kernel) {
-  cudaFuncAttributes attributes;
-  return check(cudaFuncGetAttributes(&attributes, kernel), "loading the kernels for sums of nodes");
-}
-
 template <class Element>
 int load_all() {
-  for (const int status :
-       {load(Relay<Element, kWide>::get()), load(Relay<Element, 1>::get()),
-        load(NodeSum<Element, kWide>::get()), load(NodeSum<Element, 1>::get())}) {
-    if (status != FLUX_OK) return status;
-  }
-  return FLUX_OK;
+  const int status = load_code(Relay<Element, kWide>::get(), Relay<Element, 1>::get(),
+                               NodeSum<Element, kWide>::get(), NodeSum<Element, 1>::get());
+  return check(static_cast<cudaError_t>(status), "loading the kernels for sums of nodes");
 }
 
 // -- ranks and memory ------------------------------------------------------------------------------

@@ -7,6 +7,6 @@
 namespace flux::sm80 {
 
 template <class C>
-struct AGGemm : Offered<C, visit::Stored<C>, OpKind::kAGGemm> {};
+struct AGGemm : Launcher<C, visit::Stored<C>, OpKind::kAGGemm> {};
 
 }  // namespace flux::sm80

@@ -263,14 +263,18 @@ __global__ void __launch_bounds__(Base::kThreadCount)
   if (params.block.signals != nullptr && threadIdx.x == 0) report_failure(block_params().sync);
 }
 
-// Launches a kernel whose visitor arguments `Visited` makes, for the op `kOp`.
-template <class C, class Visited, OpKind kOp, Moves kMoves>
+// Offers (FLUX_KERNEL) and launches a kernel whose visitor arguments `Visited` makes, for the op `kOp`.
+template <class C, class Visited, OpKind kOp,
+          Moves kMoves = kOp == OpKind::kAGGemm ? Moves::kGathers : Moves::kNothing>
 struct Launcher {
   using Base = Kernel<C, typename Visited::Node>;
   static constexpr bool kStreamK = Types<C>::kStreamK;
   using Params = sm80::Params<Base>;
   static constexpr int kSharedBytes = static_cast<int>(sizeof(typename Base::SharedStorage));
   static constexpr auto kKernel = &kernel<C, Base, kStreamK, kMoves>;
+  static constexpr int kTileM = C::kTileM;
+  static constexpr int kTileN = C::kTileN;
+  static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = nullptr;
 
   static int prepare(int device) { return prepare_on(device, kKernel, kSharedBytes); }
 
@@ -329,10 +333,10 @@ struct Launcher {
     blocks.dp_blocks = whole - (blocks.dp_first_wave_tiles - 1) * share;
   }
 
-  static std::uint64_t workspace_bytes(FluxGemmArgs const& args) {
+  static std::uint64_t workspace_bytes(FluxGemmArgs const* args) {
     Resources with;
     if (!kStreamK) return Types<C>::kDynamic ? kCounterBytes : 0;
-    return resources(args, &with) != 0 ? 0 : workspace_bytes(params(args, with));
+    return resources(*args, &with) != 0 ? 0 : workspace_bytes(params(*args, with));
   }
 
   static std::uint64_t workspace_bytes(Params const& p) {
@@ -340,7 +344,8 @@ struct Launcher {
     return bytes == 0 && !Types<C>::kDynamic ? 0 : kCounterBytes + bytes;
   }
 
-  static int launch(FluxGemmArgs const& args, void* stream) {
+  static int launch(FluxGemmArgs const* requested, void* stream) {
+    FluxGemmArgs const& args = *requested;
     if (args.order.world > kMaxRuns) return FLUX_REFUSED;
     if (args.lda % C::kAlignment != 0 || args.ldb % C::kAlignment != 0) return FLUX_REFUSED;
     if (args.n % C::kAlignment != 0 || args.k % C::kAlignment != 0) return FLUX_REFUSED;
@@ -363,24 +368,7 @@ struct Launcher {
   }
 };
 
-// The functions of one kernel, as FLUX_KERNEL takes them.
-template <class C, class Visited, OpKind kOp,
-          Moves kMoves = kOp == OpKind::kAGGemm ? Moves::kGathers : Moves::kNothing>
-struct Offered {
-  using Launch = Launcher<C, Visited, kOp, kMoves>;
-  static constexpr int kTileM = C::kTileM;
-  static constexpr int kTileN = C::kTileN;
-  static std::uint64_t workspace_bytes(FluxGemmArgs const* args) {
-    return Launch::workspace_bytes(*args);
-  }
-  static int launch(FluxGemmArgs const* args, void* stream) {
-    return Launch::launch(*args, stream);
-  }
-  static int prepare(int device) { return Launch::prepare(device); }
-  static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = nullptr;
-};
-
 template <class C>
-struct Gemm : Offered<C, visit::Stored<C>, OpKind::kGemmRS> {};
+struct Gemm : Launcher<C, visit::Stored<C>, OpKind::kGemmRS> {};
 
 }  // namespace flux::sm80

@@ -96,17 +96,17 @@ struct Scattered {
 };
 
 template <class C>
-struct GemmRS : Offered<C, Scattered<C>, OpKind::kGemmRS, Moves::kSums> {
+struct GemmRS : Launcher<C, Scattered<C>, OpKind::kGemmRS, Moves::kSums> {
   // Its blocks do not release the reduction early: devices before sm_90 have no programmatic launch.
   static constexpr int (*kReduce)(FluxReduceArgs const*,
                                   void*) = &reduce_partials<typename C::Output, false>;
   static int prepare(int device) {
-    const int status = GemmRS::Launch::prepare(device);
+    const int status = GemmRS::Launcher::prepare(device);
     return status != 0 ? status : prepare_reduce<typename C::Output>();
   }
   static int launch(FluxGemmArgs const* args, void* stream) {
     if (args->order.world > FLUX_MAX_WORLD || args->all_reduce.scatters != 0) return FLUX_REFUSED;
-    return GemmRS::Launch::launch(*args, stream);
+    return GemmRS::Launcher::launch(args, stream);
   }
 };
 

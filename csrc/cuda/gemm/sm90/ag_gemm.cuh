@@ -42,10 +42,7 @@ struct AGGemmParts {
     out.epilogue.thread = Visitor::arguments(args);
     out.epilogue.ptr_D = static_cast<typename C::Output*>(args.d);
     cute::get<0>(out.epilogue.dD) = args.ldd;
-    out.scheduler = scheduler_arguments<typename Kernel::TileScheduler>(
-        tile_map(
-            tile_order(args, OpKind::kAGGemm, C::kTileM * C::kClusterM, C::kTileN * C::kClusterN)),
-        args);
+    out.scheduler = scheduler_arguments<C, typename Kernel::TileScheduler>(OpKind::kAGGemm, args);
   }
   static void set_sync(typename Kernel::Params& params, FluxSync const& sync) {
     params.mainloop.waits.sync = sync;
@@ -55,6 +52,6 @@ struct AGGemmParts {
   }
 };
 template <class C>
-struct AGGemm : Offered<C, AGGemmParts<C>> {};
+struct AGGemm : Launcher<C, AGGemmParts<C>> {};
 
 }  // namespace flux::sm90

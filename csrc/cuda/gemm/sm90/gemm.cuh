@@ -180,9 +180,10 @@ struct Kernel : cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, 
   }
 };
 
-// Launches a GemmUniversal kernel, as GemmUniversalAdapter of CUTLASS does, but what that asks of the
-// driver for each launch (attributes of the kernel, tensor maps) is asked once: by prepare(), or for
-// the first of the launches that differ in FluxSync alone. `Parts` has the Kernel, and the functions
+// Offers (FLUX_KERNEL) a GemmUniversal kernel. It is launched as GemmUniversalAdapter of CUTLASS does,
+// but what that asks of the driver for each launch (attributes of the kernel, tensor maps) is asked once:
+// by prepare(), or for the first of the launches that differ in FluxSync alone. `Parts` has the Kernel,
+// and the functions
 //   accepts      whether the kernel can do what the arguments say, as far as CUTLASS does not know
 //   complete     sets the arguments that are about the op
 //   set_sync     puts the FluxSync of a launch into parameters that were made for another
@@ -191,47 +192,24 @@ struct Launcher {
   using Kernel = typename Parts::Kernel;
   using Arguments = typename Kernel::Arguments;
   using Params = typename Kernel::Params;
+  static constexpr auto kKernel = &cutlass::device_kernel<Kernel>;
+  static constexpr int kTileM = C::kTileM;
+  static constexpr int kTileN = C::kTileN;
   static constexpr int kClusterSize = C::kClusterM * C::kClusterN;
+  static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = nullptr;
 
-  // Loads the code, since asking for attributes does.
   static int prepare(int device) {
-    int before = 0;
-    cudaError_t status = cudaGetDevice(&before);
-    if (status == cudaSuccess) status = cudaSetDevice(device);
-    if (status != cudaSuccess) return static_cast<int>(status);
-    constexpr auto kKernel = &cutlass::device_kernel<Kernel>;
-    status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  Kernel::SharedStorageSize);
-    cudaFuncAttributes attributes;
-    if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, kKernel);
-    int sms = 0;
-    int clusters = 0;
-    if (status == cudaSuccess) {
-      status = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    }
-    if (status == cudaSuccess && kClusterSize > 1) {
-      Launch launch(dim3(C::kClusterM, C::kClusterN), nullptr);
-      if (cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch.config) != cudaSuccess) {
-        cudaGetLastError();
-        clusters = 0;  // CUTLASS estimates them
-      }
-    }
-    const cudaError_t restored = cudaSetDevice(before);
-    if (status == cudaSuccess) status = restored;
-    if (status == cudaSuccess && device >= 0 && device < kDevices) {
-      clusters_of()[device] = clusters;
-      sms_of()[device] = sms;
-    }
-    return static_cast<int>(status);
+    return prepare_on(device, kKernel, Kernel::SharedStorageSize, &ask_device);
   }
 
-  static std::uint64_t workspace_bytes(FluxGemmArgs const& args) {
+  static std::uint64_t workspace_bytes(FluxGemmArgs const* args) {
     cutlass::KernelHardwareInfo info;
-    if (hardware(args, &info) != 0) return 0;
-    return workspace_bytes(args, arguments(args, info));
+    if (hardware(*args, &info) != 0) return 0;
+    return workspace_bytes(*args, arguments(*args, info));
   }
 
-  static int launch(FluxGemmArgs const& args, void* stream) {
+  static int launch(FluxGemmArgs const* requested, void* stream) {
+    FluxGemmArgs const& args = *requested;
     if (!Parts::accepts(args)) return FLUX_REFUSED;
     auto* queue = static_cast<cudaStream_t>(stream);
     cutlass::KernelHardwareInfo info;
@@ -253,8 +231,8 @@ struct Launcher {
     Parts::set_sync(*params, args.sync);
     Launch start(Kernel::get_grid_shape(*params), queue);
     void* values[] = {&*params};
-    const auto* kernel = reinterpret_cast<void const*>(&cutlass::device_kernel<Kernel>);
-    const cudaError_t status = cudaLaunchKernelExC(&start.config, kernel, values);
+    const cudaError_t status =
+        cudaLaunchKernelExC(&start.config, reinterpret_cast<void const*>(kKernel), values);
     if (status == cudaSuccess) return FLUX_OK;
     cudaGetLastError();  // it is returned, and not to be found again later
     return static_cast<int>(status);
@@ -279,6 +257,23 @@ struct Launcher {
     cudaLaunchAttribute cluster{};
     cudaLaunchConfig_t config{};
   };
+
+  // What does not change: multiprocessors, and clusters that fit on them.
+  static int ask_device(int device) {
+    if (device < 0 || device >= kDevices) return FLUX_REFUSED;
+    int sms = 0, clusters = 0;
+    const cudaError_t status = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    if (status == cudaSuccess && kClusterSize > 1) {
+      Launch launch(dim3(C::kClusterM, C::kClusterN), nullptr);
+      if (cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch.config) != cudaSuccess) {
+        cudaGetLastError();
+        clusters = 0;  // CUTLASS estimates them
+      }
+    }
+    clusters_of()[device] = clusters;
+    sms_of()[device] = sms;
+    return static_cast<int>(status);
+  }
 
   static LaunchCache<Params>& cache() {
     static LaunchCache<Params> kept;
@@ -343,24 +338,6 @@ struct Launcher {
   }
 };
 
-// The functions of one kernel, as FLUX_KERNEL takes them.
-template <class C, class Parts>
-struct Offered {
-  using Kernel = typename Parts::Kernel;
-  using Launch = Launcher<C, Parts>;
-  static constexpr int kTileM = C::kTileM;
-  static constexpr int kTileN = C::kTileN;
-  static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = nullptr;
-
-  static std::uint64_t workspace_bytes(FluxGemmArgs const* args) {
-    return Launch::workspace_bytes(*args);
-  }
-  static int prepare(int device) { return Launch::prepare(device); }
-  static int launch(FluxGemmArgs const* args, void* stream) {
-    return Launch::launch(*args, stream);
-  }
-};
-
 // Rows of cluster tiles that plain kernels sweep together, of `rows`, as fused ones do. With CUTLASS's
 // default of one, B comes from memory in every wave, which costs a tenth at M = 8192. CUTLASS fills the
 // last band up with tiles that do nothing, so a band of few rows divides them.
@@ -391,6 +368,6 @@ struct GemmParts {
   }
 };
 template <class C>
-struct Gemm : Offered<C, GemmParts<C>> {};
+struct Gemm : Launcher<C, GemmParts<C>> {};
 
 }  // namespace flux::sm90

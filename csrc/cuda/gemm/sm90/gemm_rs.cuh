@@ -100,10 +100,7 @@ struct GemmRSParts {
     out.epilogue.thread = {visit::Scaled<C>::arguments(args),
                            {scatter_targets(args, C::kTileM, C::kTileN),
                             sum_targets(args, C::kTileM, C::kTileN, sizeof(Output), C::kClusterM)}};
-    out.scheduler = scheduler_arguments<typename Kernel::TileScheduler>(
-        tile_map(
-            tile_order(args, OpKind::kGemmRS, C::kTileM * C::kClusterM, C::kTileN * C::kClusterN)),
-        args);
+    out.scheduler = scheduler_arguments<C, typename Kernel::TileScheduler>(OpKind::kGemmRS, args);
   }
   static void set_sync(typename Kernel::Params& params, FluxSync const& sync) {
     auto& store = params.epilogue.thread.op_1;
@@ -115,11 +112,11 @@ struct GemmRSParts {
 };
 
 template <class C>
-struct GemmRS : Offered<C, GemmRSParts<C>> {
+struct GemmRS : Launcher<C, GemmRSParts<C>> {
   using Output = typename C::Output;
   static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = &reduce_partials<Output, true>;
   static int prepare(int device) {
-    const int status = GemmRS::Launch::prepare(device);
+    const int status = GemmRS::Launcher::prepare(device);
     return status != 0 ? status : prepare_reduce<Output>();
   }
 };

@@ -9,7 +9,7 @@
 // in the work tile and put back whenever CUTLASS is asked about it.
 #pragma once
 
-#include "core/tile_map.h"
+#include "cuda/arguments.h"
 #include "cuda/sync.cuh"
 #include "cutlass/gemm/kernel/tile_scheduler.hpp"
 
@@ -116,15 +116,15 @@ template <int kStages>
 struct OrderedDynamic {};  // dynamic_scheduler.cuh
 
 // Row by row, so that slots are what the map expects.
-template <class Scheduler>
-typename Scheduler::Arguments scheduler_arguments(TileMap const& map, FluxGemmArgs const& given) {
+template <class C, class Scheduler>
+typename Scheduler::Arguments scheduler_arguments(OpKind op, FluxGemmArgs const& given) {
   typename Scheduler::Arguments args{};
 #ifdef FLUX_TRACE
   args.sync = given.sync;
 #endif
   args.max_swizzle_size = 1;
   args.raster_order = Scheduler::RasterOrderOptions::AlongN;
-  args.map = map;
+  args.map = tile_map(tile_order(given, op, C::kTileM * C::kClusterM, C::kTileN * C::kClusterN));
   if constexpr (Scheduler::IsDynamicPersistent) {
     args.counter = static_cast<std::uint32_t*>(given.workspace);
   }
