@@ -75,6 +75,7 @@ class CudaDevice:
     vectors: str
     edit: Callable[[str], str] | None
     max_statements: int
+    unload_patience: float
     @staticmethod
     def instance() -> CudaDevice: ...
     @property

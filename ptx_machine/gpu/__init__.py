@@ -225,6 +225,13 @@ class Gpu:
         """
         self._call("set_queues", count)
 
+    def set_places(self, count: int) -> None:
+        """Let a stream hold so many operations; the host waits where one is full.
+
+        1024 by default, as on a GPU; 0: any number.
+        """
+        self._call("set_places", count)
+
     def forbid_waits(self, address: int, size: int) -> None:
         """Refuse waits of streams for words in memory of another device."""
         self._call("forbid_waits", ctypes.c_size_t(address), ctypes.c_size_t(size))
@@ -238,9 +245,13 @@ class Gpu:
         self._call("starving_after", int(seconds * 1e3))
 
     def give_up_after(self, seconds: float) -> None:
-        """Fail to load a module, or to make a pageable copy, after so long beside a kernel."""
+        """Fail to load a module, or to make a pageable copy, after so long beside a kernel.
+
+        The same for the host that waits because a stream is full.
+        """
         self._loading_s = self._upload_s = seconds
         self._call("loading_after", int(seconds * 1e3))
+        self._call("full_after", int(seconds * 1e3))
 
     def error(self) -> str:
         """Return the first illegal thing that was done; empty: none."""

@@ -337,6 +337,8 @@ void Device::reset() {
   copies_need_room = kernels_first = false;
   peer_atomics = true;
   starving_ms = loading_ms = 5000;
+  full_ms = 20000;
+  places = kPlaces;
   ordering = nullptr;
   late_us = 0;
   ++generation;

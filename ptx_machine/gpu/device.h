@@ -34,6 +34,7 @@ constexpr int kNotSupported = 801;
 
 constexpr int kMultiprocessors = 8;  // of each GPU
 constexpr int kGpus = 16;            // that the streams of a process can be on
+constexpr int kPlaces = 1024;        // of a stream, for what was put on it and is not done
 constexpr std::uint64_t kClockOffset = 3'000'000'000'000'000;  // 35 days
 
 // The device's clock, in nanoseconds: the host's, so far off that nothing takes one for the other.
@@ -204,7 +205,8 @@ class Device {
   std::atomic<bool> copies_refused{false}, launches_refused{false};
   std::atomic<bool> limits_room{false}, loads_lazily{false};
   std::atomic<bool> copies_need_room{false}, kernels_first{false}, peer_atomics{true};
-  std::atomic<int> starving_ms{5000}, loading_ms{5000};
+  std::atomic<int> starving_ms{5000}, loading_ms{5000}, full_ms{20000};
+  std::atomic<int> places{kPlaces};  // of each stream; 0: any number
   std::atomic<int> streams_alive{0}, timed_events{0};
   std::atomic<int> kernels{0};     // launched, and not over
   std::atomic<int> generation{1};  // counts resets, which leave no module loaded
@@ -313,7 +315,8 @@ class Stream {
 
   explicit Stream(bool is_default);
   ~Stream();
-  void put(Item item);
+  // The host waits where the stream is full; with `of_graph`, it does not: a replay is one thing.
+  void put(Item item, bool of_graph = false);
   // A launch; with `early`, behind another one.
   int launch(Work work);
   bool idle();
@@ -325,6 +328,7 @@ class Stream {
 
  private:
   void work();
+  void await_place();
   void run(const std::shared_ptr<Entry>& entry);
   void run_kernel(const std::shared_ptr<Entry>& entry);
   std::shared_ptr<Entry> behind(const std::shared_ptr<Entry>& entry);

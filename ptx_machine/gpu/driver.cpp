@@ -118,6 +118,8 @@ void emulator_peer_atomics(int yes) { device().peer_atomics = yes != 0; }
 void emulator_kernels_first(int yes) { device().kernels_first = yes != 0; }
 void emulator_starving_after(int ms) { device().starving_ms = ms; }
 void emulator_loading_after(int ms) { device().loading_ms = ms; }
+void emulator_full_after(int ms) { device().full_ms = ms; }
+void emulator_set_places(int count) { device().places = count; }
 void emulator_set_queues(int count) { device().set_queues(count); }
 void emulator_host_memory(std::uintptr_t base, std::size_t bytes) {
   device().add_host_memory({base, bytes});

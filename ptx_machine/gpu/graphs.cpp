@@ -128,7 +128,7 @@ void GraphExec::launch(Stream* on) {
   Item end = item("graph_end", [ended = last_] { raise(ended); });
   if (device().kernels_first) {
     launch_in_turn(on);
-    return on->put(std::move(end));
+    return on->put(std::move(end), true);
   }
   std::vector<Flag> done;
   for (int i = 0; i < events_; ++i) done.push_back(std::make_shared<Signal>());
@@ -140,9 +140,9 @@ void GraphExec::launch(Stream* on) {
     } else if (node.awaits >= 0) {
       next.run = [flag = done[node.awaits]] { await(flag); };
     }
-    stream->put(std::move(next));
+    stream->put(std::move(next), true);
   }
-  on->put(std::move(end));
+  on->put(std::move(end), true);
 }
 
 // Of what the edges allow next: a kernel; else what a kernel comes behind; else what is no copy.
@@ -167,7 +167,7 @@ void GraphExec::launch_in_turn(Stream* on) {
     }
     done[best] = true;
     const Graph::Node& node = nodes_[best];
-    if (node.records < 0 && node.awaits < 0) on->put(node.item);
+    if (node.records < 0 && node.awaits < 0) on->put(node.item, true);
   }
 }
 

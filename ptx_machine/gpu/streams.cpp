@@ -114,9 +114,34 @@ std::uintptr_t Stream::handle() const {
   return is_default_ ? 0 : reinterpret_cast<std::uintptr_t>(this);
 }
 
-void Stream::put(Item item) {
+// The host goes on when there is a place. If the stream waits for what the same thread would put on another
+// one later, it never does: that is an error.
+void Stream::await_place() {
+  const std::size_t places = device().places;
+  if (places == 0) return;
+  std::unique_lock<std::mutex> hold(mutex_);
+  const Entry* first = nullptr;
+  auto since = Clock::now();
+  while (entries_.size() >= places && !device().failed()) {
+    if (const Entry* const now_first = entries_.front().get(); now_first != first) {
+      first = now_first;
+      since = Clock::now();
+    }
+    if (Clock::now() - since > std::chrono::milliseconds(device().full_ms)) {
+      return device().fail("a stream is full: the host waits for one of its " +
+                           std::to_string(places) + " places, and the first operation (" +
+                           first->item.what + ") does not end");
+    }
+    turns().let_go();
+    device().land_what_is_due();
+    changed_.wait_for(hold, std::chrono::milliseconds(10));
+  }
+}
+
+void Stream::put(Item item, bool of_graph) {
   launched_last_ = item.kind == Item::kKernel;
   if (capture != nullptr) return capture->add(this, std::move(item));
+  if (!of_graph) await_place();
   auto entry = std::make_shared<Entry>();
   entry->item = std::move(item);
   if (entry->item.kind == Item::kKernel) ++device().kernels;

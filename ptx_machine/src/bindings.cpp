@@ -281,6 +281,7 @@ PYBIND11_MODULE(_machine, m) {
                                   reinterpret_cast<std::uintptr_t>(&CudaDevice::remove_memory),
                                   reinterpret_cast<std::uintptr_t>(&CudaDevice::add_multicast));
           })
+      .def_readwrite("unload_patience", &CudaDevice::unload_patience)
       .def_readwrite("max_statements", &CudaDevice::max_statements);
 }
 

@@ -100,7 +100,8 @@ class CudaDevice {
   bool copy_races = false;       // and races of copies that streams make
   bool peer_reductions = false;  // bulk reductions are atomic among devices, as over NVLink
   Vectors vectors = Vectors::kApart;
-  std::uint32_t device = 0;  // of launches from now on: those of one device are in the scope .gpu
+  double unload_patience = 5;  // seconds for which unloading a library waits for kernels that run
+  std::uint32_t device = 0;    // of launches from now on: those of one device are in the scope .gpu
   std::uint64_t max_statements = 100'000'000'000;  // kernels that wait end by their own timeouts
 
  private:

@@ -145,6 +145,13 @@ std::uint64_t Room::running() {
   return blocks;
 }
 
+std::string Room::await_none(double seconds) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait_for(lock, std::chrono::duration<double>(seconds),
+                    [this] { return tenants_.empty(); });
+  return tenants_.empty() ? "" : tenants_.front()->kernel;
+}
+
 void Room::wait(Tenant& tenant) {
   check(tenant, [] { return std::string(); });
   std::unique_lock<std::mutex> lock(mutex_);

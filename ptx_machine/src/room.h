@@ -55,6 +55,8 @@ class Room {
   // Returns a multiprocessor for each block of a cluster, or nothing if there is no room, or not yet.
   std::optional<std::vector<int>> place(Tenant& tenant, std::mt19937_64* random);
   void release(Tenant& tenant, int multiprocessor);
+  // Waits until no kernel runs. Returns one that still does after so many seconds, or nothing.
+  std::string await_none(double seconds);
   // How many blocks of all kernels have room now.
   std::uint64_t running();
 

@@ -141,7 +141,12 @@ void* load(const void* fatbinary) {
   return handle;
 }
 
+// As on a GPU it waits for all kernels that run.
 void unload(void* handle) {
+  CudaDevice& device = CudaDevice::instance();
+  if (const std::string kernel = room().await_none(device.unload_patience); !kernel.empty()) {
+    device.fail("unloading a library waits for " + kernel + ", which does not end");
+  }
   const std::lock_guard<std::mutex> lock(registering);
   std::erase_if(kernels, [&](const auto& entry) { return entry.second.library == handle; });
   auto found = libraries.extract(static_cast<Library*>(handle));

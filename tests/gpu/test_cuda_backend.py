@@ -194,10 +194,13 @@ def test_buffers_are_free_before_they_are_reused(
     poison: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One tile per rank and call, so that a delay lets a rank run a whole call ahead of a copy."""
+    """One tile per rank and call, so that a delay lets a rank run a whole call ahead of a copy.
+
+    Streams have places for what all calls of a rank put there.
+    """
     monkeypatch.setenv("FLUX_POISON", poison)
     p = problem(op, 8, n=16 if op == "ag_gemm" else 8, k=4)
-    world, count = (2, 100) if nodes == 1 else (4, 40)
+    world, count = (2, 80) if nodes == 1 else (4, 40)
     everything = [Inputs(p, 8, world, seed=i) for i in range(count)]
     device.set_delay(3000)
     ranks, knobs = VirtualWorld(world, device, nodes), Knobs(direction=direction)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ import torch
 from emulated import EmulatedDevice, emulated_device
 from emulated_cases import BF16, GUARD, Launches, OnEmulated, eventually, never
 from flux import Knobs
+from flux.transport import virtual
 from flux.transport.virtual import VirtualWorld
 from reference import Problem
+from virtual_cases import built, call_all, check_all
 
 
 @pytest.fixture
@@ -124,6 +128,26 @@ def test_ranks_of_one_thread_make_few_copies(gpu: EmulatedDevice) -> None:
         with pytest.raises(ValueError, match=r"need comm_tile_rows >= 5 for M = 640"):
             p.build(ranks.rank(0), tuning=Knobs(comm_tile_rows=4))
         p.build(ranks.rank(0), tuning=Knobs(comm_tile_rows=5)).close()
+
+
+@pytest.mark.parametrize(("most", "hangs"), [(3, False), (10, True)])
+def test_more_copies_than_places_hang_ranks_of_one_thread(
+    gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, most: int, hangs: bool
+) -> None:
+    """Copies of rank 0 wait for the entry of rank 1, whose call the same thread makes later."""
+    monkeypatch.setattr(virtual, "MOST_COPIES", most)
+    gpu.set_places(16)
+    gpu.give_up_after(0.1)
+    p = Problem("ag_gemm", 20, (8,), 8, BF16)
+    knobs = Knobs(comm_tile_rows=virtual.least_tile_rows(2, 20))
+    with VirtualWorld(2, gpu) as ranks, built(ranks, p, tuning=knobs) as ops:
+        inputs = OnEmulated(gpu, p, 20, 2, seed=1)
+        with pytest.raises(RuntimeError) if hangs else nullcontext():
+            outs = call_all(ranks, ops, inputs)
+            gpu.finish()
+            check_all([inputs], [outs])
+        assert gpu.error().startswith("a stream is full: the host waits") == hangs
+        gpu.clear_error()
 
 
 # -- multiprocessors -------------------------------------------------------------------------------
@@ -326,6 +350,60 @@ def test_pageable_copies_wait_for_the_current_stream(
 
 
 # -- queues ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("places", "waits"), [(4, True), (5, False)])
+def test_the_host_waits_for_a_stream_that_is_full(
+    gpu: EmulatedDevice, launches: Launches, stream: int, places: int, waits: bool
+) -> None:
+    """A wait and three copies are there."""
+    gpu.set_places(places)
+    word = launches.words(2)
+    address = word.data_ptr()
+    gpu.driver.await_signal(stream, address, 1)
+    for _ in range(3):
+        gpu.driver.copy(stream, address + 4, address + 4, 4)
+    write = gpu.library.cuStreamWriteValue32_v2  # without the GIL
+    arguments = (ctypes.c_void_p(stream), ctypes.c_size_t(address + 4), 7, 0)
+    host = Thread(target=write, args=arguments)
+    host.start()
+    assert eventually(lambda: not host.is_alive(), 0.05 if waits else 5.0) != waits
+    word[0] = 1
+    host.join()
+    gpu.driver.synchronize(stream)
+    assert int(word[1]) == 7
+
+
+def test_a_host_that_waits_for_itself_is_noticed(
+    gpu: EmulatedDevice, launches: Launches, stream: int
+) -> None:
+    gpu.set_places(2)
+    gpu.give_up_after(0.05)
+    word = launches.words(1)
+    gpu.driver.await_signal(stream, word.data_ptr(), 1)
+    for _ in range(2):
+        gpu.driver.signal(stream, word.data_ptr(), 2)
+    assert gpu.error() == (
+        "a stream is full: the host waits for one of its 2 places, "
+        "and the first operation (wait) does not end"
+    )
+    gpu.clear_error()
+    word.fill_(1)
+    gpu.driver.synchronize(stream)
+
+
+def test_a_replay_takes_one_place(gpu: EmulatedDevice, launches: Launches, stream: int) -> None:
+    gpu.set_places(3)
+    words = launches.words(9)
+    with gpu.on_stream(stream), gpu.capture() as graph:
+        for i in range(8):
+            gpu.driver.copy(stream, words.data_ptr() + 4 * i, words.data_ptr() + 32, 4)
+    words[8] = 7
+    with gpu.on_stream(stream):
+        graph.replay()
+        gpu.finish()
+    assert (words == 7).all()
+    graph.close()
 
 
 @pytest.mark.parametrize(("queues", "stuck"), [(0, False), (1, True)])

@@ -5,11 +5,15 @@ As parts of ops, beside a GPU's: tests/gpu/test_gpu.py.
 
 from __future__ import annotations
 
+import _ctypes
 import contextlib
+import ctypes
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -256,6 +260,34 @@ def test_a_gemm_that_waits_leaves_room_for_that_of_a_peer(
     args.sync.epoch, args.sync.timeout_ns, args.sync.status = 1, 10**10, status.data_ptr()
     text = run_beside_gemm(ptx, partial(kernel.launch, args), blocks, signals)
     assert ("waits for room for 1 blocks" in text) == (blocks == 16)
+
+
+@pytest.mark.parametrize("ptx", ["80"], indirect=True)
+@pytest.mark.parametrize("by", ["flux", "dlclose"])
+def test_libraries_stay_while_kernels_wait(ptx: PtxDevice, tmp_path: Path, by: str) -> None:
+    """Unloading waits for them, and they may wait for the call in which garbage is collected."""
+    kept: list[torch.Tensor] = []
+    kernel, args, flags = waiting_reduction(ptx, 2, kept)
+    (built,) = (k for k in ptx.registry.kernels.values() if k.config.op == "ag_gemm")
+    copy = Path(shutil.copy(built.library, tmp_path))  # which no other test holds
+    ptx.cuda.unload_patience = 0.1
+    try:
+        kernel.reduce(args, 0)
+        assert eventually(lambda: ptx.cuda.machine.blocks_running == 2)
+        if by == "flux":
+            _C.Kernel(str(copy), built.symbol)  # and drops it
+            assert ptx.cuda.error() == ""
+        else:
+            _ctypes.dlclose(ctypes.CDLL(str(copy))._handle)
+            text = r"unloading a library waits for \w*reduce_kernel\w*, which does not end"
+            assert re.fullmatch(text, ptx.cuda.error())
+        flags.fill_(1)
+        with contextlib.suppress(RuntimeError):  # the device has failed
+            ptx.driver.synchronize(0)
+    finally:
+        ptx.cuda.unload_patience = 5.0
+        ptx.clear_error()
+        ptx.cuda.clear()
 
 
 def test_memory_that_is_not_known_is_named(ptx: PtxDevice) -> None:
