@@ -105,6 +105,9 @@ def _forward_sm90() -> Iterator[GemmConfig]:
         yield _sm90(op, (64, 128), "pingpong")
     yield _sm90("ag_gemm", (64, 64), "pingpong")
     yield _sm90("gemm_rs", (128, 256), "cooperative", (2, 1), reduce="in_flight")
+    # By itself it keeps a whole tile for the link, which leaves three stages to loads; this one,
+    # two of four parts of a tile, and the four stages of ag_gemm. Only measurements choose it.
+    yield replace(_sm90("gemm_rs", (128, 256), "cooperative", (2, 1)), stages=4)
     # Where other kernels hold multiprocessors.
     for op, columns in product(FUSED, (256, 192)):
         yield replace(_sm90(op, (128, columns), "cooperative", (2, 1)), tile_scheduler="dynamic")
