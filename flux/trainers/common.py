@@ -52,13 +52,14 @@ class Planned(NamedTuple):
     @property
     def overlaps(self) -> bool:
         """Whether collectives of data parallelism run beside computation."""
-        return self.policy == "centauri" or bool(self.options.get("wgrad_overlap"))
+        hides = self.options.get("wgrad_overlap", False)
+        return self.policy != "serial" or bool(self.options.get("overlap_grad_reduce", hides))
 
     def for_trainer(self, trainer: str, known: Iterable[str]) -> tuple[Planned, list[str]]:
         """Return the plan as the trainer can schedule it, and notes on what it does not have."""
         plan, notes = self, []
         if self.policy not in known:
-            plan = self._replace(policy="serial", options={"wgrad_overlap": self.overlaps})
+            plan = self._replace(policy="serial", options={"overlap_grad_reduce": self.overlaps})
             more = _FLUX.get(self.policy, "--policy serial says how long that takes")
             notes.append(f"{trainer} has no {self.policy}, and runs 1F1B without it; {more}")
         if self.options.get("fused", "none") != "none":
@@ -72,6 +73,12 @@ class Planned(NamedTuple):
         world = self.step.parallel.world
         here = gcd(world, self.devices)
         return f"torchrun --nnodes {world // here} --nproc-per-node {here} {program}"
+
+
+def serial_policy(*, hides_tp: bool, hides_dp: bool) -> tuple[str, dict[str, Any]]:
+    """Return 1F1B whose collectives of tensor and of data parallelism run beside computation."""
+    options = {"wgrad_overlap": True} if hides_tp else {}
+    return "serial", options | ({"overlap_grad_reduce": hides_dp} if hides_dp != hides_tp else {})
 
 
 class Exported(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 from flux.core.datafile import Table
 from flux.plan.files import FilePlan
-from flux.trainers.common import Exported, Planned, quotient
+from flux.trainers.common import Exported, Planned, quotient, serial_policy
 
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"type": "AdamW"},
@@ -145,4 +145,4 @@ def imported(top: Table, gpus: int | None) -> FilePlan:
         taken["optimizer"] = "momentum" if params.number("momentum", 0.0) else "sgd"
     elif "adam" not in kind:
         notes.append(f"optimizer {kind}: planned as Adam")
-    return FilePlan(taken, ("serial", {"wgrad_overlap": True} if overlaps else {}), notes)
+    return FilePlan(taken, serial_policy(hides_tp=overlaps and tp == 1, hides_dp=overlaps), notes)

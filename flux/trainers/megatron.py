@@ -11,7 +11,7 @@ from flux.bench.scripts import LISTS, CommandOptions
 from flux.core.datafile import shown
 from flux.plan.files import FilePlan
 from flux.plan.model import TrainingStep
-from flux.trainers.common import Exported, Planned, gpus_in, quotient, split_of
+from flux.trainers.common import Exported, Planned, gpus_in, quotient, serial_policy, split_of
 
 _SIZES = {
     "micro_batch": "micro-batch-size",
@@ -71,7 +71,7 @@ def exported(plan: Planned) -> Exported:
     flags |= {"attention-backend": "unfused"} if step.unfused_attention else {}
     if plan.options.get("fused", "none") != "none" and p.sequence and p.tp > 1:
         flags["tp-comm-overlap"] = ""
-    elif p.tp > 1 and not plan.overlaps:
+    elif p.tp > 1 and plan.policy == "serial" and not plan.options.get("wgrad_overlap"):
         notes.append("Megatron runs a dgrad's collective beside the wgrad: faster than planned")
     if p.cp > 1 and step.cp_kind != "ring":
         flags["cp-comm-type"] = step.cp_kind
@@ -241,16 +241,17 @@ def imported(options: CommandOptions, model: str, gpus: int | None) -> FilePlan:
     chunks, counts = _stages(options, described.layers, taken["pp"])
     taken["split"] = split_of(counts) if chunks == 1 else ""
     taken["recompute"] = _recomputed(options, chunks, notes)
-    policy: dict[str, Any] = {}
-    if taken["tp"] > 1 or dp > 1:
-        overlaps = "overlap-grad-reduce" in options if dp > 1 else taken["tp"] > 1
-        policy |= {"wgrad_overlap": True} if overlaps else {}
-        policy |= {"fused": "auto"} if "tp-comm-overlap" in options else {}
+    waits = dp > 1 and "overlap-grad-reduce" not in options
+    # Collectives of dgrads run beside wgrads in any case.
+    hides_tp = taken["tp"] > 1 or (dp > 1 and not waits)
+    policy = serial_policy(hides_tp=hides_tp, hides_dp=hides_tp and not waits)
+    policy[1].update({"fused": "auto"} if "tp-comm-overlap" in options else {})
     if chunks > 1:
         if split_of(counts):
             notes.append(f"stages of {counts} layers: planned as even as possible")
+        notes += ["no --overlap-grad-reduce: planned with it"] if waits else []
         return FilePlan(taken, ("interleaved", {"chunks": chunks}), notes)
-    return FilePlan(taken, ("serial", policy), notes)
+    return FilePlan(taken, policy, notes)
 
 
 def _sharding(options: CommandOptions, dp: int, where: str) -> dict[str, int]:

@@ -11,7 +11,7 @@ from flux.bench.scripts import CommandOptions
 from flux.core.datafile import Table, shown
 from flux.plan.files import FilePlan
 from flux.plan.model import TrainingStep
-from flux.trainers.common import Exported, Planned, gpus_in, quotient, split_of
+from flux.trainers.common import Exported, Planned, gpus_in, quotient, serial_policy, split_of
 
 _DEGREES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 _SCHEDULES = {
@@ -233,7 +233,8 @@ def _zero(options: CommandOptions, shard: int, pp: int) -> int:
 
 def _pipeline(options: CommandOptions, taken: dict[str, Any], notes: list[str]) -> FilePlan:
     pp, where = taken["pp"], options.where
-    policy: dict[str, Any] = {"wgrad_overlap": True} if taken["dp"] > 1 else {}
+    hides = taken["dp"] > 1
+    _, policy = serial_policy(hides_tp=hides and taken["tp"] == 1, hides_dp=hides)
     if any(name.endswith("enable-async-tensor-parallel") for name in options):
         policy["fused"] = "auto"
     if pp == 1:

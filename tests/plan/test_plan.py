@@ -593,6 +593,28 @@ def test_overlap_is_that_of_the_clusters_file(cluster: str, tp: int, oef: float)
     assert cost.oef(gemm, comm) == oef
 
 
+def test_collectives_of_gradients_wait_or_run_beside_computation_by_an_option_of_their_own() -> (
+    None
+):
+    step = step_with(Layer(512, 2048, 8, 8, 64, True), tp=2, dp=8)
+
+    def streams(**options: Any) -> dict[str, set[str]]:
+        schedule, _ = plan(step, "serial", **options)
+        ops, found = schedule.graph.ops, dict[str, set[str]]()
+        for (_, stream), numbers in schedule.lanes.items():
+            for number in numbers:
+                found.setdefault(ops[number].group, set()).add(stream)
+        return found
+
+    beside = streams(wgrad_overlap=True)
+    assert "comp" not in beside["tp"] | beside["dp"]
+    only_tp = streams(wgrad_overlap=True, overlap_grad_reduce=False)
+    assert only_tp == beside | {"dp": {"comp"}}
+    assert streams(overlap_grad_reduce=True) == beside | {"tp": {"comp"}}
+    with pytest.raises(ValueError, match="overlap_grad_reduce must be true or false, got 2"):
+        policy_of("serial", {"overlap_grad_reduce": 2})
+
+
 def test_a_page_says_whether_another_plan_wins_with_a_slower_link() -> None:
     def row(policy: str, ms: float) -> dict[str, Any]:
         return {"policy": policy, "iteration_ms": ms, "exposed_comm_ms": 1.0, "mfu": None} | {

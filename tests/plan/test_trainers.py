@@ -52,9 +52,11 @@ def plans(trainer: str, count: int) -> Iterator[Planned]:
         layer = rng.choice((DENSE, EXPERTS, LATENT, WINDOW)) if "ep" not in parts else EXPERTS
         layers, split = rng.choice(((8, ()), (14, ()), (8, (1, 3, 3, 1))))
         parallel = Parallel(**parts, sequence=flag)
+        dtype = "bfloat16" if trainer == "torchtitan" else rng.choice(("bfloat16", "float16"))
         sharded = zero == 3 and layer.moe is None and parallel.dp > 2
         step = TrainingStep(
-            *("plan", layer, layers, "bfloat16", parallel, 64, 2, 8, zero),
+            *("plan", layer, layers, dtype, parallel),
+            *(rng.choice((64, 96)), rng.choice((1, 2, 3)), rng.choice((4, 8, 12)), zero),
             regather=flag and parallel.tp > 1,
             shard=parallel.dp // 2 if sharded else 0,
             vocabulary=512,
@@ -114,10 +116,14 @@ def possible(trainer: str, plan: Planned) -> TrainingStep:
     return replace(step, **changes)
 
 
+def hides(plan: Planned, option: str) -> bool:
+    return plan.options.get(option, False) not in (False, "none")
+
+
 @pytest.mark.parametrize("trainer", RELEASES)
 def test_a_plan_comes_back_from_a_trainers_file(trainer: str, tmp_path: Path) -> None:
     back = 0
-    for plan in plans(trainer, 100):
+    for plan in plans(trainer, 150):
         if trainer == "torchtitan" and plan.step.layer.moe is not None:
             continue
         try:
@@ -132,9 +138,12 @@ def test_a_plan_comes_back_from_a_trainers_file(trainer: str, tmp_path: Path) ->
         policy_of(again.policy, again.options)
         if again.policy != "serial":
             assert (again.policy, again.chunks) == (plan.policy, plan.chunks)
-        elif plan.policy == "serial" and (step.parallel.dp > 1 or step.parallel.tp > 1):
-            always = step.parallel.dp == 1 or trainer == "torchtitan"
-            assert again.overlaps == (plan.overlaps or always)
+        else:  # Megatron hides dgrads' collectives always, the others never; FSDP2 its own
+            p = step.parallel
+            assert p.tp == 1 or hides(again, "wgrad_overlap") == (trainer == "megatron"), plan
+            always = trainer == "torchtitan"
+            assert p.dp == 1 or again.overlaps == (plan.overlaps or always), plan
+            assert hides(again, "fused") <= (hides(plan, "fused") or plan.policy == "domino")
     assert back > 20
 
 
@@ -284,6 +293,38 @@ def test_commands_take_plans_of_a_search_and_of_trainers(tmp_path: Path) -> None
     assert "give --gpus" in refused.stderr
     script.write_text(script.read_text() + " --hybrid-layer-pattern M*M-")
     assert "do not know state-space layers" in run("simulate", "--plan", str(script)).stderr
+
+
+@pytest.mark.parametrize(
+    "ranks, flags, policy",
+    [
+        ((8, 16), "", {"wgrad_overlap": True, "overlap_grad_reduce": False}),
+        ((8, 16), "--overlap-grad-reduce", {"wgrad_overlap": True}),
+        ((8, 8), "", {"wgrad_overlap": True}),
+        ((1, 8), "", {}),
+        ((1, 8), "--overlap-grad-reduce", {"wgrad_overlap": True}),
+        ((1, 1), "--overlap-grad-reduce", {}),
+    ],
+    ids=str,
+)
+def test_megatron_hides_collectives_of_dgrads_and_of_gradients_if_asked(
+    ranks: tuple[int, int], flags: str, policy: dict[str, Any], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --bf16 "
+        f"--micro-batch-size 1 --tensor-model-parallel-size {ranks[0]} {flags}"
+    )
+    found = read_plan(str(script), gpus=ranks[1])
+    assert found.policy == ("serial", policy)
+    step = step_with(replace(StepOptions(), **found.options))
+    again = read_plan(str(write(script, Planned(step, "serial", policy))))
+    assert again.policy == found.policy and again.options["dp"] == found.options["dp"]
+
+
+def write(script: Path, plan: Planned) -> Path:
+    script.write_text(exported("megatron", plan).text)
+    return script
 
 
 def test_what_other_files_say_becomes_a_plan(tmp_path: Path) -> None:
