@@ -17,7 +17,7 @@ from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, GraphError, Operator
 from flux.plan.mesh import SubGroup, group_partition, parse_group
 from flux.plan.model import Parallel
-from flux.plan.policies.centauri import even_chunks, together
+from flux.plan.policies.centauri import even_chunks
 from flux.plan.policies.centauri_order import blocks
 from flux.plan.policies.centauri_space import (
     even,
@@ -40,18 +40,6 @@ def test_chunks_are_as_many_as_independent_operators_leave() -> None:
     """Algorithm 1, section 3.2.1: whole where these hide the collective, else even chunks."""
     assert [even_chunks(*of) for of in ((5.0, 5.0, 4), (2.0, 5.0, 8), (0.0, 5.0, 4))] == [1, 3, 4]
     assert even_chunks(5e-324, 1e300, 6) == 6
-
-
-def test_micro_batches_run_together_until_they_hide_the_collective() -> None:
-    """Eq. 2 at the numbers of figure 7, and against all counts."""
-    assert (together(8.0, 1.0, 16), together(16.0, 2.0, 16)) == (8, 8)
-    assert together(8.0, 1.0, 4) == 4 and together(80.0, 1.0, 16) == 16
-    rng = random.Random(6)
-    for _ in range(500):
-        comm, compute, most = rng.uniform(0, 20), rng.uniform(0, 4), rng.randint(1, 12)
-        exposed = [max(comm - count * compute, 0.0) for count in range(1, most + 1)]
-        assert together(comm, compute, most) == 1 + exposed.index(min(exposed))
-    assert together(1.0, 0.0, 4) == 1
 
 
 # -- groups ----------------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from math import ceil, inf
+from math import ceil, inf, log2
 
 from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Graph, Operator
+from flux.plan.graph import RESOURCES, Graph, Operator
 from flux.plan.policies.centauri_graph import (
     Key,
     Partition,
@@ -46,10 +46,11 @@ from flux.plan.simulate import Timeline, simulate
 _MOST_OPS = 20_000
 """Operators of a step that is simulated for each candidate. Of larger ones a part is: the first
 layers, and two micro-batches."""
-_TOGETHER = (2, 4)
-"""Micro-batches that run together at both ends of the step: candidates whatever the links. Eq. 2
-asks for fewer the faster these are, so a better link could make a plan slower. The shortest step
-that a search simulates (flux/plan/sample.py) has as many."""
+_TOGETHER = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64)
+"""Micro-batches that run together at both ends of the step. Eq. 2 asks for fewer the faster links
+are, so with its numbers a better link could make a plan slower; candidates are all alike for it."""
+_WORSE = 2
+"""Numbers of these that are tried after the best one."""
 
 
 Rating = tuple[float, float, float]
@@ -99,7 +100,7 @@ class Centauri:
         self.operation, self.layer, self.model = operation, layer, model
         self.substitute, self.memory_gb = substitute, memory_gb
         self._known: tuple[Graph, CostModel, StepSchedule] | None = None  # what rewrite compared
-        self._tiers: dict[tuple[int, bool], tuple[object, dict[Key, Partition]]] = {}
+        self._tiers: dict[tuple[int, bool, bool], tuple[object, dict[Key, Partition]]] = {}
         self.share = 1.0
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
@@ -136,12 +137,14 @@ class Centauri:
         substitutes = self.substitute and any(map(is_substituted, graph.ops))
         for less in (True, False) if substitutes else (False,):
             base = substituted(graph, fabric, cost) if less else graph
-            passes = [list(chain.from_iterable(of)) for of in _blocks(base, 1, 1)]
+            passes = [list(chain.from_iterable(of)) for of in _blocks(base, 1)]
             base = limited(base, passes, ranks * chunks, self.prefetch)
             partitions: list[dict[Key, Partition]] = [{}]
-            if self.operation:
-                partitions.append(self._operation_tier(base, (chunks, less), fabric, cost))
-            for how in partitions if partitions[-1] else partitions[:1]:
+            for slower in (False, True) if self.operation else ():
+                links = _Slower(graph, cost) if slower else cost
+                how = self._operation_tier(base, (chunks, less, slower), fabric, links)
+                partitions += [how] if how not in partitions else []
+            for how in partitions:
                 tried = partitioned(window(base) if large else base, how, fabric)
                 plans.append((*self._best(tried, cost, self.model and not large), base, how))
         rating, options, best, base, how = min(plans, key=lambda plan: plan[0])
@@ -152,7 +155,7 @@ class Centauri:
     # -- operation tier ----------------------------------------------------------------------------
 
     def _operation_tier(
-        self, graph: Graph, variant: tuple[int, bool], fabric: Fabric, cost: CostModel
+        self, graph: Graph, variant: tuple[int, bool, bool], fabric: Fabric, cost: CostModel
     ) -> dict[Key, Partition]:
         """Return how collectives are partitioned: one after the other, each the best way.
 
@@ -198,7 +201,7 @@ class Centauri:
 
     def _time(self, graph: Graph, cost: CostModel, most: float = inf) -> float:
         """Return the time of a step; if it is not below ``most``, one that is not either."""
-        schedule, least = self._ordered(graph, cost, self.layer == "t2", 1, 1)
+        schedule, least = self._ordered(graph, cost, self.layer == "t2", 1)
         return least if least >= most else simulate(schedule, cost).iteration_ms
 
     def _candidates(
@@ -243,17 +246,21 @@ class Centauri:
 
     def _best(
         self, graph: Graph, cost: CostModel, model: bool
-    ) -> tuple[Rating, tuple[bool, int, int], StepSchedule]:
+    ) -> tuple[Rating, tuple[bool, int], StepSchedule]:
         """Return the best order of both tiers: what it takes, its options, and the schedule."""
         modes = [False, True] if self.layer == "auto" else [self.layer == "t2"]
-        together = [(1, 1), *(self._model_tier(graph, cost) if model else ())]
-        best = None
-        for options in ((mode, *pair) for pair in together for mode in modes):
-            schedule, least = self._ordered(graph, cost, *options)
-            if best is None or best[0] >= (1e9 * self._memory_gb(cost), least, 0.0):
-                rating = self._rating(simulate(schedule, cost), cost)
-                if best is None or rating < best[0]:
-                    best = rating, options, schedule
+        best, worse = None, 0
+        for together in self._together(graph, cost) if model else (1,):
+            before = best
+            for options in ((mode, together) for mode in modes):
+                schedule, least = self._ordered(graph, cost, *options)
+                if best is None or best[0] >= (1e9 * self._memory_gb(cost), least, 0.0):
+                    rating = self._rating(simulate(schedule, cost), cost)
+                    if best is None or rating < best[0]:
+                        best = rating, options, schedule
+            worse = 0 if best is not before else worse + 1
+            if worse == _WORSE:
+                break
         assert best is not None  # the first one
         return best
 
@@ -263,9 +270,9 @@ class Centauri:
         return max(peak, 1e9 * self._memory_gb(cost)), timeline.iteration_ms, peak
 
     def _ordered(
-        self, graph: Graph, cost: CostModel, weights_first: bool, forward: int, backward: int
+        self, graph: Graph, cost: CostModel, weights_first: bool, together: int
     ) -> tuple[StepSchedule, float]:
-        passes = _blocks(graph, forward, backward)
+        passes = _blocks(graph, together)
         return list_schedule(graph, cost, passes, weights_first, self.name)
 
     def _memory_gb(self, cost: CostModel) -> float:
@@ -274,37 +281,22 @@ class Centauri:
         known = fabric.cluster.device.memory_gb if fabric is not None else 0.0
         return self.memory_gb or known or inf
 
-    def _model_tier(self, graph: Graph, cost: CostModel) -> list[tuple[int, int]]:
-        """Return L1 and L2 of Eq. 2 for the first stage, which holds most activations, and others.
+    def _together(self, graph: Graph, cost: CostModel) -> list[int]:
+        """Return how many micro-batches may run together: as the first stage's memory holds.
 
-        None with ZeRO-3: each pass gathers for itself, so that passes together hide no more.
+        One with ZeRO-3: each pass gathers for itself, so that passes together hide no more.
         """
         if any(op.micro >= 0 and op.moves_weights for op in graph.ops):
-            return []
-        micros = graph.micro_batches
-        sums = {"gather": 0.0, "scatter": 0.0, "fwd": 0.0, "bwd": 0.0}
-        held = 0.0
-        for op in graph.ops:
-            if op.stage != 0:
-                continue
-            if op.role == "step" and op.is_collective:
-                sums["gather" if op.kind == "all_gather" else "scatter"] += cost.solo(op)
-            elif op.micro == 0 and not op.is_collective:
-                sums["fwd" if op.role == "fwd" else "bwd"] += cost.solo(op)
-                held += op.allocates if op.role == "fwd" else 0.0
-        limit = 1e9 * self._memory_gb(cost)
-        free = limit - (graph.resident[0] if graph.resident else 0.0)
-        most = micros if held == 0 else int(min(free / held, micros))
-        if most < 1:  # the caller sees the memory of the plain schedule
-            return []
-        pair = (
-            together(sums["gather"], sums["fwd"], most),
-            together(sums["scatter"], sums["bwd"], most),
+            return [1]
+        held = sum(
+            op.allocates
+            for op in graph.ops
+            if op.stage == 0 and op.micro == 0 and op.role == "fwd" and not op.is_collective
         )
-        # Groups of interleaved stages are as long as what divides the step.
-        others = (graph.stages, *(_TOGETHER if chunks_of(graph) == 1 else ()))
-        pairs = {pair, (max(pair),) * 2, *((n, n) for n in (min(m, micros) for m in others))}
-        return sorted(p for p in pairs if p != (1, 1) and max(p) * held <= limit)
+        free = 1e9 * self._memory_gb(cost) - (graph.resident[0] if graph.resident else 0.0)
+        most = min(graph.micro_batches, free / held if held else inf)
+        plans = {str(_blocks(graph, n)): n for n in reversed(_TOGETHER) if n <= most}
+        return sorted({1, *plans.values()})
 
 
 def even_chunks(inner: float, comm: float, most: int) -> int:
@@ -317,19 +309,33 @@ def even_chunks(inner: float, comm: float, most: int) -> int:
     return most if inner == 0 else ceil(min(comm / inner, most))
 
 
-def together(comm: float, compute: float, most: int) -> int:
-    """Return how many micro-batches hide a collective: L1 or L2 of Eq. 2.
+class _Slower:
+    """Times on links so slow that communication takes 2**k of the time of compute.
 
-    Eq. 2 minimises max(C_AG - L1 C_fw, 0) + max(C_RS - L2 C_bw, 0), each term by itself; more
-    micro-batches than it needs would only hold memory.
+    What is planned for such links is the same for all links between two of them. With times of the
+    links themselves, partitions for a better link could make a slower step.
     """
-    return min(most, max(1, ceil(comm / compute))) if compute else 1
+
+    def __init__(self, graph: Graph, cost: CostModel) -> None:
+        self.cost, self.oef = cost, cost.oef
+        sums = dict.fromkeys(RESOURCES, 0.0)
+        for op in window(graph).ops:
+            sums[op.resource] += cost.solo(op)
+        shares = {name: time / sums["comp"] if sums["comp"] else 0.0 for name, time in sums.items()}
+        self.longer = {
+            name: 2.0 ** ceil(log2(share)) / share if share and name != "comp" else 1.0
+            for name, share in shares.items()
+        }
+
+    def solo(self, op: Operator) -> float:
+        """Return the time of an operator by itself."""
+        return self.cost.solo(op) * self.longer[op.resource]
 
 
-def _blocks(graph: Graph, forward: int, backward: int) -> list[list[Block]]:
+def _blocks(graph: Graph, together: int) -> list[list[Block]]:
     """Return the blocks of each pipeline rank (see ``blocks``)."""
     ranks, micros, chunks = graph.stages, graph.micro_batches, chunks_of(graph)
-    return [blocks(rank, ranks, micros, forward, backward, chunks) for rank in range(ranks)]
+    return [blocks(rank, ranks, micros, together, together, chunks) for rank in range(ranks)]
 
 
 def _chain(graph: Graph, number: int, cost: CostModel) -> int:

@@ -32,6 +32,11 @@ ORDERS = ("staggered", "grouped", "blocks")
 _TRIED = (2, 4)
 """Layers in which orders are compared: on the line through them lie those of the stage, of which
 the ends of a pass are a smaller part."""
+_CLOSE = 1.03
+"""Orders that take at most so many times the fastest one's time in few layers are compared in the
+whole step."""
+_MOST_OPS = 20_000
+"""Operators of a step in which they are; of larger ones few layers decide."""
 _ROW_PARALLEL = ("proj", "fc2")
 _BEHIND_ROW = ("ar1", "ar2", "rs1", "rs2")
 _MIDDLE = {"bda1", "ln2"}  # between attention and MLP: their collectives come before them
@@ -89,7 +94,11 @@ class DominoPolicy:
         if self.asked == "auto" and self.slices > 1:
             layers = len({op.layer for op in graph.ops if op.stage == 0 and op.layer >= 0})
             short = [first_layers(graph, count) for count in _TRIED]
-            self.turns = min(ORDERS, key=lambda order: self._time(order, short, layers, cost))
+            times = {order: self._time(order, short, layers, cost) for order in ORDERS}
+            close = [order for order in ORDERS if times[order] <= _CLOSE * min(times.values())]
+            if len(close) > 1 and len(graph.ops) <= _MOST_OPS:
+                times = {order: self._time(order, [graph], layers, cost) for order in close}
+            self.turns = min(times, key=times.__getitem__)
         graph, fuses = self._fuse(graph, cost)
         self.chosen = {"fused": fuses} | ({"order": self.turns} if self.slices > 1 else {})
         return graph
@@ -98,13 +107,17 @@ class DominoPolicy:
         return fuse(graph, self.fused, lambda some: self.order(some, cost), cost)
 
     def _time(self, order: str, short: Sequence[Graph], layers: int, cost: CostModel) -> float:
-        """Return the time of a pass of so many layers in this order, from two short graphs."""
+        """Return the time of a pass of so many layers in this order, from two short graphs.
+
+        Of one graph: its own.
+        """
         self.turns = order
-        near, far = (
+        near, *more = (
             simulate(self.order(self._fuse(graph, cost)[0], cost), cost).iteration_ms
             for graph in short
         )
-        return near + (far - near) * (layers - _TRIED[0]) / (_TRIED[1] - _TRIED[0])
+        slope = (more[0] - near) / (_TRIED[1] - _TRIED[0]) if more else 0.0
+        return near + slope * (layers - _TRIED[0])
 
     def _check(self, op: Operator) -> None:
         if op.micro < 0:
