@@ -89,6 +89,7 @@ int cuEventElapsedTime(float* ms, void*, void*) {
 }
 int cuStreamWaitEvent(void*, void*, unsigned) { return counted("wait"); }
 int cuMemcpyAsync(std::uintptr_t, std::uintptr_t, std::size_t, void*) { return counted("copy"); }
+int cuMemcpy2DAsync_v2(const void*, void*) { return counted("copy"); }
 int cuStreamWriteValue32_v2(void*, std::uintptr_t, std::uint32_t, unsigned) {
   return counted("write");
 }

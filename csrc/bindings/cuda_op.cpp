@@ -178,6 +178,36 @@ void bind_op(py::module_& m) {
           },
           py::kw_only(), py::arg("maps"), py::arg("bias"), py::arg("probs"), py::arg("items"),
           py::arg("experts"), py::arg("topk"), py::arg("parallel"))
+      .def(
+          "set_columns",
+          [](CudaOp& op, const std::vector<std::vector<std::pair<int, int>>>& columns) {
+            std::vector<std::vector<Range>> ranges;
+            for (const auto& of_rank : columns) {
+              ranges.emplace_back();
+              for (const auto& [begin, end] : of_rank) ranges.back().push_back({begin, end});
+            }
+            op.set_columns(std::move(ranges));
+          },
+          py::arg("columns"))
+      .def(
+          "project",
+          [](CudaOp& op, const Schedule& schedule, Stream stream, const RowsTuple& x,
+             const OperandTuple& operand) {
+            all_or_broken([&] { op.project(schedule, stream, rows_of(x), operand_of(operand)); });
+          },
+          py::arg("schedule"), py::arg("stream"), py::arg("x"), py::arg("operand"))
+      .def(
+          "begin_heads",
+          [](CudaOp& op, const Schedule& schedule, Stream stream) {
+            all_or_broken([&] { op.begin_heads(schedule, stream); });
+          },
+          py::arg("schedule"), py::arg("stream"))
+      .def(
+          "gather_heads",
+          [](CudaOp& op, const Schedule& schedule, Stream stream, const OperandTuple& operand) {
+            all_or_broken([&] { op.gather_heads(schedule, stream, operand_of(operand)); });
+          },
+          py::arg("schedule"), py::arg("stream"), py::arg("operand"))
       .def("set_workspace", &CudaOp::set_workspace, py::arg("stream"), py::arg("address"),
            py::arg("bytes"))
       .def(

@@ -1,4 +1,4 @@
-// The tile order in the form that kernels carry as a parameter: the runs of tile rows, computed once
+// The tile order in the form that kernels carry as a parameter: the runs of tile rows (or columns), computed once
 // on the host, so that a thread block finds its tile with a few additions instead of walking the
 // communication order (tile_order.h), which costs microseconds on one GPU thread.
 #pragma once
@@ -15,6 +15,7 @@ struct TileMap {
   int columns = 0;
   int raster = 1;
   int runs = 0;
+  bool by_columns = false;   // runs are of tile columns
   int first[kMaxRuns] = {};  // tile row with which the run begins
   int past[kMaxRuns] = {};   // row slots up to the end of the run
 };
@@ -22,16 +23,18 @@ struct TileMap {
 // Empty runs (chunks without rows, or with none of their own) are left out; neighbours that follow
 // each other in M become one. M = 8 tiles, 4 ranks, rank 1, AllGather direct pull:
 //   runs 2    first 2 0    past 6 8
-// A map without runs stands for a world above kMaxRuns.
+// A map without runs stands for a world, or column ranges, above kMaxRuns.
 FLUX_HD constexpr TileMap tile_map(const TileOrder& t) {
   TileMap map{};
   map.rows = tiles_m(t);
   map.columns = tiles_n(t);
   map.raster = t.raster;
-  if (world_of(t.mesh) > kMaxRuns) return map;
+  map.by_columns = t.column_ranges > 0;
+  const int runs = map.by_columns ? t.column_ranges : world_of(t.mesh);
+  if (runs > kMaxRuns) return map;
   int past = 0;
-  for (int p = 0; p < world_of(t.mesh); ++p) {
-    const TileRun run = tile_run_at(t, p);
+  for (int p = 0; p < runs; ++p) {
+    const TileRun run = map.by_columns ? column_run_at(t, p) : tile_run_at(t, p);
     if (run.count == 0) continue;
     const int last = map.runs - 1;
     const int begin = last > 0 ? map.past[last - 1] : 0;
@@ -44,11 +47,14 @@ FLUX_HD constexpr TileMap tile_map(const TileOrder& t) {
 
 // The slot-th tile; equal to tile_at of the order that the map was made from.
 FLUX_HD constexpr TileCoord tile_at(const TileMap& map, int slot) {
-  const TileCoord at = raster_slot(map.rows, map.columns, map.raster, slot);
+  const int swept = map.by_columns ? map.columns : map.rows;
+  const int across = map.by_columns ? map.rows : map.columns;
+  const TileCoord at = raster_slot(swept, across, map.raster, slot);
   int run = 0;
   int begin = 0;
   while (run + 1 < map.runs && at.m >= map.past[run]) begin = map.past[run++];
-  return TileCoord{map.first[run] + at.m - begin, at.n};
+  const int tile = map.first[run] + at.m - begin;
+  return map.by_columns ? TileCoord{at.n, tile} : TileCoord{tile, at.n};
 }
 
 }  // namespace flux

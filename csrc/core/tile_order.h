@@ -21,6 +21,7 @@
 
 #include "core/comm_order.h"
 #include "core/ownership.h"
+#include "core/signal.h"
 
 namespace flux {
 
@@ -38,7 +39,9 @@ struct TileOrder {
   Mesh mesh;
   int rank;
   // W chunks in visiting order, for hosts that form no mesh; null means the maps of comm_order.h.
+  // With column ranges: begin and end of each of them.
   const int* sequence = nullptr;
+  int column_ranges = 0;  // that tiles are visited by, in place of chunks of rows; 0: none
 };
 
 struct TileCoord {
@@ -122,6 +125,40 @@ FLUX_HD constexpr int tile_row_at(const TileOrder& t, int slot) {
   return -1;
 }
 
+// Tile columns that are visited with range p of the columns, as the columns of an all-to-all leave by
+// destination: those that no earlier range has. Ranges are disjoint, so only the first and the last column
+// may be another one's. n = 10, tile_n = 3, ranges [4, 7) [7, 10) [0, 4):  p 0 1 2  ->  first 1 3 0, count 2 1 1
+FLUX_HD constexpr Range column_range(const TileOrder& t, int p) {
+  return Range{t.sequence[2 * p], t.sequence[2 * p + 1]};
+}
+FLUX_HD constexpr bool is_visited_before(const TileOrder& t, int p, int column) {
+  for (int q = 0; q < p; ++q) {
+    const Range r = column_range(t, q);
+    if (r.begin < r.end && r.begin / t.tile_n <= column && column <= (r.end - 1) / t.tile_n) {
+      return true;
+    }
+  }
+  return false;
+}
+FLUX_HD constexpr TileRun column_run_at(const TileOrder& t, int p) {
+  const Range r = column_range(t, p);
+  if (r.begin >= r.end) return TileRun{0, 0};
+  int first = r.begin / t.tile_n;
+  int last = (r.end - 1) / t.tile_n;
+  if (is_visited_before(t, p, first)) ++first;
+  if (last >= first && is_visited_before(t, p, last)) --last;
+  return TileRun{first, max_of(last - first + 1, 0)};
+}
+FLUX_HD constexpr int tile_column_at(const TileOrder& t, int slot) {
+  int left = slot;
+  for (int p = 0; p < t.column_ranges; ++p) {
+    const TileRun run = column_run_at(t, p);
+    if (left < run.count) return run.first + left;
+    left -= run.count;
+  }
+  return -1;
+}
+
 // Bands of `raster` tile rows are swept column by column, so that the band's rows of A and each
 // column of B stay in cache: the row slot and the column of the slot-th tile.
 FLUX_HD constexpr TileCoord raster_slot(int rows, int columns, int raster, int slot) {
@@ -137,6 +174,10 @@ FLUX_HD constexpr TileCoord raster_slot(int rows, int columns, int raster, int s
 //   slot     0     1     2     3     4     5   ...
 //   (m, n)   (2,0) (3,0) (2,1) (3,1) (4,0) (5,0)
 FLUX_HD constexpr TileCoord tile_at(const TileOrder& t, int slot) {
+  if (t.column_ranges > 0) {  // bands of tile columns, swept row by row
+    const TileCoord at = raster_slot(tiles_n(t), tiles_m(t), t.raster, slot);
+    return TileCoord{at.n, tile_column_at(t, at.m)};
+  }
   const TileCoord at = raster_slot(tiles_m(t), tiles_n(t), t.raster, slot);
   return TileCoord{tile_row_at(t, at.m), at.n};
 }

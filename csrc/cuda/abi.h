@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 /* Raised whenever a struct here changes; libraries of another version are refused. */
-#define FLUX_ABI_VERSION 11
+#define FLUX_ABI_VERSION 12
 /* Ranks whose memory one kernel can address: tensor maps are kernel parameters. */
 #define FLUX_MAX_WORLD 32
 
@@ -30,7 +30,9 @@ typedef struct FluxOrder {
   int32_t nodes, domains, lanes;
   int32_t raster;          /* rows of tiles swept together; of clusters, where a kernel has them */
   int32_t comm_tile_rows;  /* rows of a communication tile (AllGather) */
-  const int32_t* sequence; /* (host) W chunks in visiting order, or null: by order and mesh */
+  int32_t column_ranges;   /* > 0: tiles are visited by ranges of columns, world is 1 */
+  const int32_t* sequence; /* (host) W chunks in visiting order, or null: by order and mesh. With
+                              column ranges: begin and end of each, disjoint, all columns */
 } FluxOrder;
 
 /* Events that kernels of a trace build record (flux/trace/gpu.py reads them; cuda/trace.cuh
@@ -277,6 +279,7 @@ typedef struct FluxMeetArgs {
       raised[FLUX_MAX_WORLD];   /* by rank: this rank's word there, set to the number; or null */
   const uint32_t* awaited;      /* words of the own pad, which reach the number; null: no wait */
   int32_t first, awaited_count; /* of them */
+  int32_t rows, row_step;       /* so many times, this many words apart; 0: once */
   int32_t code;                 /* FLUX_WAIT_*, of a wait that fails */
   uint64_t* statuses[FLUX_MAX_WORLD]; /* by rank; or null */
   FluxSync sync;                      /* its count is not looked at */

@@ -16,7 +16,7 @@ namespace flux {
 constexpr std::uint64_t kCounterBytes = 128;
 
 // The order in which a kernel of this op visits units of tile_m x tile_n. A plain launch (world 0)
-// visits them row by row in bands of `raster`.
+// visits them row by row in bands of `raster`, or by ranges of columns.
 inline TileOrder tile_order(const FluxGemmArgs& args, OpKind op, int tile_m, int tile_n) {
   const FluxOrder& o = args.order;
   const bool plain = o.world <= 1;
@@ -32,7 +32,8 @@ inline TileOrder tile_order(const FluxGemmArgs& args, OpKind op, int tile_m, int
   t.direction = static_cast<Direction>(o.direction);
   t.mesh = plain ? Mesh{1, 1, 1} : Mesh{o.nodes, o.domains, o.lanes};
   t.rank = plain ? 0 : o.rank;
-  t.sequence = plain ? nullptr : o.sequence;
+  t.sequence = plain && o.column_ranges == 0 ? nullptr : o.sequence;
+  t.column_ranges = o.column_ranges;
   return t;
 }
 

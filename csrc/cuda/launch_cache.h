@@ -24,7 +24,7 @@ namespace flux {
 // that is added counts by itself; padding is set to zero where there is any.
 struct LaunchKey {
   std::array<unsigned char, sizeof(FluxGemmArgs)> bytes;
-  std::array<std::int32_t, kMaxRuns> sequence;  // what FluxOrder.sequence points to
+  std::array<std::int32_t, 2 * kMaxRuns> sequence;  // what FluxOrder.sequence points to
 
   bool operator==(const LaunchKey& other) const {
     return bytes == other.bytes && sequence == other.sequence;
@@ -42,11 +42,14 @@ inline LaunchKey launch_key(const FluxGemmArgs& args) {
   constexpr std::size_t kSync = offsetof(FluxGemmArgs, sync);
   constexpr std::size_t kSequence = offsetof(FluxGemmArgs, order) + offsetof(FluxOrder, sequence);
   clear(kSync, kSync + sizeof(FluxSync));
-  clear(kSequence, kSequence + sizeof(args.order.sequence));
+  constexpr std::size_t kRanges = offsetof(FluxGemmArgs, order) + offsetof(FluxOrder, column_ranges);
+  clear(kRanges + sizeof(args.order.column_ranges), kSequence + sizeof(args.order.sequence));
   clear(offsetof(FluxGemmArgs, guard_rows) + sizeof(args.guard_rows),
         offsetof(FluxGemmArgs, flags));
   if (args.order.sequence != nullptr) {
-    const int count = min_of(args.order.world, kMaxRuns);
+    const int ranges = args.order.column_ranges;
+    const int count =
+        ranges > 0 ? 2 * min_of(ranges, kMaxRuns) : min_of(args.order.world, kMaxRuns);
     for (int i = 0; i < count; ++i)
       key.sequence[i] = args.order.sequence[i] + 1;  // 0: there is none
   }

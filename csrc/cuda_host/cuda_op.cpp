@@ -105,6 +105,12 @@ void CudaOp::touch_peers() {
   }
   ops.push_back({MemOp::kWait, done, 0});
   driver_->memory_ops(copy_stream_, ops);
+  if (columns_.empty()) return;
+  for (int peer = neighbours().begin; peer < neighbours().end; ++peer) {  // into memory not used yet
+    const std::size_t step = 2 * kWord;
+    driver_->copy_rows(copy_stream_, setup_.data[setup_.rank], step, setup_.data[peer], step, kWord,
+                       peer == setup_.rank ? 0 : 2);
+  }
 }
 
 bool CudaOp::failed() const {
@@ -126,6 +132,7 @@ void CudaOp::require_room(const Schedule& schedule) const {
     throw std::invalid_argument("the schedule needs " + std::to_string(needed) + " " + what +
                                 ", the op's memory has " + std::to_string(there));
   };
+  if (is_exchange(p.op)) return require_exchange_room(schedule);
   const std::int64_t tiles = tiles_per_chunk(c);
   if (p.op == OpKind::kAGGemm) {
     const std::int64_t signals = c.world * tiles, parts = setup_.scales_travel ? 2 : 1;
@@ -221,11 +228,12 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
 
 bool CudaOp::streams_wait(const Schedule& schedule) const {
   const bool copied = schedule.spec.tiles.op == OpKind::kAGGemm || schedule.spec.copied;
-  return copied || setup_.remote != nullptr || (setup_.poison && read_by_peers(schedule));
+  return copied || is_exchange(schedule.spec.problem.op) || setup_.remote != nullptr || (setup_.poison && read_by_peers(schedule));
 }
 
 bool CudaOp::read_by_peers(const Schedule& schedule) const {
-  return pulls(schedule) || setup_.sums_by_switch;
+  const bool heads = schedule.spec.problem.op == OpKind::kAllToAllGemm;
+  return pulls(schedule) || heads || setup_.sums_by_switch;
 }
 
 // Clears the slot that peers add to once they see the entry.
@@ -324,7 +332,9 @@ std::uint64_t CudaOp::workspace_bytes(const Schedule& schedule,
   for (std::size_t i = 0; i < operands.size(); ++i) {
     if (operands[i].n == 0 && groups_.pushes == nullptr) continue;
     for (int launch = 0; launch < launches(schedule); ++launch) {
-      FluxGemmArgs args = gemm_args(schedule, 0, operands[i], k);
+      FluxGemmArgs args = is_exchange(schedule.spec.problem.op)
+                              ? own_gemm(schedule, 0, operands[i], k)
+                              : gemm_args(schedule, 0, operands[i], k);
       if (schedule.spec.split) only_chunk(schedule, launch, &args);
       if (args.m > 0) most = std::max(most, kernels_.at(i)->workspace_bytes(args));
     }

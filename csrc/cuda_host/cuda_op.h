@@ -18,6 +18,8 @@
 // on its stream. So they start while this kernel runs, even if all streams share one hardware
 // queue.
 //
+// All-to-alls are in cuda_op_exchange.cpp.
+//
 // Between nodes there is a third stream: see cuda_op_nodes.cpp, and docs/kernels/protocol.md for the
 // pictures.
 //
@@ -42,6 +44,7 @@
 #include "cuda_host/kernels.h"
 #include "cuda_host/remote.h"
 #include "cuda_host/stream_trace.h"
+#include "schedule/exchange.h"
 #include "schedule/schedule.h"
 
 namespace flux::host {
@@ -65,6 +68,8 @@ namespace flux::host {
 //   two buffers of rows that kernels push (path in_kernel, cuda_op_in_kernel.cpp);
 //   the second buffer of gathered rows and their scales, if there are two;
 //   slots of partials that copies take to their owners, one for each.
+// GemmAllToAll: blocks from all ranks, one behind the other, then the product, behind its guard.
+// AllToAllGemm: gathered rows, then blocks for all ranks.
 // If the NVLink switch adds up, there is a slot per owner. It holds this rank's partials of the
 // owner's rows, and the owner reads it. (The owner of a slot is the same at any M, so that only the
 // owner of a tile has to be awaited before the tile is written.) Between nodes there are W slots:
@@ -206,6 +211,15 @@ class CudaOp {
   // address of a result or of products as `out`, and no bias.
   void set_groups(const FluxGroups& groups) { groups_ = groups; }
 
+  // All-to-all: the columns of each rank, by packed tensor. Once, before the first call.
+  void set_columns(std::vector<std::vector<Range>> columns);
+  // GemmAllToAll: [own rows, K] x [K, N]. Later work on the stream finds the blocks of all ranks.
+  void project(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand);
+  // AllToAllGemm. Between the two, the own heads of all rows are put on the stream, and the own columns of
+  // the own rows. Later work on it finds the gathered rows.
+  void begin_heads(const Schedule& schedule, Stream stream);
+  void gather_heads(const Schedule& schedule, Stream stream, const Operand& operand);
+
   // [own rows, K] x [K, N/W] each. `gathered`: where [M, K] is also copied to, or 0. `sources`: by
   // rank, the rows to pull from if these are not the gathered rows.
   void ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
@@ -295,6 +309,20 @@ class CudaOp {
   void send_partials(const Schedule& schedule, int owner);
   Address partials_for(int owner) const;
 
+  // cuda_op_exchange.cpp
+  void require_exchange_room(const Schedule& schedule) const;
+  int block_columns() const;
+  int product_columns() const;
+  void copy_block(Stream stream, int rank, Address block, Address wide, int rows, bool gathers);
+  Address block_offset(const Schedule& schedule, int rank) const;
+  FluxGemmArgs own_gemm(const Schedule& schedule, Stream stream, const Operand& operand,
+                        int k) const;
+  std::vector<std::int32_t> visited_columns() const;
+  void await_columns(const Schedule& schedule, int peer);
+  void send_block(const Schedule& schedule, int peer, Address product);
+  void multiply_heads(const Schedule& schedule, Stream stream, const Operand& operand);
+  void fetch_heads(const Schedule& schedule);
+
   // cuda_op_in_kernel.cpp
   void gather_in_kernel(const Schedule& schedule, Stream stream, const Rows& x,
                         const std::vector<Operand>& operands, Address gathered);
@@ -331,6 +359,7 @@ class CudaOp {
   std::vector<std::shared_ptr<Kernel>> kernels_;
   CudaOpSetup setup_;
   FluxGroups groups_{};
+  std::vector<std::vector<Range>> columns_;  // all-to-all: of each rank, by packed tensor
   CallWords eager_[2];  // by buffer of gathered rows: signals differ
   CallWords captured_;
   const CallWords* words_ = &eager_[0];  // of the current call

@@ -45,6 +45,7 @@ FluxMeetArgs CudaOp::meeting(const std::vector<Address>& words) const {
 
 // Signals (and the offers behind all signals) or flags that calls with this schedule await.
 int CudaOp::words_in_use(const Schedule& schedule) const {
+  if (is_exchange(schedule.spec.problem.op)) return setup_.signals + setup_.offers;
   if (schedule.spec.tiles.op == OpKind::kAGGemm) {
     return signal_count(schedule.spec.comm) + (setup_.offers > 0 ? setup_.signals : 0);
   }
@@ -64,7 +65,8 @@ void CudaOp::begin_captured(const Schedule& schedule, Stream stream) {
   entry.reset = pointer<std::uint32_t>(words_->signals[setup_.rank]);
   entry.reset_count = words_in_use(schedule);
   // In a ReduceScatter, tiles await the entries of their owners; copies cannot.
-  const bool copies = schedule.spec.tiles.op == OpKind::kAGGemm || schedule.spec.copied;
+  const bool copies = schedule.spec.tiles.op == OpKind::kAGGemm || schedule.spec.copied ||
+                      is_exchange(schedule.spec.problem.op);
   const bool behind = read_by_peers(schedule);
   if (!copies && !(behind && setup_.poison)) entry.awaited = nullptr;
   if (!behind) fill_with_nan(stream);

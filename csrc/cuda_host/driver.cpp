@@ -21,6 +21,7 @@ constexpr int kCaptureInvalidated = 2;
 constexpr int kCaptureRelaxed = 2;
 constexpr int kOpWait = 1;
 constexpr int kOpWrite = 2;
+constexpr int kUnified = 4;            // CU_MEMORYTYPE_UNIFIED: an address says where it is
 constexpr int kNativeAtomics = 3;      // CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 constexpr std::size_t kMostOps = 255;  // per cuStreamBatchMemOp; cuda.h requires less than 256
 
@@ -39,6 +40,24 @@ union BatchOp {
 };
 static_assert(sizeof(BatchOp) == 48);
 
+// CUDA_MEMCPY2D_v2
+struct Copy2D {
+  std::size_t from_x, from_y;
+  int from_kind;
+  const void* from_host;
+  Address from;
+  void* from_array;
+  std::size_t from_pitch;
+  std::size_t to_x, to_y;
+  int to_kind;
+  void* to_host;
+  Address to;
+  void* to_array;
+  std::size_t to_pitch;
+  std::size_t width, height;
+};
+static_assert(sizeof(Copy2D) == 128);
+
 struct Driver::Entries {
   int (*error_string)(int, const char**);
   int (*priority_range)(int*, int*);
@@ -53,6 +72,7 @@ struct Driver::Entries {
   int (*event_elapsed)(float*, void*, void*);
   int (*stream_wait_event)(void*, void*, unsigned);
   int (*copy)(Address, Address, std::size_t, void*);
+  int (*copy_2d)(const Copy2D*, void*);
   int (*write_value)(void*, Address, std::uint32_t, unsigned);
   int (*wait_value)(void*, Address, std::uint32_t, unsigned);
   int (*batch)(void*, unsigned, BatchOp*, unsigned);
@@ -76,6 +96,7 @@ Driver::Driver(const std::string& library) : library_(library, "the CUDA driver"
   library_.look_up("cuEventElapsedTime", &entries_->event_elapsed);
   library_.look_up("cuStreamWaitEvent", &entries_->stream_wait_event);
   library_.look_up("cuMemcpyAsync", &entries_->copy);
+  library_.look_up("cuMemcpy2DAsync_v2", &entries_->copy_2d);
   library_.look_up("cuStreamWriteValue32_v2", &entries_->write_value);
   library_.look_up("cuStreamWaitValue32_v2", &entries_->wait_value);
   library_.look_up("cuStreamBatchMemOp_v2", &entries_->batch);
@@ -186,6 +207,23 @@ bool Driver::passed(Event event) {
 void Driver::copy(Stream stream, Address to, Address from, std::size_t bytes) {
   if (bytes == 0) return;
   check(entries_->copy(to, from, bytes, reinterpret_cast<void*>(stream)), "cuMemcpyAsync");
+}
+
+void Driver::copy_rows(Stream stream, Address to, std::size_t to_step, Address from,
+                       std::size_t from_step, std::size_t bytes, std::size_t rows) {
+  if (bytes == 0 || rows == 0) return;
+  if (rows == 1 || (to_step == bytes && from_step == bytes)) {
+    return copy(stream, to, from, bytes * rows);
+  }
+  Copy2D pieces{};
+  pieces.from_kind = pieces.to_kind = kUnified;
+  pieces.from = from;
+  pieces.from_pitch = from_step;
+  pieces.to = to;
+  pieces.to_pitch = to_step;
+  pieces.width = bytes;
+  pieces.height = rows;
+  check(entries_->copy_2d(&pieces, reinterpret_cast<void*>(stream)), "cuMemcpy2DAsync");
 }
 
 void Driver::signal(Stream stream, Address word, std::uint32_t value) {

@@ -64,6 +64,9 @@ class Driver {
   // Whether the work before the last record of an event is done, or the event was never recorded.
   bool passed(Event event);
   void copy(Stream stream, Address to, Address from, std::size_t bytes);
+  // `rows` pieces of so many bytes. Steps are the bytes from one piece to the next.
+  void copy_rows(Stream stream, Address to, std::size_t to_step, Address from,
+                 std::size_t from_step, std::size_t bytes, std::size_t rows);
   void signal(Stream stream, Address word, std::uint32_t value);
   // Holds the stream until the word has reached `value`, as flux::epoch_reached compares.
   void await_signal(Stream stream, Address word, std::uint32_t value);

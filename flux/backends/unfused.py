@@ -333,11 +333,12 @@ class UnfusedBackend:
         self, blocks: Blocks, hooks: OverlapHooks, begin: Callable[[], None]
     ) -> list[torch.Tensor]:
         """Make all blocks, exchange them, and take them; the own one stays."""
-        columns, dtype = self.spec.travelling(self.world)
+        blocks.begin()
+        columns, _ = self.spec.travelling(self.world)
         coming, going = list(blocks.rows), [blocks.rows[self.rank]] * self.world
         if self.spec.op is AllToAllOp.all_to_all_gemm:
             coming, going = going, coming
-        own = torch.empty(going[self.rank], columns, dtype=dtype, device="cpu")
+        own = blocks.tensors[0].new_empty(going[self.rank], columns)
         coming[self.rank] = going[self.rank] = 0
         sent, received = (own.new_empty(sum(rows), columns) for rows in (going, coming))
         began = self._began()

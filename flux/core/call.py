@@ -7,7 +7,7 @@ again. Such a call needs no second check.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -74,14 +74,61 @@ class GroupedProduct(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Sequences:
+    """The tokens of a call.
+
+    Attributes:
+        batch: sequences.
+        lengths: of the part of each sequence that each rank has.
+    """
+
+    batch: int
+    lengths: tuple[int, ...]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return tuple(self.batch * length for length in self.lengths)
+
+    @property
+    def total(self) -> int:
+        """Length of a whole sequence."""
+        return sum(self.lengths)
+
+    def pieces(self, rank: int, first: int, last: int) -> Iterator[tuple[int, slice, slice]]:
+        """Yield (batch, part of its whole sequence, rows from ``first`` on) of a rank's rows."""
+        length, base, at = self.lengths[rank], sum(self.lengths[:rank]), first
+        while at < last:
+            batch, token = divmod(at, length)
+            count = min(last - at, length - token)
+            part = slice(base + token, base + token + count)
+            yield batch, part, slice(at - first, at - first + count)
+            at += count
+
+
 class Blocks(Protocol):
     """The operands of an all-to-all, as the blocks of rows that ranks send to each other.
 
     Attributes:
         rows: of each rank, in the order of its tokens.
+        tokens: the same, by sequence.
+        tensors: GemmAllToAll: x, [own rows, K]. AllToAllGemm: the own heads of each packed tensor,
+            [batch, sequence, heads, head_dim].
+        weight: [N, K], also if the user keeps [K, N]; None: heads are gathered alone.
+        bias: [N], or None.
+        gather: return the gathered heads, [own rows, K], too.
     """
 
     rows: tuple[int, ...]
+    tokens: Sequences
+    tensors: Sequence[torch.Tensor]
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    gather: bool
+
+    def begin(self) -> None:
+        """Allocate the results. GPUs have a way of their own (flux/backends/cuda/exchange.py)."""
 
     def send(self, peer: int, first: int, last: int, block: torch.Tensor) -> None:
         """Write rows [first, last) of the block for a rank, [last - first, columns]."""

@@ -48,7 +48,7 @@ class OpRow(IntEnum):
         op.reduces = not (op.gathers or op.exchanges)
         op.scatters = collective == "reduce_scatter"
         op.all_reduces = collective == "all_reduce"
-        op.kernel = "ag_gemm" if op.gathers else "gemm_rs"
+        op.kernel = "ag_gemm" if op.gathers or label == "AllToAllGemm" else "gemm_rs"
         return op
 
 

@@ -71,6 +71,8 @@ class Layout:
             copied: whether copies take partials to their owners, in some calls.
         """
         chunk = ceil_div(spec.max_m, world)
+        if spec.op.exchanges:
+            return Layout._of_exchange(spec, world, chunk, tile, most_tiles, guard_rows)
         row = spec.row_elements * spec.itemsize
         # There is no schedule with more than max_tiles signals.
         tiles = min(most_tiles, ceil_div(_C.core.max_tiles, world))
@@ -135,6 +137,31 @@ class Layout:
             strips=strips,
             sum_flags=flags,
             sum_words=words,
+        )
+
+    @staticmethod
+    def _of_exchange(
+        spec: OpSpec,
+        world: int,
+        chunk: int,
+        tile: tuple[int, int],
+        most_tiles: int,
+        guard_rows: int,
+    ) -> Layout:
+        """Return the layout of an all-to-all, whose ranks have up to ``chunk`` rows each."""
+        width, dtype = spec.travelling(world)
+        blocks = _up(world * chunk * width * dtype.itemsize)
+        if spec.op.kernel == "ag_gemm":
+            row = world * width * dtype.itemsize
+            rest = _up(chunk * row)
+            size = rest + blocks
+            return Layout(most_tiles, 0, 0, rest, size, size, row, offers=world)
+        row = spec.n[0] * dtype.itemsize
+        flags = _C.core.ScatterTiling(chunk, spec.n[0], 1, *tile).flag_count()
+        guard = _up(guard_rows * row)
+        size = blocks + guard + _up(chunk * row)
+        return Layout(
+            world, 0, 0, 0, size, size, row, flags, guard_bytes=guard, copied_offset=blocks
         )
 
     @property

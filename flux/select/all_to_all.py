@@ -4,6 +4,11 @@ Inside a host blocks are written where their rank reads them, so tiles would gai
 unfused path only adds copies. Between hosts a block leaves in tiles. Each costs 0.1 to 2 ms of the
 core that multiplies (flux/select/heuristic.py) and packs the weight again, so they have TILE_BYTES
 at least, and a block has at most MAX_TILES.
+
+On GPUs the blocks of GemmAllToAll travel whole, each behind the columns of its rank. Rows of
+AllToAllGemm arrive in tiles of whole rows of GEMM tiles, a copy for each peer and packed tensor,
+of GPU_TILE_BYTES at least: streams pause some microseconds between copies. Bands of a GEMM have
+about as many tiles as run at once.
 """
 
 from __future__ import annotations
@@ -12,14 +17,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from flux.core.knobs import AllToAllOp, Knobs, Topology
-from flux.core.problem import ceil_div
+from flux.core.knobs import AllToAllOp, ClusterTile, Knobs, Topology
+from flux.core.problem import ceil_div, round_up
 from flux.core.schedule import TileSchedule
 
 TILE_BYTES = 1 << 18
 """Bytes of a communication tile between hosts, at least."""
 MAX_TILES = 8
 """Communication tiles of a block, at most."""
+GPU_TILE_BYTES = 2 << 20
+GPU_MAX_TILES = 4
+GPU_BAND_TILES = 128
 FIXED = {
     "direction": ("push", None),
     "order": ("direct", None),
@@ -56,6 +64,7 @@ def block_schedule(
     rank: int,
     topology: Topology,
     knobs: Knobs,
+    cluster: ClusterTile | None = None,
 ) -> TileSchedule:
     """Return the schedule of a rank.
 
@@ -67,11 +76,22 @@ def block_schedule(
         rank: the rank.
         topology: of the ranks.
         knobs: open fields are filled in.
+        cluster: cluster tile of the GPU's kernel; None: on a CPU.
 
     Raises:
         ValueError: the sizes or knobs are illegal.
     """
-    return _block_schedule(op, tuple(rows), sizes, row_bytes, rank, topology, knobs)
+    return _block_schedule(op, tuple(rows), sizes, row_bytes, rank, topology, knobs, cluster)
+
+
+def _gpu_sizes(op: AllToAllOp, chunk: int, row_bytes: int, cluster: ClusterTile) -> tuple[int, int]:
+    """Return the rows of a communication tile, and the rows or columns of tiles in a band."""
+    in_chunk = ceil_div(chunk, cluster.rows)
+    if op is AllToAllOp.gemm_all_to_all:
+        return chunk, min(max(GPU_BAND_TILES // in_chunk, 1), MAX_TILES)
+    rows = max(ceil_div(chunk, GPU_MAX_TILES), ceil_div(GPU_TILE_BYTES, row_bytes))
+    rows = min(round_up(rows, cluster.rows), chunk)
+    return rows, min(ceil_div(rows, cluster.rows), MAX_TILES)
 
 
 @lru_cache(maxsize=1024)
@@ -83,17 +103,20 @@ def _block_schedule(
     rank: int,
     topology: Topology,
     knobs: Knobs,
+    cluster: ClusterTile | None,
 ) -> TileSchedule:
     reason = reason_illegal(knobs)
     if reason is not None:
         raise ValueError(reason)
     chunk = max(rows)
-    tile_rows = max(ceil_div(chunk, MAX_TILES), TILE_BYTES // row_bytes, 1)
+    tile_rows, raster = max(ceil_div(chunk, MAX_TILES), TILE_BYTES // row_bytes, 1), 1
+    if cluster is not None:
+        tile_rows, raster = _gpu_sizes(op, chunk, row_bytes, cluster)
     tile_rows = min(knobs.comm_tile_rows or tile_rows, chunk)
     knobs = replace(
         knobs,
         tile=(tile_rows, sizes[0]),
-        raster=1,
+        raster=raster,
         comm_tile_rows=tile_rows,
         direction="push",
         order="direct",

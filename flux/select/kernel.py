@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flux.core.env import KERNEL_CHOICE
 from flux.core.knobs import Knobs
 from flux.core.problem import DTYPES as DTYPES_BY_NAME
-from flux.core.problem import Problem
+from flux.core.problem import Problem, ceil_div
 from flux.core.spec import DTYPES, OpSpec
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
@@ -171,6 +171,8 @@ def problems(spec: OpSpec, world: int, n: int) -> list[GemmProblem]:
     Every rank of a ReduceScatter must choose the same kernel, whose tiles number the flags, so it
     must suit the depth that each of them has.
     """
+    if spec.op.exchanges:  # a GEMM of the own rows
+        return [GemmProblem(ceil_div(spec.max_m, world), n, spec.k, 1)]
     depths = {max(spec.local_k(world, rank), 1) for rank in range(world)}
     rows = spec.max_m * max(spec.topk, 1)
     columns = max(n, 1) * (2 if spec.gated else 1)

@@ -38,10 +38,13 @@ MOST_COPIES = 128
 queue of a stream that waits for the next one: the thread would wait, too."""
 
 
-def least_tile_rows(world: int, m: int) -> int:
-    """Return the least rows of a communication tile with which a call of ``m`` rows is possible."""
+def least_tile_rows(world: int, m: int, pieces: int = 1) -> int:
+    """Return the least rows of a communication tile with which a call of ``m`` rows is possible.
+
+    ``pieces``: copies of a tile to or from one peer.
+    """
     chunk = -(-m // world)
-    tiles = max(1, MOST_COPIES // max(1, world - 1))
+    tiles = max(1, MOST_COPIES // max(1, (world - 1) * pieces))
     return -(-chunk // tiles)
 
 
@@ -79,8 +82,9 @@ class VirtualWorld(OneGpuWorld):
         The calls of one thread may not make more than MOST_COPIES copies each.
         """
         rows = knobs.comm_tile_rows
-        least = least_tile_rows(self.world, spec.max_m)
+        least = least_tile_rows(self.world, spec.max_m, max(1, len(spec.heads)))
         copied = spec.op.gathers and not spec.dispatches  # those rows kernels push
+        copied |= spec.op.kernel == "ag_gemm" and spec.op.exchanges
         if copied and rows is not None and rows < least:
             return f"ranks of one thread need comm_tile_rows >= {least} for M = {spec.max_m}"
         return super().reason_unsupported(spec, knobs)

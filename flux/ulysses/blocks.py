@@ -18,50 +18,17 @@ ulysses_small.json). Either way equal inputs give equal bits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
 from flux.backends.epilogue import apart
+from flux.core.call import Sequences
 from flux.core.spec import OpSpec
 
 FEW_ROWS = 256
 """Own rows up to which AllToAllGemm multiplies all heads at once inside a host. The measurement had
 512: of so many, with K = 1024, slabs were faster."""
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """The tokens of a call.
-
-    Attributes:
-        batch: sequences.
-        lengths: of the part of each sequence that each rank has.
-    """
-
-    batch: int
-    lengths: tuple[int, ...]
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Tokens of each rank."""
-        return tuple(self.batch * length for length in self.lengths)
-
-    @property
-    def total(self) -> int:
-        """Length of a whole sequence."""
-        return sum(self.lengths)
-
-    def pieces(self, rank: int, first: int, last: int) -> Iterator[tuple[int, slice, slice]]:
-        """Yield (batch, part of its whole sequence, rows from ``first`` on) of a rank's rows."""
-        length, base, at = self.lengths[rank], sum(self.lengths[:rank]), first
-        while at < last:
-            batch, token = divmod(at, length)
-            count = min(last - at, length - token)
-            part = slice(base + token, base + token + count)
-            yield batch, part, slice(at - first, at - first + count)
-            at += count
 
 
 def heads_of(tensor: torch.Tensor, heads_first: bool) -> torch.Tensor:
@@ -94,16 +61,23 @@ class ProjectedBlocks:
         rank: int,
         fill: Callable[[torch.Tensor], object],
     ) -> None:
-        self.rows = tokens.rows
-        self._spec, self._tokens, self._world = spec, tokens, world
+        self.rows, self.tokens = tokens.rows, tokens
+        self.tensors: Sequence[torch.Tensor] = (x,)
+        self.weight: torch.Tensor | None = weight
+        self.bias, self.gather = bias, False
+        self._weight = weight
+        self._spec, self._world, self._rank, self._fill = spec, world, rank, fill
+        self._outs: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """Allocate the results: see ``Blocks``."""
+        (x,), spec, tokens = self.tensors, self._spec, self.tokens
         self._x = apart(x) if x.dtype is torch.bfloat16 else x
-        self._weight, self._bias = weight, bias
-        self._outs = []
-        for begin, end in spec.columns_of(world, rank):
+        for begin, end in spec.columns_of(self._world, self._rank):
             heads = (end - begin) // spec.head_dim
             extents = (heads, tokens.total) if spec.heads_first else (tokens.total, heads)
             self._outs.append(x.new_empty(tokens.batch, *extents, spec.head_dim))
-            fill(self._outs[-1])
+            self._fill(self._outs[-1])
 
     def send(self, peer: int, first: int, last: int, block: torch.Tensor) -> None:
         """Multiply rows by the peer's heads: see ``Blocks``."""
@@ -111,15 +85,15 @@ class ProjectedBlocks:
         for begin, end in self._spec.columns_of(self._world, peer):
             weight = self._weight[begin:end].t()
             out = block[:, at : at + end - begin]
-            if self._bias is None:
+            if self.bias is None:
                 torch.mm(rows, weight, out=out)
             else:
-                torch.addmm(self._bias[begin:end], rows, weight, out=out)
+                torch.addmm(self.bias[begin:end], rows, weight, out=out)
             at += end - begin
 
     def receive(self, peer: int, first: int, last: int, block: torch.Tensor) -> None:
         """Put rows of a peer into the sequence: see ``Blocks``."""
-        for batch, part, rows in self._tokens.pieces(peer, first, last):
+        for batch, part, rows in self.tokens.pieces(peer, first, last):
             at = 0
             for out in self._outs:
                 heads = heads_of(out, self._spec.heads_first)[batch, part]
@@ -138,7 +112,7 @@ class HeadBlocks:
     Args:
         spec: of the op.
         heads: of each packed tensor, this rank's, of all tokens.
-        weight: [K, N]; None: the heads are only gathered.
+        weight: [N, K]; None: the heads are only gathered.
         bias: [N], or None.
         tokens: of all ranks.
         world: number of ranks.
@@ -161,33 +135,38 @@ class HeadBlocks:
         fill: Callable[[torch.Tensor], object],
         inside: bool,
     ) -> None:
-        self.rows = tokens.rows
-        self._spec, self._tokens, self._world, self._rank = spec, tokens, world, rank
-        self._heads = [heads_of(tensor, spec.heads_first) for tensor in heads]
-        self._weight, self._bias = weight, bias
+        self.rows, self.tokens = tokens.rows, tokens
+        by_token = [heads_of(tensor, spec.heads_first) for tensor in heads]
+        self.tensors: Sequence[torch.Tensor] = by_token
+        self.weight, self.bias, self.gather = weight, bias, gather
+        self._spec, self._world, self._rank, self._fill = spec, world, rank, fill
         self._whole, self._tiles = 0, Counter[tuple[int, int]]()
-        own, self._gather = self.rows[rank], gather
-        self._out = self._gathered = None
-        if weight is not None:
-            self._out = heads[0].new_empty(own, sum(spec.n))
-            fill(self._out)
+        self._out: torch.Tensor | None = None
+        self._gathered: torch.Tensor | None = None
         self._by_slab = spec.dtype in (torch.float32, torch.float64)
-        if inside and own <= FEW_ROWS:
+        if inside and self.rows[rank] <= FEW_ROWS:
             self._by_slab = False
-        if gather or not self._by_slab:
+
+    def begin(self) -> None:
+        """Allocate the results: see ``Blocks``."""
+        heads, spec, own = self.tensors, self._spec, self.rows[self._rank]
+        if self.weight is not None:
+            self._out = heads[0].new_empty(own, sum(spec.n))
+            self._fill(self._out)
+        if self.gather or not self._by_slab:
             self._gathered = heads[0].new_empty(own, spec.k)
-            fill(self._gathered)
+            self._fill(self._gathered)
             base = 0
             for count in spec.heads:
-                if count < world:  # several ranks have the head, and their gradients are added up
+                if count < self._world:  # ranks share heads, whose gradients are added up
                     self._gathered[:, base : base + count * spec.head_dim] = 0
                 base += count * spec.head_dim
 
     def send(self, peer: int, first: int, last: int, block: torch.Tensor) -> None:
         """Copy the peer's rows of this rank's heads: see ``Blocks``."""
-        for batch, part, rows in self._tokens.pieces(peer, first, last):
+        for batch, part, rows in self.tokens.pieces(peer, first, last):
             at = 0
-            for tensor in self._heads:
+            for tensor in self.tensors:
                 heads = tensor[batch, part]
                 width = heads.shape[1] * heads.shape[2]
                 block[rows, at : at + width].view(heads.shape).copy_(heads)
@@ -203,40 +182,40 @@ class HeadBlocks:
                 target = self._gathered[first:last, begin:end]
                 shared = self._spec.heads[number] < self._world
                 target.add_(part) if shared else target.copy_(part)
-            if self._weight is not None and self._by_slab:
+            if self.weight is not None and self._by_slab:
                 begins = peer == self._rank and number == 0
-                self._add(part, self._weight[begin:end], first, last, begins)
+                self._add(part, self.weight[:, begin:end], first, last, begins)
         self._whole += whole
         if not whole:
             self._tiles[first, last] += 1
-        if self._weight is None or self._by_slab:
+        if self.weight is None or self._by_slab:
             return
         if self._whole + self._tiles[first, last] == self._world:
             assert self._gathered is not None
             rows = self._gathered[first:last]
             rows = apart(rows) if rows.dtype is torch.bfloat16 else rows
-            self._add(rows, self._weight, first, last, begins=True)
+            self._add(rows, self.weight, first, last, begins=True)
 
     def _add(
         self, x: torch.Tensor, weight: torch.Tensor, first: int, last: int, begins: bool
     ) -> None:
-        """Add a product to rows of the result, which it ``begins`` to write."""
+        """Add x @ weight.T to rows of the result, which it ``begins`` to write."""
         assert self._out is not None
-        out = self._out[first:last]
+        out, by = self._out[first:last], weight.t()
         if not begins:
-            torch.addmm(out, x, weight, out=out)
-        elif self._bias is None:
-            torch.mm(x, weight, out=out)
+            torch.addmm(out, x, by, out=out)
+        elif self.bias is None:
+            torch.mm(x, by, out=out)
         else:
-            torch.addmm(self._bias, x, weight, out=out)
+            torch.addmm(self.bias, x, by, out=out)
 
     def results(self) -> list[torch.Tensor]:
         """Return y [batch, own length, N], and the gathered heads if they were asked for."""
         outs = []
         if self._out is not None:
-            length = self._tokens.lengths[self._rank]
-            outs = [self._out.view(self._tokens.batch, length, self._out.shape[1])]
-        if self._gather:
+            length = self.tokens.lengths[self._rank]
+            outs = [self._out.view(self.tokens.batch, length, self._out.shape[1])]
+        if self.gather:
             assert self._gathered is not None
             outs.append(self._gathered)
         return outs

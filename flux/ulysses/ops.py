@@ -22,14 +22,14 @@ import torch.distributed as dist
 from flux import _C
 from flux.backends.epilogue import spoil
 from flux.core.backend import OverlapHooks
-from flux.core.call import Call, CallChecker
+from flux.core.call import Call, CallChecker, Sequences
 from flux.core.env import POISON
 from flux.core.knobs import AllToAllOp, Knobs, Topology
 from flux.core.problem import ceil_div
 from flux.core.schedule import TileSchedule
 from flux.ops.base import MAX_SCHEDULES, TensorParallelOp
 from flux.select.all_to_all import block_schedule
-from flux.ulysses.blocks import HeadBlocks, ProjectedBlocks, Sequences
+from flux.ulysses.blocks import HeadBlocks, ProjectedBlocks
 
 
 class ProjectionOperands:
@@ -83,7 +83,7 @@ class BlocksChecker(CallChecker):
             blocks = ProjectedBlocks(spec, x, weight, bias, tokens, *where, fill)
         else:
             heads, tokens = self._heads_of(x, operands.lengths)
-            x, weight = heads[0], None if weight is None else weight.t()
+            x = heads[0]
             gather, inside = operands.gather, self.inside
             blocks = HeadBlocks(spec, heads, weight, bias, tokens, *where, gather, fill, inside)
         said = repr((tokens.batch, tokens.lengths))
@@ -175,7 +175,7 @@ class UlyssesOp(TensorParallelOp):
     """What the two ops have in common.
 
     Args:
-        group: process group, its name, or None for the default group. CPU ranks only so far.
+        group: process group, its name, or None for the default group; on GPUs, of one node.
         max_m: most tokens of any call: batch times sequence, or, where parts of the sequence
             differ, the world times the tokens of the largest part.
         heads: number of heads, of all ranks, a multiple of the world: rank r has the r-th part. A
@@ -183,7 +183,7 @@ class UlyssesOp(TensorParallelOp):
             values). Those behind the first may have fewer heads: a divisor of the world. Ranks then
             share them.
         head_dim: elements of a head.
-        dtype: of x and the weight: float64, float32, bfloat16 or float16.
+        dtype: of x and the weight: float64, float32, bfloat16 or float16; on GPUs the last two.
         transpose_weight: the weight is [K, N] instead of [N, K].
         heads_first: heads are [batch, own heads, sequence, head_dim], which
             scaled_dot_product_attention takes, else [batch, sequence, own heads, head_dim].
@@ -257,7 +257,9 @@ class UlyssesOp(TensorParallelOp):
         if self.kind is AllToAllOp.all_to_all_gemm:
             sizes = (sum(self.spec.n), width)
         row_bytes = width * dtype.itemsize
-        return block_schedule(self.kind, rows, sizes, row_bytes, self.rank, self.topology, knobs)
+        cluster = None if self._backend is None else self._backend.cluster
+        where = (self.rank, self.topology, knobs, cluster)
+        return block_schedule(self.kind, rows, sizes, row_bytes, *where)
 
     def own_length(self, lengths: Sequence[Any], total: Any) -> Any:
         """Return this rank's part of a sequence: of ``lengths``, or of equal parts of ``total``."""

@@ -67,6 +67,44 @@ void write_word(std::uintptr_t word, std::uint32_t value) {
   store(reinterpret_cast<std::uint32_t*>(word), value);
 }
 
+constexpr int kUnified = 4;  // CU_MEMORYTYPE_UNIFIED
+
+// Where the pieces of a copy are.
+struct Pieces {
+  std::uintptr_t at;
+  std::size_t step;
+};
+
+void copy_piece(std::uintptr_t to, std::uintptr_t from, std::size_t bytes) {
+  if (is_unmapped(to, bytes) || is_unmapped(from, bytes)) {
+    return device().fail("use after free: a copy of " + std::to_string(bytes) +
+                         " bytes touches addresses at which nothing is mapped");
+  }
+  // Copy engines write aligned words whole: flags that are copied may be polled meanwhile.
+  const bool words = to % 4 == 0 && bytes % 4 == 0;
+  device().land_what_is_due();
+  observed(to, from, bytes, words,
+           [=] { emulated::write(to, reinterpret_cast<const void*>(from), bytes); });
+}
+
+int put_copy(Pieces to, Pieces from, std::size_t bytes, std::size_t rows, void* stream) {
+  if (device().copies_refused) return refuse("emulated failure");
+  if (!device().first_use("copy", to.at)) return kLaunchFailure;
+  std::string what =
+      number("bytes", bytes * rows) + ";" + number("to", to.at) + ";" + number("from", from.at);
+  if (rows > 1) what.append(";").append(number("rows", rows));
+  log_call("copy", stream, what);
+  const bool inside = device().is_own(to.at) && device().is_own(from.at);
+  put_transfer("copy", stream, device().copies_need_room && inside, [=] {
+    dawdle();
+    std::this_thread::sleep_for(std::chrono::microseconds(device().copy_us));
+    for (std::size_t row = 0; row < rows; ++row) {
+      copy_piece(to.at + row * to.step, from.at + row * from.step, bytes);
+    }
+  });
+  return 0;
+}
+
 }  // namespace
 
 extern "C" {
@@ -248,25 +286,18 @@ int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
   return 0;
 }
 int cuMemcpyAsync(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, void* stream) {
-  if (device().copies_refused) return refuse("emulated failure");
-  if (!device().first_use("copy", to)) return kLaunchFailure;
-  log_call("copy", stream,
-           number("bytes", bytes) + ";" + number("to", to) + ";" + number("from", from));
-  const bool inside = device().is_own(to) && device().is_own(from);
-  put_transfer("copy", stream, device().copies_need_room && inside, [=] {
-    dawdle();
-    std::this_thread::sleep_for(std::chrono::microseconds(device().copy_us));
-    if (is_unmapped(to, bytes) || is_unmapped(from, bytes)) {
-      return device().fail("use after free: a copy of " + std::to_string(bytes) +
-                           " bytes touches addresses at which nothing is mapped");
-    }
-    // Copy engines write aligned words whole: flags that are copied may be polled meanwhile.
-    const bool words = to % 4 == 0 && bytes % 4 == 0;
-    device().land_what_is_due();
-    observed(to, from, bytes, words,
-             [=] { emulated::write(to, reinterpret_cast<const void*>(from), bytes); });
-  });
-  return 0;
+  return put_copy({to, bytes}, {from, bytes}, bytes, 1, stream);
+}
+int cuMemcpy2DAsync_v2(const Copy2D* copy, void* stream) {
+  const bool plain = copy->from_x == 0 && copy->from_y == 0 && copy->to_x == 0 && copy->to_y == 0;
+  if (!plain || copy->from_kind != kUnified || copy->to_kind != kUnified) {
+    return refuse("a copy of pieces is between unified addresses, without an offset");
+  }
+  if (copy->from_pitch < copy->width || copy->to_pitch < copy->width) {
+    return refuse("pieces of a copy are wider than the step from one to the next");
+  }
+  return put_copy({copy->to, copy->to_pitch}, {copy->from, copy->from_pitch}, copy->width,
+                  copy->height, stream);
 }
 int cuStreamWriteValue32_v2(void* stream, std::uintptr_t word, std::uint32_t value, unsigned) {
   log_call("write", stream, number("word", word) + ";" + number("value", value));

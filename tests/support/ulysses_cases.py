@@ -98,10 +98,18 @@ class UlyssesInputs:
 
     def project(self, op: Any, rank: int) -> list[torch.Tensor]:
         """Make the call of ``GemmAllToAll`` and compare its result."""
+        return self.check_projected(op(*self.projected(rank)), rank)
+
+    def projected(self, rank: int) -> tuple[Any, ...]:
+        """The arguments of a rank's call of ``GemmAllToAll``."""
         case, weight, bias = self.case, self.weights[0], self.biases[0]
         given = weight.t().contiguous() if case.transpose else weight
-        outs = op(self.x[:, case.own(rank)], given, bias, case.seq_lens)
-        outs = [outs] if isinstance(outs, torch.Tensor) else list(outs)
+        return self.x[:, case.own(rank)], given, bias, case.seq_lens
+
+    def check_projected(self, result: Any, rank: int) -> list[torch.Tensor]:
+        """Compare the result of ``GemmAllToAll`` with float64."""
+        case, weight, bias = self.case, self.weights[0], self.biases[0]
+        outs = [result] if isinstance(result, torch.Tensor) else list(result)
         whole = self.x.double() @ weight.double().t() + (0 if bias is None else bias.double())
         for out, wanted in zip(outs, case.heads_of(whole, rank), strict=True):
             tolerance = TOLERANCE[case.dtype]
@@ -111,12 +119,20 @@ class UlyssesInputs:
 
     def output(self, op: Any, rank: int) -> list[torch.Tensor]:
         """Make the call of ``AllToAllGemm`` and compare its result."""
+        return self.check_output(op(*self.given(rank)), rank)
+
+    def given(self, rank: int) -> tuple[Any, ...]:
+        """The arguments of a rank's call of ``AllToAllGemm``."""
         case, weight, bias = self.case, self.weights[1], self.biases[1]
         given = weight.t().contiguous() if case.transpose else weight
         query = UlyssesCase(
             case.lengths, case.heads[:1], case.head_dim, heads_first=case.heads_first
         )
-        y = op(query.heads_of(self.heads, rank)[0], given, bias, case.seq_lens)
+        return query.heads_of(self.heads, rank)[0], given, bias, case.seq_lens
+
+    def check_output(self, y: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Compare the result of ``AllToAllGemm`` with float64."""
+        case, weight, bias = self.case, self.weights[1], self.biases[1]
         whole = self.heads.double() @ weight.double().t() + (0 if bias is None else bias.double())
         tolerance = TOLERANCE[case.dtype]
         wanted = whole[:, case.own(rank)]

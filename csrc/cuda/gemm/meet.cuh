@@ -42,8 +42,11 @@ static __global__ void __launch_bounds__(kMeetThreads, 8)
     store_release_sys(args.raised[thread], sync.epoch);
   }
   bool came = true;
-  for (int i = thread; args.awaited != nullptr && i < args.awaited_count; i += threads) {
-    came &= await(args.awaited, args.first + i, sync, args.code, 0);
+  const int words = args.awaited_count * max_of(args.rows, 1);
+  for (int i = thread; args.awaited != nullptr && i < words; i += threads) {
+    const int row = i / args.awaited_count;
+    const int word = args.first + row * args.row_step + i - row * args.awaited_count;
+    came &= await(args.awaited, word, sync, args.code, 0);
   }
   const bool complete = __syncthreads_and(came);
   if (!complete && has_peer && thread != args.rank && args.statuses[thread] != nullptr) {
@@ -54,7 +57,7 @@ static __global__ void __launch_bounds__(kMeetThreads, 8)
 // FluxKernel.meet, of all kernels.
 inline int meet(FluxMeetArgs const* args, void* stream) {
   if (args->world > FLUX_MAX_WORLD) return FLUX_REFUSED;
-  const bool small = args->reset_count == 0 && args->awaited_count <= 32;
+  const bool small = args->reset_count == 0 && args->awaited_count * max_of(args->rows, 1) <= 32;
   meet_kernel<<<1, small ? 32 : kMeetThreads, 0, static_cast<cudaStream_t>(stream)>>>(*args);
   return static_cast<int>(cudaGetLastError());
 }

@@ -63,6 +63,7 @@ def run_all_to_all(
         backend._begin_network(backend.network, schedule, digest)
     backend._await(engine.wait_entries)  # a peer must have finished with the rows written here
     chunk = schedule.shape[0] // backend.world
+    blocks.begin()
     for index, visit in enumerate(schedule.visits):
         first, last = (row - visit.owner * chunk for row in (visit.row_begin, visit.row_end))
         arrives = visit.waits[0] < visit.waits[1]

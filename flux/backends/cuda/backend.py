@@ -21,6 +21,7 @@ import torch
 
 from flux import _C
 from flux.backends.cuda import nvtx
+from flux.backends.cuda.exchange import ExchangeCalls
 from flux.backends.cuda.grouped import GroupedCalls
 from flux.backends.cuda.operands import Fit, of_zeros, row_step
 from flux.backends.cuda.refusals import check_possible, reason_untraceable
@@ -166,6 +167,10 @@ class CudaBackend:
         kernel = (tile, items, self._activate_after)
         tools = (self.device, self.native, self._workspaces, self._fit)
         self._grouped = GroupedCalls(spec, *tools, *kernel)
+        self._exchange: ExchangeCalls | None = None
+        if spec.op.exchanges:
+            ranks = (self._own_data, self.world, self.rank)
+            self._exchange = ExchangeCalls(spec, *tools, self.layout, *ranks)
         who = f"{spec.label}: rank {self.rank}"
         noticed = (self.native, self.peers, watch, self._report)
         self._waits = StreamWaits(who, transport, *noticed, timeout_s)
@@ -260,6 +265,8 @@ class CudaBackend:
             rows = self._rows_of(call.m)
             stream = self._begin(schedule)
             outs = self._grouped.run(schedule, stream, call, rows, gather, self._empty)
+        elif self._exchange is not None:
+            outs = self._exchange.run(schedule, self._begin(schedule), call, self._empty)
         elif self.spec.op.gathers:
             outs = self._ag_gemm(schedule, call, gather)
         else:
@@ -507,5 +514,7 @@ class CudaBackend:
                 self.watch.close(failed)
             self.native.close()
             self._own_data = torch.empty(0, device="cpu")
+            if self._exchange is not None:
+                self._exchange.close()
             self.transport.leave()
             self.peers = waits.peers = Peers()

@@ -30,6 +30,8 @@ def check_possible(backend: _Backend, schedule: TileSchedule) -> None:
         ValueError: it is traced or captured, and cannot be.
     """
     reason = reason_not_grouped(backend) if backend.spec.experts else None
+    if backend.spec.op.exchanges and not backend.peers.idle:
+        reason = "heads need peers with a GPU of their own, not loopback"
     if reason is not None:
         raise ValueError(f"{backend.spec.label}: {reason}")
     if backend.recorder is not None and backend.capturing():
@@ -64,6 +66,8 @@ def reason_untraceable(backend: _Backend, fused: bool) -> str | None:
         return f"{backend.spec.label}: {CAPTURED}"
     if backend.spec.experts:
         return f"{backend.spec.label}: traces do not know the tiles of experts on GPUs"
+    if backend.spec.op.exchanges:
+        return f"{backend.spec.label}: traces do not know blocks of heads on GPUs"
     if fused and not all(kernel.traces for kernel in backend.kernels):
         return (
             f"{backend.spec.label}: its kernels are not from a trace build: run `flux compile "

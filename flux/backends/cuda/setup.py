@@ -60,9 +60,11 @@ def margin_of(spec: OpSpec, transport: DeviceTransport, knobs: Knobs) -> int:
             f"{spec.label}: sm_margin must be 1 or more where rows are pushed on, got 0 "
             f"with order = {knobs.order}: kernels wait for them beside the GEMM"
         )
-    if knobs.sm_margin == 0 and knobs.sends == "copies":
+    sends_blocks = spec.op.exchanges and spec.op.kernel == "gemm_rs"
+    if knobs.sm_margin == 0 and (knobs.sends == "copies" or sends_blocks):
+        when = "here" if sends_blocks else "with sends = copies"
         raise ValueError(
-            f"{spec.label}: sm_margin must be 1 or more with sends = copies, got 0: kernels wait "
+            f"{spec.label}: sm_margin must be 1 or more {when}, got 0: kernels wait "
             "for partials beside the GEMM"
         )
     if knobs.sm_margin is not None:
@@ -98,8 +100,9 @@ def choose_kernels(
             f"{spec.label}: reduce = in_flight adds in the memory of peers, and on rank "
             f"{transport.rank} {problem}; use reduce = local"
         )
-    if spec.experts and transport.nodes > 1:
-        problem = f"{spec.label}: experts on GPUs need ranks of one node, got {transport.nodes}"
+    if (spec.experts or spec.op.exchanges) and transport.nodes > 1:
+        what = "experts" if spec.experts else "heads"
+        problem = f"{spec.label}: {what} on GPUs need ranks of one node, got {transport.nodes}"
     kernels = []
     taken = taken_units(knobs, transport.sm_share, transport.nodes)
     args = (transport.device, knobs, sm_count, preferred, TRACE.get(), taken)

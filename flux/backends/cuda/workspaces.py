@@ -9,7 +9,7 @@ from flux.core.schedule import TileSchedule
 from flux.core.tensors import address_of
 from flux.transport.device import Device
 
-MAX_CHECKED = 4096  # pairs of stream and M
+MAX_CHECKED = 4096  # pairs of stream and rows
 
 
 class Workspaces:
@@ -22,7 +22,7 @@ class Workspaces:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._by_stream: dict[int, torch.Tensor] = {}
-        self._checked: set[tuple[int, int]] = set()  # stream and M of calls that have room
+        self._checked: set[tuple[int, int]] = set()  # stream and rows of calls that have room
 
     def make_room(
         self,
@@ -32,7 +32,7 @@ class Workspaces:
         operands: list[_C.Operand],
         k: int,
     ) -> None:
-        """Allocate the workspace of a call's kernels, once per stream and M.
+        """Allocate the workspace of a call's kernels, once per stream and number of rows.
 
         Args:
             native: the op, which is told where the workspace is.
@@ -43,7 +43,8 @@ class Workspaces:
         """
         if self._device.driver.capture(stream):
             return self._make_room_in_graph(native, schedule, stream, operands, k)
-        key = (stream, schedule.shape[0])
+        rows = schedule.rows[schedule.rank] if schedule.rows else schedule.shape[0]
+        key = (stream, rows)
         if key in self._checked:
             return
         if len(self._checked) >= MAX_CHECKED:

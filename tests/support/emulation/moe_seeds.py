@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -133,16 +134,26 @@ def run_seed(device: Any, kernels: dict[str, BuiltKernel], seed: int) -> tuple[s
 
 
 def main() -> int:
-    """Run seeds, and write how many of each op there were, and what failed."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    """Run seeds of the ops of experts."""
+    return seeds_of(Path(__file__).name, configs(), run_seed, case_of)
+
+
+def seeds_of(
+    program: str, chosen: list[GemmConfig], run: Callable[..., tuple[str, float]], case: Any
+) -> int:
+    """Run seeds, and write how many of each op there were, and what failed.
+
+    ``run(device, kernels, seed)`` runs the case that ``case(seed, configs)`` returns.
+    """
+    parser = argparse.ArgumentParser(description=seeds_of.__doc__)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=60)
     parser.add_argument("--out", type=Path, help="JSON")
     options = parser.parse_args()
-    registry = build_kernels(configs())
-    wanted = {c.name for c in configs()}
+    registry = build_kernels(chosen)
+    wanted = {c.name for c in chosen}
     kernels = {name: built for name, built in sorted(registry.kernels.items()) if name in wanted}
-    begin, counts, worst = time.monotonic(), Counter[str](), {}
+    begin, counts, worst = time.monotonic(), Counter[str](), dict[str, float]()
     failures = []
     todo = list(range(options.first, options.first + options.seeds))
     while todo:
@@ -151,16 +162,16 @@ def main() -> int:
             while todo:
                 seed = todo.pop(0)
                 try:
-                    op, error = run_seed(device, kernels, seed)
+                    op, error = run(device, kernels, seed)
                 except Exception as fault:
                     failures.append({"seed": seed, "error": str(fault)[:1000]})
-                    case = case_of(seed, [b.config for b in kernels.values()])
-                    print(f"seed {seed}: {case}: {fault}", flush=True)
+                    what = case(seed, [b.config for b in kernels.values()])
+                    print(f"seed {seed}: {what}: {fault}", flush=True)
                     stack.pop_all()  # whose end would complain of the same fault
                     break
                 counts[op] += 1
                 worst[op] = max(worst.get(op, 0.0), error)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"kernel and op": op, "seeds": counts[op], "error / bound": round(worst[op], 4)}
         for op in sorted(counts)
     ]
@@ -168,7 +179,7 @@ def main() -> int:
     for row in rows:
         print(row)
     if options.out is not None:
-        command = f"python tests/support/emulation/moe_seeds.py --seeds {options.seeds}"
+        command = f"python tests/support/emulation/{program} --seeds {options.seeds}"
         write_figures(options.out, command, rows)
     return len(failures)
 

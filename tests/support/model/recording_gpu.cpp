@@ -332,6 +332,13 @@ int cuMemcpyAsync(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, voi
   r.bytes = bytes;
   return 0;
 }
+int cuMemcpy2DAsync_v2(const Copy2D* copy, void* stream) {
+  for (std::size_t row = 0; row < copy->height; ++row) {
+    cuMemcpyAsync(copy->to + row * copy->to_pitch, copy->from + row * copy->from_pitch, copy->width,
+                  stream);
+  }
+  return 0;
+}
 int cuStreamWriteValue32_v2(void* stream, std::uintptr_t word, std::uint32_t value, unsigned) {
   add(kRaise, stream, reinterpret_cast<void*>(word), value);
   return 0;

@@ -346,7 +346,7 @@ struct Launcher {
 
   static int launch(FluxGemmArgs const* requested, void* stream) {
     FluxGemmArgs const& args = *requested;
-    if (args.order.world > kMaxRuns) return FLUX_REFUSED;
+    if (max_of(args.order.world, args.order.column_ranges) > kMaxRuns) return FLUX_REFUSED;
     if (args.lda % C::kAlignment != 0 || args.ldb % C::kAlignment != 0) return FLUX_REFUSED;
     if (args.n % C::kAlignment != 0 || args.k % C::kAlignment != 0) return FLUX_REFUSED;
     Resources with;

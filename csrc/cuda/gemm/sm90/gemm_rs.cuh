@@ -94,7 +94,8 @@ struct GemmRSParts {
       const bool wide = sum_targets(args, C::kTileM, C::kTileN, sizeof(Output)).wide;
       if (Types<C>::kStreamK || !wide) return false;
     }
-    return args.order.world <= FLUX_MAX_WORLD && args.guard_rows >= kGuardRows;
+    return args.order.world <= FLUX_MAX_WORLD && args.order.column_ranges <= kMaxRuns &&
+           args.guard_rows >= kGuardRows;
   }
   static void complete(typename Kernel::Arguments& out, FluxGemmArgs const& args) {
     out.epilogue.thread = {visit::Scaled<C>::arguments(args),
