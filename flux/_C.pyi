@@ -458,6 +458,7 @@ class KernelOrder:
     lanes: int
     raster: int
     comm_tile_rows: int
+    column_ranges: int
 
 class KernelSync:
     epoch: int

@@ -198,9 +198,8 @@ void bind_op(py::module_& m) {
           py::arg("schedule"), py::arg("stream"), py::arg("x"), py::arg("operand"))
       .def(
           "begin_heads",
-          [](CudaOp& op, const Schedule& schedule, Stream stream) {
-            all_or_broken([&] { op.begin_heads(schedule, stream); });
-          },
+          [](CudaOp& op, const Schedule& schedule,
+             Stream stream) { all_or_broken([&] { op.begin_heads(schedule, stream); }); },
           py::arg("schedule"), py::arg("stream"))
       .def(
           "gather_heads",

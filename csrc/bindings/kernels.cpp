@@ -56,7 +56,8 @@ void bind_parts(py::module_& m) {
       .def_readwrite("domains", &FluxOrder::domains)
       .def_readwrite("lanes", &FluxOrder::lanes)
       .def_readwrite("raster", &FluxOrder::raster)
-      .def_readwrite("comm_tile_rows", &FluxOrder::comm_tile_rows);
+      .def_readwrite("comm_tile_rows", &FluxOrder::comm_tile_rows)
+      .def_readwrite("column_ranges", &FluxOrder::column_ranges);
   auto sync = py::class_<FluxSync>(m, "KernelSync")
                   .def_readwrite("epoch", &FluxSync::epoch)
                   .def_readwrite("timeout_ns", &FluxSync::timeout_ns);

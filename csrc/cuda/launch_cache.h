@@ -42,7 +42,8 @@ inline LaunchKey launch_key(const FluxGemmArgs& args) {
   constexpr std::size_t kSync = offsetof(FluxGemmArgs, sync);
   constexpr std::size_t kSequence = offsetof(FluxGemmArgs, order) + offsetof(FluxOrder, sequence);
   clear(kSync, kSync + sizeof(FluxSync));
-  constexpr std::size_t kRanges = offsetof(FluxGemmArgs, order) + offsetof(FluxOrder, column_ranges);
+  constexpr std::size_t kRanges =
+      offsetof(FluxGemmArgs, order) + offsetof(FluxOrder, column_ranges);
   clear(kRanges + sizeof(args.order.column_ranges), kSequence + sizeof(args.order.sequence));
   clear(offsetof(FluxGemmArgs, guard_rows) + sizeof(args.guard_rows),
         offsetof(FluxGemmArgs, flags));

@@ -106,7 +106,8 @@ void CudaOp::touch_peers() {
   ops.push_back({MemOp::kWait, done, 0});
   driver_->memory_ops(copy_stream_, ops);
   if (columns_.empty()) return;
-  for (int peer = neighbours().begin; peer < neighbours().end; ++peer) {  // into memory not used yet
+  for (int peer = neighbours().begin; peer < neighbours().end;
+       ++peer) {  // into memory not used yet
     const std::size_t step = 2 * kWord;
     driver_->copy_rows(copy_stream_, setup_.data[setup_.rank], step, setup_.data[peer], step, kWord,
                        peer == setup_.rank ? 0 : 2);
@@ -228,7 +229,8 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
 
 bool CudaOp::streams_wait(const Schedule& schedule) const {
   const bool copied = schedule.spec.tiles.op == OpKind::kAGGemm || schedule.spec.copied;
-  return copied || is_exchange(schedule.spec.problem.op) || setup_.remote != nullptr || (setup_.poison && read_by_peers(schedule));
+  return copied || is_exchange(schedule.spec.problem.op) || setup_.remote != nullptr ||
+         (setup_.poison && read_by_peers(schedule));
 }
 
 bool CudaOp::read_by_peers(const Schedule& schedule) const {

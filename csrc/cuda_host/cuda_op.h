@@ -360,7 +360,7 @@ class CudaOp {
   CudaOpSetup setup_;
   FluxGroups groups_{};
   std::vector<std::vector<Range>> columns_;  // all-to-all: of each rank, by packed tensor
-  CallWords eager_[2];  // by buffer of gathered rows: signals differ
+  CallWords eager_[2];                       // by buffer of gathered rows: signals differ
   CallWords captured_;
   const CallWords* words_ = &eager_[0];  // of the current call
   Address count_ = 0;                    // of this rank's captured calls

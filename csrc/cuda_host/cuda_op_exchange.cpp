@@ -36,10 +36,9 @@ void CudaOp::set_columns(std::vector<std::vector<Range>> columns) {
   for (const auto& of_rank : columns) tensors = std::max(tensors, of_rank.size());
   if (columns.size() != static_cast<std::size_t>(setup_.world) ||
       tensors * columns.size() > static_cast<std::size_t>(kMaxRuns)) {
-    throw std::invalid_argument("ranks times packed tensors must be at most " +
-                                std::to_string(kMaxRuns) + ", got " +
-                                std::to_string(columns.size()) + " times " +
-                                std::to_string(tensors));
+    throw std::invalid_argument(
+        "ranks times packed tensors must be at most " + std::to_string(kMaxRuns) + ", got " +
+        std::to_string(columns.size()) + " times " + std::to_string(tensors));
   }
   columns_ = std::move(columns);
 }
@@ -73,9 +72,7 @@ int CudaOp::block_columns() const {
   return columns;
 }
 
-int CudaOp::product_columns() const {
-  return static_cast<int>(setup_.row_bytes / setup_.x_bytes);
-}
+int CudaOp::product_columns() const { return static_cast<int>(setup_.row_bytes / setup_.x_bytes); }
 
 // Copies rows of a block, the pieces of each row, to or from where rows have the columns of all ranks.
 // `rank`: whose columns they are.
@@ -194,8 +191,8 @@ void CudaOp::await_columns(const Schedule& schedule, int peer) {
     }
     for (int row = 0; row < args.rows; ++row) {  // no multiprocessor may be free
       for (int i = 0; i < args.awaited_count; ++i) {
-        const Address word = words_->offers[setup_.rank] +
-                             (args.first + row * args.row_step + i) * kWord;
+        const Address word =
+            words_->offers[setup_.rank] + (args.first + row * args.row_step + i) * kWord;
         words.push_back({MemOp::kWait, word, number()});
       }
     }

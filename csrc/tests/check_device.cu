@@ -102,6 +102,10 @@ __global__ void check_tile_order(TileOrder t, int slot, int* out) {
   d.add(tile_row_at(t, slot));
   d.add(raster_slot(tiles_m(t), tiles_n(t), t.raster, slot));
   d.add(tile_at(t, slot));
+  d.add(column_range(t, slot));
+  d.add(is_visited_before(t, slot, slot) ? 1 : 0);
+  d.add(column_run_at(t, slot));
+  d.add(tile_column_at(t, slot));
   out[threadIdx.x] = d.value;
 }
 
@@ -132,10 +136,10 @@ __global__ void check_kernel_maps(TileOrder t, ScatterTiling s, int slot, int ro
   d.add(map_rows(s, 0));
   d.add(map_row(s, 0, 0));
   d.add(strips_of_owner(s, slot));
-  d.add(strip_of_owner(s, slot, row));
+  d.add(strip_of_owner(s, slot, 0));
   d.add(rows_summed(s));
   d.add(sum_count(s, slot));
-  d.add(sum_of_owner(s, slot, row));
+  d.add(sum_of_owner(s, slot, 0));
   d.add(copy_count(s));
   d.add(own_sum_count(s, slot));
   d.add(taken_words(s, slot));

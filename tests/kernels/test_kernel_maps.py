@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
@@ -50,6 +52,49 @@ def test_runs_are_joined_where_chunks_follow_each_other() -> None:
 def test_a_world_beyond_the_map_has_no_runs() -> None:
     assert core.TileMap(tile_order(case(AG_GEMM, 200, core.max_runs, 1), 0)).runs != []
     assert core.TileMap(tile_order(case(AG_GEMM, 200, core.max_runs + 1, 1), 0)).runs == []
+
+
+@st.composite
+def column_ranges(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
+    """Columns, and ranges that have each of them, in any order."""
+    sizes = draw(st.lists(st.integers(0, 30), min_size=1, max_size=12))
+    ends = list(accumulate(sizes))
+    assume(ends[-1] > 0)
+    ranges = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return ends[-1], draw(st.permutations(ranges))
+
+
+@given(
+    given_ranges=column_ranges(),
+    m=st.integers(1, 50),
+    tile_m=st.integers(1, 20),
+    tile_n=st.integers(1, 20),
+    raster=st.integers(1, 5),
+)
+@example(given_ranges=(10, [(4, 7), (7, 10), (0, 4)]), m=1, tile_m=1, tile_n=3, raster=1)
+def test_tiles_go_by_ranges_of_columns(
+    given_ranges: tuple[int, list[tuple[int, int]]], m: int, tile_m: int, tile_n: int, raster: int
+) -> None:
+    n, ranges = given_ranges
+    args = _C.GemmArgs()
+    args.m, args.n, args.order.world, args.order.raster = m, n, 1, raster
+    args.set_sequence([bound for r in ranges for bound in r])
+    args.order.column_ranges = len(ranges)
+    tiles = args.tile_map(GEMM_RS, tile_m, tile_n)
+    rows, columns = -(-m // tile_m), -(-n // tile_n)
+    visited = [tiles.tile_at(slot) for slot in range(rows * columns)]
+    assert sorted(visited) == [(row, column) for row in range(rows) for column in range(columns)]
+    expected: list[int] = []
+    for begin, end in ranges:
+        some = range(begin // tile_n, -(-end // tile_n)) if end > begin else range(0)
+        expected += [column for column in some if column not in expected]
+    assert list(dict.fromkeys(column for _, column in visited)) == [
+        column for first in range(0, columns, raster) for column in expected[first : first + raster]
+    ]
+    # A band of `raster` columns is swept row by row.
+    assert [row for row, _ in visited[: min(raster, columns) * rows]] == [
+        row for row in range(rows) for _ in range(min(raster, columns))
+    ]
 
 
 # -- scatter ---------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ class Rank:
         self.count = torch.full((1,), 4, dtype=torch.int32)
         self.reset = torch.ones(600, dtype=torch.int32)
         self.words = torch.zeros(WORLD, dtype=torch.int32)  # by peer
+        self.rows = (0, 0)
         self.status = torch.zeros(8, dtype=torch.int64)
 
     def args(self, device: Device, rank: int, ranks: list[Rank]) -> bytes:
@@ -45,7 +46,8 @@ class Rank:
         own = [device.register(t) for t in (self.count, self.reset, self.words, self.status)]
         count, reset, words, status = own
         head = struct.pack("<iiIi", WORLD, rank, 1, 600)
-        waits = struct.pack("<4i", 0, WORLD, 5, 0)
+        count_of_words = WORLD if self.rows == (0, 0) else self.words.numel() // self.rows[0] - 1
+        waits = struct.pack("<6i", 0, count_of_words, *self.rows, 5, 0)
         body = struct.pack("<35Q", count, reset, *raised, words) + waits
         body += struct.pack("<32Q", *statuses)
         sync = struct.pack("<IIQQQQQ", 0, 0, TIMED_OUT_AFTER, status, 0, 0, 0)
@@ -68,6 +70,17 @@ def test_ranks_that_have_come_meet(meet: Module, seed: int) -> None:
     assert not ranks[1].reset.any()
     assert [peer.words[1].item() for peer in ranks] == [5, 5, 5]
     assert not any(peer.status.any() for peer in ranks)
+
+
+@pytest.mark.parametrize("late", [2, 3, 7])
+def test_words_in_rows_are_awaited(meet: Module, late: int) -> None:
+    """Two words of each three: the third ones are not looked at."""
+    ranks = [Rank() for _ in range(WORLD)]
+    ranks[1].words = torch.tensor([5, 5, 0, 5, 5, 0, 5, 6, 0], dtype=torch.int32)
+    ranks[1].words[late] = 4
+    ranks[1].rows = (3, 3)
+    met(meet, ranks, 1, 0)
+    assert bool(ranks[1].status.any()) == (late != 2)
 
 
 def test_a_rank_that_does_not_come_is_given_up(meet: Module) -> None:

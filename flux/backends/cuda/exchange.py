@@ -131,6 +131,7 @@ class ExchangeCalls:
         self._device.enqueue(partial(self._place, outs, biases, tokens))
         return outs
 
+    @torch.no_grad()
     def _place(
         self,
         outs: list[torch.Tensor],
@@ -207,6 +208,7 @@ class ExchangeCalls:
         outs = [] if out is None else [out.view(tokens.batch, tokens.lengths[self._rank], columns)]
         return [*outs, kept] if blocks.gather and kept is not None else outs
 
+    @torch.no_grad()
     def _stage(self, tensors: Sequence[torch.Tensor], tokens: Sequences) -> None:
         """Put the own heads where each rank reads those of its tokens; own ones in their place."""
         own, first_token = tokens.rows[self._rank], sum(tokens.lengths[: self._rank])
@@ -221,6 +223,7 @@ class ExchangeCalls:
             mine = heads[:, first_token : first_token + length]
             gathered[:, begin:end].view(mine.shape).copy_(mine)
 
+    @torch.no_grad()
     def _keep(self, kept: torch.Tensor, shared: bool) -> None:
         """Copy the gathered heads; add up those that ranks share, in float32."""
         rows = self._gathered_rows(kept.shape[0])
@@ -237,6 +240,7 @@ class ExchangeCalls:
             kept[:, base : base + columns].view(part.shape).copy_(part)
             base += columns
 
+    @torch.no_grad()
     def _multiply(self, kept: torch.Tensor, blocks: Blocks, out: torch.Tensor) -> None:
         assert blocks.weight is not None
         if blocks.bias is None:

@@ -336,7 +336,8 @@ int make_reduction(const FluxReduceArgs& args, Work* work) {
 // What is done to one rank at a time, as the threads of the kernel's one block do it.
 int make_meeting(const FluxMeetArgs& args, Work* work) {
   const auto number = std::make_shared<std::uint32_t>();
-  const bool small = args.reset_count == 0 && args.awaited_count <= 32;
+  const int rows = max_of(args.rows, 1);
+  const bool small = args.reset_count == 0 && args.awaited_count * rows <= 32;
   work->footprint = Footprint{small ? 32 : 256, 32, 0};
   emulated::set_sync(args.sync, false, work);
   work->open = [=](int, std::vector<Wait>* waits) {
@@ -346,8 +347,11 @@ int make_meeting(const FluxMeetArgs& args, Work* work) {
     for (int rank = 0; rank < args.world; ++rank) {
       if (args.raised[rank] != nullptr) emulated::store(args.raised[rank], *number);
     }
-    for (int i = 0; args.awaited != nullptr && i < args.awaited_count; ++i) {
-      waits->push_back({args.awaited, args.first + i, *number, "word", args.code, 0});
+    for (int row = 0; args.awaited != nullptr && row < rows; ++row) {
+      for (int i = 0; i < args.awaited_count; ++i) {
+        const int word = args.first + row * args.row_step + i;
+        waits->push_back({args.awaited, word, *number, "word", args.code, 0});
+      }
     }
   };
   work->close = [=](int, const std::vector<bool>& came, Place) {

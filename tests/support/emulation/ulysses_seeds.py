@@ -1,7 +1,7 @@
 """GemmAllToAll and AllToAllGemm on real kernels under many seeds: each decides op, kernel, sizes,
 lengths of the parts, and the order of all warps and transfers. As moe_seeds.py does.
 
-    python tests/support/emulation/ulysses_seeds.py --seeds 600 --out benchmarks/results/ptx/ulysses.json
+    python tests/support/emulation/ulysses_seeds.py --seeds 600 --out FILE
 """
 
 from __future__ import annotations

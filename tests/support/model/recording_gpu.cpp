@@ -210,11 +210,14 @@ int record_meet(const FluxMeetArgs* args, void* stream) {
   add(kLaunch, stream);
   for (int i = 0; i < args->reset_count; ++i) Tile{stream, 0, 0}.word(kReset, args->reset, i);
   add(kLaunch, stream);
-  const int waits = args->awaited != nullptr ? args->awaited_count : 0;
+  const int waits = args->awaited != nullptr ? args->awaited_count * max_of(args->rows, 1) : 0;
   for (int i = 0; i < max_of(args->world, waits); ++i) {
     const Tile thread{stream, number, i};
     if (i < args->world && args->raised[i] != nullptr) thread.word(kRaise, args->raised[i], 0);
-    if (i < waits) thread.word(kAwait, args->awaited, args->first + i);
+    if (i >= waits) continue;
+    const int row = i / args->awaited_count;
+    const int word = args->first + row * args->row_step + i % args->awaited_count;
+    thread.word(kAwait, args->awaited, word);
   }
   return FLUX_OK;
 }

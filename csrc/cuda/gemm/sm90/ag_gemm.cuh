@@ -29,7 +29,9 @@ struct AGGemmParts {
   using Kernel =
       GatheringKernel<C, sm90::Kernel<C, Mainloop, Epilogue, typename Types<C>::TileScheduler>>;
 
-  static bool accepts(FluxGemmArgs const& args) { return max_of(args.order.world, args.order.column_ranges) <= kMaxRuns; }
+  static bool accepts(FluxGemmArgs const& args) {
+    return max_of(args.order.world, args.order.column_ranges) <= kMaxRuns;
+  }
   static void complete(typename Kernel::Arguments& out, FluxGemmArgs const& args) {
     constexpr auto kBytes = static_cast<std::int64_t>(sizeof(typename C::Element));
     out.mainloop.waits = {args.signals,
