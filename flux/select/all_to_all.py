@@ -1,4 +1,4 @@
-"""Knobs and schedule of an all-to-all (flux.ulysses), which has winners, and no cost model.
+"""Knobs and schedule of an all-to-all (flux.ulysses): its winners, and on GPUs its cost model.
 
 Inside a host blocks are written where their rank reads them, so tiles would gain nothing, and the
 unfused path only adds copies. Between hosts a block leaves in tiles. Each costs 0.1 to 2 ms of the
@@ -8,18 +8,26 @@ at least, and a block has at most MAX_TILES.
 On GPUs the blocks of GemmAllToAll travel whole, each behind the columns of its rank. Rows of
 AllToAllGemm arrive in tiles of whole rows of GEMM tiles, a copy for each peer and packed tensor,
 of GPU_TILE_BYTES at least: streams pause some microseconds between copies. Bands of a GEMM have
-about as many tiles as run at once.
+about as many tiles as run at once. Without winners a call takes the path that the model finds
+faster; nothing of this has been measured on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flux.core.knobs import AllToAllOp, ClusterTile, Knobs, Topology
 from flux.core.problem import ceil_div, round_up
 from flux.core.schedule import TileSchedule
+from flux.core.sparse_problem import SparseProblem
+from flux.kernels.config import GemmConfig
+from flux.machine.cluster import Cluster, bytes_per_ms
+from flux.select.cost import TILE, all_to_all_ms, memory_ms, sliced_gemm_ms
+from flux.select.gathers import copied_ms
+from flux.select.hardware import ELEMENTWISE_SHARE, LAUNCH_US, LIBRARY_LATENCY_US, SIGNAL_US
+from flux.select.share import slowdown
 
 TILE_BYTES = 1 << 18
 """Bytes of a communication tile between hosts, at least."""
@@ -131,3 +139,57 @@ def _block_schedule(
     )
     _ = schedule.native  # raises here, not at the first use
     return schedule
+
+
+def predicted_ms(problem: SparseProblem, cluster: Cluster, path: str) -> float:
+    """Return the time of a call on the GPUs of one node.
+
+        unfused         GEMM of each rank's heads, or of all | library | a pass over memory each way
+        GemmAllToAll    GEMM, columns of one rank after the other | copies, a block behind | a pass
+        AllToAllGemm    a pass | copies | GEMM, a tile of rows behind
+
+    Args:
+        problem: the op and its sizes.
+        cluster: devices and links.
+        path: fused | unfused.
+    """
+    device, world, chunk = cluster.device, problem.world, problem.chunk
+    gemm_first = problem.name == "gemm_all_to_all"
+    sent = float(world * chunk * problem.row_bytes)
+    one_pass = memory_ms(device, 2 * sent, ELEMENTWISE_SHARE) + 1e-3 * LAUNCH_US["cuda"]
+
+    def gemm_ms(columns: int) -> float:
+        shape = (chunk, columns, problem.k)
+        return sliced_gemm_ms(shape, problem.dtype, problem.itemsize, device)
+
+    if path == "unfused":
+        gemm = world * gemm_ms(problem.local[0]) if gemm_first else gemm_ms(problem.n)
+        library = all_to_all_ms(sent, world, world, cluster, cluster.network.gbs)
+        return gemm + 2 * one_pass + library + 1e-3 * LIBRARY_LATENCY_US["cuda"]
+    gemm = gemm_ms(problem.n) * slowdown(problem.dense, cluster, Knobs(), None)
+    op = AllToAllOp[problem.name]
+    rows, _ = _gpu_sizes(op, chunk, int(problem.row_bytes), ClusterTile(*TILE))
+    tiles, peers = ceil_div(chunk, rows), world - 1
+    link = peers / world * sent / bytes_per_ms(cluster.link.gbs)
+    copies = copied_ms(link, peers * tiles * len(problem.heads), cluster.link)
+    ahead = one_pass + 1e-3 * SIGNAL_US["cuda"]
+    if not gemm_first:
+        return ahead + max(copies / tiles + gemm, copies + gemm / tiles)
+    return ahead + max(gemm, gemm * peers / world + copies / peers, gemm / world + copies)
+
+
+@dataclass(frozen=True)
+class ModelledPath:
+    """The faster path by the cost model: a ``Choice`` (flux/select/choose.py)."""
+
+    problem: SparseProblem
+    cluster: Cluster
+    kernel: GemmConfig | None = None
+    most_tiles: int = 0
+    variants: tuple[Knobs, ...] = (Knobs(path="fused"), Knobs(path="unfused"))
+
+    def knobs(self, m: int) -> Knobs:
+        """Return the knobs of least modelled time."""
+        problem = replace(self.problem, m=m)
+        times = [predicted_ms(problem, self.cluster, way.path or "fused") for way in self.variants]
+        return self.variants[times.index(min(times))]

@@ -17,12 +17,13 @@ import torch
 
 from flux.core.knobs import Knobs, Topology, check_legal
 from flux.core.problem import Problem
-from flux.core.sparse_problem import problem_of
+from flux.core.sparse_problem import SparseProblem, problem_of
 from flux.core.spec import OpSpec
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster, group_parts, world_shape
 from flux.machine.detection import detect
 from flux.select import cost
+from flux.select.all_to_all import ModelledPath
 from flux.select.cache import look_up
 from flux.select.heuristic import ALL_ROWS, IN_KERNEL_ROWS, ONE_SHOTS, dispatching, untuned
 from flux.select.in_kernel import FewRows, reason_not_in_kernel
@@ -180,8 +181,10 @@ def choose(
         if kind == "cuda":
             entry, kernel = _one_kernel(entry, spec.max_m)
         return Tuned(entry, spec, topology, exchange.rank == 0, legal, kernel)
-    if cluster is None or spec.op.exchanges:  # of which there is no model
+    if cluster is None or (spec.op.exchanges and kind == "cpu"):  # of which there is no model
         return Fixed(Knobs())
+    if isinstance(problem, SparseProblem) and spec.op.exchanges:
+        return ModelledPath(problem, cluster)
     problem = problem.dense
     if kind == "cuda" and spec.dispatches:
         return Fixed(dispatching(problem.m, problem.world))

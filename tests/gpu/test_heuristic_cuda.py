@@ -15,8 +15,11 @@ from flux import Knobs, make_schedule
 from flux.backends.cuda import setup as cuda
 from flux.core.knobs import ClusterTile, Op, Topology
 from flux.core.layout import Layout
+from flux.core.sparse_problem import SparseProblem, make_problem
 from flux.core.spec import OpSpec
 from flux.kernels.config import GemmConfig
+from flux.machine.cluster import load_cluster
+from flux.select.all_to_all import ModelledPath, predicted_ms
 from flux.select.heuristic import (
     GPU_COMM_TILE_BYTES,
     GPU_GATHERED_TILE_BYTES,
@@ -218,3 +221,30 @@ def test_topologies_of_several_nodes_have_schedules() -> None:
                 for r in range(4)
             ]
             assert all(s.visits for s in made) and made[0].knobs.order == "hierarchical"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "op", "m", "path"),
+    [
+        ("h200", "gemm_all_to_all", 65536, "fused"),
+        ("h200", "all_to_all_gemm", 65536, "fused"),
+        # A tile of rows: nothing is hidden, and copies of PCIe's engines begin one by one.
+        ("flux-a100-pcie", "all_to_all_gemm", 16384, "unfused"),
+        ("flux-a100-pcie", "all_to_all_gemm", 262144, "fused"),
+    ],
+)
+def test_an_all_to_all_takes_the_path_of_the_cost_model(
+    cluster: str, op: str, m: int, path: str
+) -> None:
+    heads = (32, 8, 8) if op == "gemm_all_to_all" else (32,)
+    sizes = (sum(heads) * 128, 4096) if op == "gemm_all_to_all" else (4096, 4096)
+    problem = make_problem(op, m, *sizes, "bfloat16", 8, {"heads": heads, "head_dim": 128})
+    assert isinstance(problem, SparseProblem)
+    machine = load_cluster(cluster)
+    times = {way: predicted_ms(problem, machine, way) for way in ("fused", "unfused")}
+    assert min(times, key=lambda way: times[way]) == path
+    assert ModelledPath(problem, machine).knobs(m).path == path
+    slower = dataclasses.replace(
+        machine, link=dataclasses.replace(machine.link, gbs=machine.link.gbs / 2)
+    )
+    assert all(predicted_ms(problem, slower, way) >= time for way, time in times.items())
