@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from emulated_processes import emulate, run
 from flux import PeerDiedError, PeerTimeoutError
 from flux.backends.cuda.backend import CudaBackend
 from flux.backends.cuda.waits import GRACE_S
-from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
+from flux.layers import ColumnParallelLinear, RowParallelLinear, UlyssesAttention, close_pools
 from flux.ops import executor
 from flux.transport import symm_mem
 from flux.transport.watch import LOOK_S
@@ -79,10 +80,31 @@ def _trained(rank: int, world: int, sequence: bool) -> list[torch.Tensor]:
     return seen
 
 
-def _trained_on_gpus(rank: int, world: int, library: Path, sequence: bool) -> list[float]:
+def _attended(rank: int, world: int, kv_heads: int) -> list[torch.Tensor]:
+    """Results and gradients of attention whose ranks share the sequence."""
+    torch.manual_seed(0)
+    sizes = {"kv_heads": kv_heads, "head_dim": 8, "max_tokens": 2 * 24, "bias": True}
+    attention = UlyssesAttention(24, world, **sizes, dtype=BF16)  # type: ignore[arg-type]
+    seen = []
+    for parts in ([24 // world] * world, [24 // world - 1, *[1] * (world - 1)]):
+        own = slice(sum(parts[:rank]), sum(parts[: rank + 1]))
+        x = torch.randn(2, sum(parts), 24).bfloat16()[:, own].requires_grad_()
+        y = attention(x, parts)
+        y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).bfloat16())
+        of_step = [y.detach(), x.grad, *(p.grad for p in attention.parameters())]
+        seen += [tensor.clone() for tensor in of_step if tensor is not None]
+        attention.zero_grad()
+    attention.close()
+    close_pools()
+    return seen
+
+
+def _trained_on_gpus(
+    rank: int, world: int, library: Path, train: Callable[..., list[torch.Tensor]], *options: object
+) -> list[float]:
     """How far gradients on emulated GPUs are from those on CPUs. torch's own kernels run at once
     there, not on streams, so each call is waited for."""
-    right = _trained(rank, world, sequence)
+    right = train(rank, world, *options)
     device, call = emulate(rank, library), CudaBackend.run
 
     def run_to_end(self: Any, *args: Any, hooks: Any = None) -> Any:
@@ -94,7 +116,7 @@ def _trained_on_gpus(rank: int, world: int, library: Path, sequence: bool) -> li
 
     CudaBackend.run = run_to_end  # type: ignore[method-assign]
     executor.default_backend = lambda exchange: "cuda"
-    got = _trained(rank, world, sequence)
+    got = train(rank, world, *options)
     assert not device.error()
     device.close()
     norms = [
@@ -107,8 +129,16 @@ def _trained_on_gpus(rank: int, world: int, library: Path, sequence: bool) -> li
 @pytest.mark.parametrize("sequence", [True, False])
 def test_layers_train_as_on_cpus(library: Path, sequence: bool) -> None:
     """A backward multiplies by weights in the other order, with kernels of its own."""
-    for of_rank in run(2, _trained_on_gpus, library, sequence):
+    for of_rank in run(2, _trained_on_gpus, library, _trained, sequence):
         assert len(of_rank) == 18 and max(of_rank) < 0.01, of_rank
+
+
+@pytest.mark.parametrize(("world", "kv_heads"), [(2, 2), (4, 2), (2, 1)])
+def test_attention_of_parts_of_a_sequence_trains_as_on_cpus(
+    library: Path, world: int, kv_heads: int
+) -> None:
+    for of_rank in run(world, _trained_on_gpus, library, _attended, kv_heads):
+        assert len(of_rank) == 12 and max(of_rank) < 0.02, of_rank
 
 
 @pytest.mark.parametrize("op", OPS)
