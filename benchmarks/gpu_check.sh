@@ -271,6 +271,7 @@ test_step test_small 60 tests/gpu/test_gpu.py -x -k "small or plain"
 test_step test_regressions 90 tests/gpu/test_gpu.py -k "regression"
 test_step test_gpu 120 tests/gpu/test_gpu.py -k "not small and not regression"
 test_step test_grouped 60 tests/gpu/test_gpu_grouped.py
+test_step test_ulysses 60 tests/gpu/test_gpu_ulysses.py
 test_step test_kernels 120 tests/gpu/test_gpu_kernels.py
 work in_kernel 90 in_kernel_ops
 work kernels_small 90 kernels_bench --rows 64 128 256 512

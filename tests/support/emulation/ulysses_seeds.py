@@ -81,7 +81,7 @@ def case_of(seed: int, kernels: list[GemmConfig]) -> tuple[GemmConfig, UlyssesCa
 def run_case(
     device: Any, built: BuiltKernel, case: UlyssesCase, seed: int
 ) -> list[list[torch.Tensor]]:
-    """Make two calls of the kernel's op; return results by call and rank.
+    """Make calls of the kernel's op, one right behind the other; return results by call and rank.
 
     Raises:
         AssertionError: a result is wrong.
@@ -96,16 +96,18 @@ def run_case(
             closing.enter_context(case.build(kind, group=ranks.rank(r), timeout_s=120.0))
             for r in range(world)
         ]
-        for number in range(2):
-            inputs = UlyssesInputs(case, number + 7)
-            of_rank = inputs.projected if kind is GemmAllToAll else inputs.given
-            calls = [of_rank(r) for r in range(world)]
-            outs = ranks.run(lambda r, calls=calls: ops[r](*calls[r]))
-            device.finish()
-            for op in ops:
-                op.wait()
+        everything = [UlyssesInputs(case, number + 7) for number in range(3)]
+        given = [
+            [inputs.projected(r) if kind is GemmAllToAll else inputs.given(r) for r in range(world)]
+            for inputs in everything
+        ]
+        made = ranks.run(lambda r: [ops[r](*of_rank[r]) for of_rank in given])
+        device.finish()
+        for op in ops:
+            op.wait()
+        for number, inputs in enumerate(everything):
             check = inputs.check_projected if kind is GemmAllToAll else inputs.check_output
-            results += [check(out, r) for r, out in enumerate(outs)]
+            results += [check(made[r][number], r) for r in range(world)]
     return results
 
 
