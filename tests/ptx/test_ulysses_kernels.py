@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from emulated import EmulatedDevice
 from flux import Knobs, PeerTimeoutError
+from flux.backends.cuda.exchange import ExchangeCalls
 from flux.transport.loopback import LoopbackWorld
 from flux.transport.virtual import VirtualWorld
 from flux.ulysses import AllToAllGemm, GemmAllToAll
@@ -138,6 +140,35 @@ def test_a_rank_that_makes_no_call_is_reported(device: EmulatedDevice, kind: Any
         ranks.run(lambda r: ops[0](*given[0]) if r == 0 else None)
         with pytest.raises(PeerTimeoutError, match=r"0\.2 s"):
             ops[0].wait()
+
+
+@OPS
+def test_heads_that_a_slow_rank_reads_stay(
+    device: EmulatedDevice, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is ahead: rank 1 takes what it was sent a call later, or has more tiles to copy."""
+    case = replace(CASE, lengths=(1, 40), options=(("tuning", Knobs(comm_tile_rows=8)),))
+    place = ExchangeCalls._place
+
+    def slow(self: ExchangeCalls, *args: Any) -> None:
+        time.sleep(0.1 * self._rank)
+        place(self, *args)
+
+    monkeypatch.setattr(ExchangeCalls, "_place", slow)
+    device.set_copy_delay(0 if kind is GemmAllToAll else 20_000)
+    try:
+        with VirtualWorld(2, device) as ranks, ExitStack() as closing:
+            ops = [closing.enter_context(case.build(kind, group=ranks.rank(r))) for r in range(2)]
+            everything = [UlyssesInputs(case, seed) for seed in range(3)]
+            given = [arguments(inputs, kind) for inputs in everything]
+            made = ranks.run(lambda r: [ops[r](*of_rank[r]) for of_rank in given])
+            device.finish()
+            for op in ops:
+                op.wait()
+    finally:
+        device.set_copy_delay(0)
+    for number, inputs in enumerate(everything):
+        check(inputs, kind, [made[rank][number] for rank in range(2)])
 
 
 @OPS
