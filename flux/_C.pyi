@@ -199,6 +199,29 @@ class GroupedWork:
     ) -> None: ...
     def combine(self, schedule: Schedule, experts: int, topk: int, total: int, ep: int) -> None: ...
 
+class Route:
+    """Maps of a grouped GEMM that the device makes (csrc/cuda_host/route.h)."""
+
+    words: int
+    offsets: dict[str, int]
+    def __init__(
+        self,
+        *,
+        schedule: Schedule,
+        kernel: Kernel,
+        experts: int,
+        expert_bytes: int,
+        topk: int,
+        total: int,
+        ep: int,
+        max_rows: int,
+        n: int,
+        ahead: int,
+        parallel: bool,
+    ) -> None: ...
+    def use(self, room: int, weights: Sequence[int], tail: int, element_bytes: int) -> None: ...
+    def launch(self, kernel: Kernel, status: int, stream: int) -> None: ...
+
 class Schedule:
     visits: tuple[VisitTuple, ...]
     transfers: tuple[TransferTuple, ...]
@@ -709,6 +732,7 @@ class CudaOp:
         topk: int,
         parallel: tuple[int, int, int],
     ) -> None: ...
+    def set_route(self, route: Route, bias: int, probs: int) -> None: ...
     def set_columns(self, columns: Sequence[Sequence[tuple[int, int]]]) -> None: ...
     def project(self, schedule: Schedule, stream: int, x: Rows, operand: Operand) -> None: ...
     def begin_heads(self, schedule: Schedule, stream: int) -> None: ...

@@ -179,6 +179,15 @@ void bind_op(py::module_& m) {
           py::kw_only(), py::arg("maps"), py::arg("bias"), py::arg("probs"), py::arg("items"),
           py::arg("experts"), py::arg("topk"), py::arg("parallel"))
       .def(
+          "set_route",
+          [](CudaOp& op, std::shared_ptr<Route> route, Address bias, Address probs) {
+            FluxGroups groups = route->groups();
+            groups.bias = pointer<const void>(bias);
+            groups.probs = pointer<const float>(probs);
+            op.set_groups(groups, std::move(route));
+          },
+          py::arg("route"), py::arg("bias"), py::arg("probs"))
+      .def(
           "set_columns",
           [](CudaOp& op, const std::vector<std::vector<std::pair<int, int>>>& columns) {
             std::vector<std::vector<Range>> ranges;

@@ -104,7 +104,10 @@ enum {
   FLUX_WAIT_PARTIAL = 3, /* partials for the own rows: a flag of the own pad */
   FLUX_ABANDONED = 4,    /* nothing of one's own: the peer FLUX_STATUS_SIGNAL has given up */
   FLUX_WAIT_MEET = 5,    /* a peer has not come to where all ranks of a call meet */
-  FLUX_WAIT_RESULT = 7   /* rows of an AllReduce that FLUX_STATUS_SIGNAL sums (6: nvshmem_abi.h) */
+  FLUX_WAIT_RESULT = 7,  /* rows of an AllReduce that FLUX_STATUS_SIGNAL sums (6: nvshmem_abi.h) */
+  /* No waits: what the router chose has no result (FluxRouteArgs). */
+  FLUX_MANY_ROWS = 8, /* FLUX_STATUS_OBSERVED rows, of experts of part FLUX_STATUS_SIGNAL */
+  FLUX_BAD_EXPERT = 9 /* token FLUX_STATUS_TILE has expert FLUX_STATUS_SIGNAL */
 };
 
 /* AllGather inside the kernel (Knobs.path = in_kernel, cuda/gather.cuh): its blocks push the own rows
@@ -185,7 +188,31 @@ typedef struct FluxGroups {
   /* ReduceScatter: by own row the bits of ranks whose partial is there; others are not stored, nor
    * summed. Null: all are there. */
   const uint32_t* shares;
+  const int32_t*
+      item_total; /* where maps are made on the device: the items, at most item_count; or null */
 } FluxGroups;
+
+/* Makes the maps of FluxGroups on the device (cuda/gemm/route.cuh), which csrc/schedule/grouped.h makes on the
+ * host. How many rows, tiles and items there are is known there alone; the sizes here bound them. */
+typedef struct FluxRouteArgs {
+  const void* experts;  /* [m, topk], dense, the same on all ranks; below 0: none */
+  int32_t expert_bytes; /* of one of them: 4 or 8 */
+  int32_t m, topk;
+  int32_t total; /* experts of all ranks, of which each of `ep` parts of the ranks has a part */
+  int32_t ep;
+  int32_t max_rows;       /* routed rows that there is room for; more of any part: FLUX_MANY_ROWS */
+  int32_t n;              /* columns of the GEMM */
+  int32_t tile_m, tile_n; /* of the kernel */
+  int32_t ahead;          /* ReduceScatter: items between a sum and the last product it awaits */
+  int32_t gathers;        /* 1: AllGather, 0: ReduceScatter */
+  int32_t parallel;       /* 1: pushes (AllGather), shares (ReduceScatter) are made as well */
+  int32_t* room;          /* 16-byte aligned, for all maps: flux::route_maps (cuda/route.h) */
+  const void* const* weights; /* (host) by expert of this rank: FluxGroups.weights is made of it */
+  void* tail;            /* [max_rows, n] without gaps, zeroed behind the routed rows; or null */
+  int32_t element_bytes; /* of it */
+  FluxOrder order;
+  FluxSync sync;
+} FluxRouteArgs;
 
 typedef struct FluxGemmArgs {
   /* d[m, n] = act(alpha * scale_a[m] * scale_b[n] * (a[m, k] b[n, k]^T) + bias[n]), rows of a and
@@ -315,6 +342,7 @@ typedef struct FluxKernel {
   int (*collect)(const FluxCollectArgs* args, void* stream);
   /* Trace builds, else null: reads %globaltimer `count` times, one right after the other. */
   int (*stamp)(uint64_t* times, int32_t count, void* stream);
+  int (*route)(const FluxRouteArgs* args, void* stream); /* grouped kernels, else null */
 } FluxKernel;
 
 #endif

@@ -66,6 +66,14 @@ __device__ inline void record_failure(const FluxSync& sync, int code, int tile, 
                static_cast<std::uint64_t>(signal), sync.epoch, observed);
 }
 
+// Whether all ranks have found by themselves that a call has no result (FLUX_MANY_ROWS and others): who
+// tells a peer that it gave up would hide why.
+__device__ __forceinline__ bool known_to_all(const FluxSync& sync) {
+  const volatile std::uint64_t* status = sync.status;
+  const std::uint64_t code = status[FLUX_STATUS_CODE];
+  return code == FLUX_MANY_ROWS || code == FLUX_BAD_EXPERT;
+}
+
 // Called at the end of a kernel: reports to the host that a peer has given up, which the peer wrote to
 // the own status only. One thread of each block calls it; without a failure it is one load from L2.
 //

@@ -260,7 +260,9 @@ Address CudaOp::status_of(int rank) const {
   return setup_.pads[rank] + 2 * static_cast<Address>(setup_.world) * kWord;
 }
 
+// What is known already stays: a peer that gives up next must not hide it.
 void CudaOp::look() {
+  if (failed()) return;
   driver_->copy(*rescue_, setup_.report, status_of(setup_.rank), kStatusBytes);
   driver_->synchronize(*rescue_);
 }
@@ -295,7 +297,6 @@ FluxSync CudaOp::sync(int launch) const {
 
 FluxGemmArgs CudaOp::gemm_args(const Schedule& schedule, Stream stream, const Operand& operand,
                                int k, int launch) const {
-  const TileOrder& tiles = schedule.spec.tiles;
   FluxGemmArgs args{};
   args.m = schedule.spec.problem.m;
   args.n = operand.n;
@@ -304,17 +305,7 @@ FluxGemmArgs CudaOp::gemm_args(const Schedule& schedule, Stream stream, const Op
   args.b = pointer<const void>(operand.weight);
   args.ldb = operand.ld;
   args.scale_b = pointer<const float>(operand.scale);
-  args.order.world = setup_.world;
-  args.order.rank = setup_.rank;
-  args.order.order = static_cast<int>(tiles.order);
-  args.order.direction = static_cast<int>(tiles.direction);
-  args.order.swizzle = static_cast<int>(tiles.swizzle);
-  args.order.nodes = tiles.mesh.nodes;
-  args.order.domains = tiles.mesh.domains;
-  args.order.lanes = tiles.mesh.lanes;
-  args.order.raster = tiles.raster;
-  args.order.comm_tile_rows = schedule.spec.comm.rows;
-  args.order.sequence = schedule.sequence.empty() ? nullptr : schedule.sequence.data();
+  args.order = order_of(schedule);
   args.sync = sync(launch);
   args.sm_count = setup_.sm_count;
   args.device = setup_.device;
@@ -465,7 +456,13 @@ void CudaOp::put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
     args.d = pointer<void>(operand.out + first * operand.out_ld * kOutputBytes);
     if (setup_.scales_travel) args.scale_a += first;
   }
+  put_route(stream);
   kernels_.at(number)->launch(args, stream);
+}
+
+// Makes the maps of the call's kernel, while rows travel.
+void CudaOp::put_route(Stream stream) const {
+  if (route_ != nullptr) route_->launch(*kernels_.at(0), sync(0), stream);
 }
 
 // Makes a GEMM one of the rows of a chunk alone, which are there: a problem of one rank.

@@ -43,6 +43,7 @@
 #include "cuda_host/gather_tiles.h"
 #include "cuda_host/kernels.h"
 #include "cuda_host/remote.h"
+#include "cuda_host/route.h"
 #include "cuda_host/stream_trace.h"
 #include "schedule/exchange.h"
 #include "schedule/schedule.h"
@@ -208,8 +209,11 @@ class CudaOp {
   void require_room(const Schedule& schedule) const;
 
   // The maps of the next call of an op of experts, whose kernels are grouped. Its operands have the
-  // address of a result or of products as `out`, and no bias.
-  void set_groups(const FluxGroups& groups) { groups_ = groups; }
+  // address of a result or of products as `out`, and no bias. `route` makes the maps in the call, or null.
+  void set_groups(const FluxGroups& groups, std::shared_ptr<const Route> route = nullptr) {
+    groups_ = groups;
+    route_ = std::move(route);
+  }
 
   // All-to-all: the columns of each rank, by packed tensor. Once, before the first call.
   void set_columns(std::vector<std::vector<Range>> columns);
@@ -273,6 +277,7 @@ class CudaOp {
   void put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
                   const std::vector<Operand>& operands, std::size_t number, int launch,
                   bool own_in_place);
+  void put_route(Stream stream) const;
   static void only_chunk(const Schedule& schedule, int chunk, FluxGemmArgs* args);
   // `launch`: number of a weight, or the owner of the summed rows; for traces.
   FluxSync sync(int launch) const;
@@ -359,6 +364,7 @@ class CudaOp {
   std::vector<std::shared_ptr<Kernel>> kernels_;
   CudaOpSetup setup_;
   FluxGroups groups_{};
+  std::shared_ptr<const Route> route_;
   std::vector<std::vector<Range>> columns_;  // all-to-all: of each rank, by packed tensor
   CallWords eager_[2];                       // by buffer of gathered rows: signals differ
   CallWords captured_;

@@ -62,6 +62,7 @@ void CudaOp::scatter(const Schedule& schedule, Stream stream, const Rows& x, con
   // With several nodes, the fork comes before the kernel: it is where the call begins.
   if (setup_.remote) driver_->record(forked_, stream);
   const Span stage("flux kernel");
+  put_route(stream);
   kernels_.at(0)->launch(args, stream);
   if (setup_.remote) send_sums(schedule, operand.n);
 }

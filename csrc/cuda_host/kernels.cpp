@@ -75,6 +75,11 @@ void Kernel::collect(const FluxCollectArgs& args, std::uintptr_t stream) const {
   check(table_->collect(&args, reinterpret_cast<void*>(stream)), "collecting");
 }
 
+void Kernel::route(const FluxRouteArgs& args, std::uintptr_t stream) const {
+  if (!routes()) throw std::invalid_argument(name() + " is of no experts");
+  check(table_->route(&args, reinterpret_cast<void*>(stream)), "routing");
+}
+
 void Kernel::stamp(std::uint64_t* times, int count, std::uintptr_t stream) const {
   if (!traces()) throw std::invalid_argument(name() + " is of no trace build");
   check(table_->stamp(times, count, reinterpret_cast<void*>(stream)), "stamping");

@@ -22,6 +22,7 @@ class Kernel {
   std::string name() const { return table_->name; }
   int tile_m() const { return table_->tile_m; }
   int tile_n() const { return table_->tile_n; }
+  bool routes() const { return table_->route != nullptr; }
   bool reduces() const { return table_->reduce != nullptr; }
   // Whether the kernel is of a trace build, which uses FluxSync.trace.
   bool traces() const { return table_->stamp != nullptr; }
@@ -34,6 +35,7 @@ class Kernel {
   void launch(const FluxGemmArgs& args, std::uintptr_t stream) const;
   void meet(const FluxMeetArgs& args, std::uintptr_t stream) const;
   void reduce(const FluxReduceArgs& args, std::uintptr_t stream) const;
+  void route(const FluxRouteArgs& args, std::uintptr_t stream) const;
   void collect(const FluxCollectArgs& args, std::uintptr_t stream) const;
   // Writes readings of the device's clock to `times`, which the device must be able to write.
   void stamp(std::uint64_t* times, int count, std::uintptr_t stream) const;

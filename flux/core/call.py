@@ -39,6 +39,23 @@ class RoutedRows(Protocol):
     native: _C.Routing
 
 
+@dataclass(frozen=True)
+class DeviceChoices:
+    """What a router chose, on a GPU, whose kernels make the maps: the host does not read it.
+
+    Attributes:
+        experts: [M, topk], int32 or int64, dense.
+        total: experts of all ranks.
+        rows: routed rows that a rank may have.
+        checksum: in place of one of the choices.
+    """
+
+    experts: torch.Tensor
+    total: int
+    rows: int
+    checksum: int = 0
+
+
 class GroupedProduct(Protocol):
     """The product of a mixture of experts, in place of one weight's.
 
@@ -48,7 +65,7 @@ class GroupedProduct(Protocol):
         weights: of each of this rank's experts, [N, K], also if the user keeps [K, N].
         biases: [experts, N], or None.
         probs: [M, topk], the weights of a token's experts; None: 1.
-        routing: the routed rows: ``flux.moe.Routing``.
+        routing: the routed rows: ``flux.moe.Routing``, or those that the device knows.
         routed: of an AllGather: takes the routed rows of x, [rows, K]; None: they are not kept.
     """
 
@@ -56,7 +73,7 @@ class GroupedProduct(Protocol):
     weights: Sequence[torch.Tensor]
     biases: torch.Tensor | None
     probs: torch.Tensor | None
-    routing: RoutedRows
+    routing: RoutedRows | DeviceChoices
     routed: torch.Tensor | None
 
     def __call__(

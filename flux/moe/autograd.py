@@ -22,8 +22,9 @@ import torch
 
 from flux import _C
 from flux.core.backend import OverlapHooks, nothing
+from flux.moe.checks import Operands
 from flux.moe.expert_parallel import DispatchGroupedGemm, GroupedGemmCombine
-from flux.moe.ops import AGGroupedGemm, GroupedGemmRS, GroupedOp, Operands
+from flux.moe.ops import AGGroupedGemm, GroupedGemmRS, GroupedOp
 from flux.moe.product import Experts, GatherProduct, SumProduct
 from flux.moe.routing import Routing
 from flux.ops.autograd import Mirrors
@@ -46,9 +47,10 @@ def _gather(
     experts: torch.Tensor,
     return_gathered: bool,
     handle: int,
+    max_rows: int | None,
 ) -> list[torch.Tensor]:
     op = _op(handle)
-    operands = Operands(weights, biases[0] if biases else None, experts)
+    operands = Operands(weights, biases[0] if biases else None, experts, max_rows=max_rows)
     outs: list[torch.Tensor] = op.execute(x, operands, return_gathered)
     return outs
 
@@ -60,10 +62,11 @@ def _sum(
     experts: torch.Tensor,
     probs: Tensors,
     handle: int,
+    max_rows: int | None,
 ) -> torch.Tensor:
     op = _op(handle)
     bias, of_choices = biases[0] if biases else None, probs[0] if probs else None
-    operands = Operands(weights, bias, experts, of_choices)
+    operands = Operands(weights, bias, experts, of_choices, max_rows=max_rows)
     out: torch.Tensor = op.execute(x, operands)[0]
     return out
 
@@ -80,9 +83,12 @@ def _gather_fake(
     experts: torch.Tensor,
     return_gathered: bool,
     handle: int,
+    max_rows: int | None,
 ) -> list[torch.Tensor]:
     op = _op(handle)
-    rows = torch.library.get_ctx().new_dynamic_size()  # choices are dropped, or of other ranks
+    rows: Any = max_rows
+    if max_rows is None:
+        rows = torch.library.get_ctx().new_dynamic_size()  # choices are dropped, or of other ranks
     outs = [x.new_empty(rows, _columns(op, weights))]
     gathered = rows if op.dispatches else experts.shape[0]
     return [*outs, x.new_empty(gathered, x.shape[1])] if return_gathered else outs
@@ -95,6 +101,7 @@ def _sum_fake(
     experts: torch.Tensor,
     probs: Tensors,
     handle: int,
+    max_rows: int | None,
 ) -> torch.Tensor:
     op, m = _op(handle), experts.shape[0]
     return x.new_empty(own_rows(op, m) if op.kind.scatters else m, _columns(op, weights))
@@ -169,12 +176,13 @@ def _gather_grads(
     op, m = _op(handle), experts.shape[0]
     need_x, need_w, need_b = needed
     routing = op.routing(experts)
+    dy = dy[: routing.rows]  # of a call with max_rows there are more
     dbs = [_bias_grad(dy, routing, len(op.local_experts))] if need_b else []
     mirror = _mirror(op, m, x.dtype) if need_x and d_gathered is None else None
     wait = None
     if need_w:
         own = x[: op.own_rows(m)]
-        wait = (lambda: x) if op.dispatches else op._unfused.start_gather(own, m)
+        wait = (lambda: x[: routing.rows]) if op.dispatches else op._unfused.start_gather(own, m)
     dws: list[torch.Tensor] = []
 
     def multiply() -> None:
@@ -211,6 +219,7 @@ def _sum_grads(
     op, m = _op(handle), experts.shape[0]
     need_x, need_w, need_p, need_b = needed
     routing = op.routing(experts)
+    room, x = x, x[: routing.rows]  # of a call with max_rows
     of_rows, dh = _scattered_back(op, dz, weights, experts, routing, need_x or need_p)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     choices = routing.on(x.device)[1]
@@ -226,6 +235,8 @@ def _sum_grads(
     dxs, dws, dbs = [], [], []
     if need_x:
         dxs = [dh if p is None else (dh.to(wide) * p).to(x.dtype)]
+        if len(room) > len(x):
+            dxs = [torch.cat([*dxs, room.new_zeros(len(room) - len(x), room.shape[1])])]
     if need_w or need_b:
         weighted = of_rows if p is None else (of_rows.to(wide) * p).to(x.dtype)
         dws = _weight_grads(op, weighted, x, routing, weights) if need_w else []
@@ -340,10 +351,13 @@ define(
     ordered=True,
 )
 FORMULAS["gather_choices"] = Formula(_setup_choices, _backward_choices)
-_SUM = "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, Tensor[] probs, int handle)"
+_SUM = (
+    "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, Tensor[] probs, int handle, "
+    "SymInt? max_rows)"
+)
 define(
     "ag_grouped_gemm(Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, "
-    "bool return_gathered, int handle) -> Tensor[]",
+    "bool return_gathered, int handle, SymInt? max_rows) -> Tensor[]",
     _gather,
     _gather_fake,
     ordered=True,
@@ -371,7 +385,7 @@ define(
 
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, weights, biases, experts, return_gathered, handle = inputs
+    x, weights, biases, experts, return_gathered, handle, _ = inputs
     ctx.op = _op(handle)
     ctx.dispatches = ctx.op.dispatches
     kept = output[1] if ctx.dispatches and return_gathered else x
@@ -398,7 +412,7 @@ def _backward_gather(
     padding = 0 if dx is None else ctx.rows - dx.shape[0]
     if dx is not None and padding > 0:
         dx = torch.cat([dx, dx.new_zeros(padding, dx.shape[1])])
-    return dx, dws, dbs, None, None, None
+    return dx, dws, dbs, None, None, None, None
 
 
 def _where(needed: Sequence[bool], delivered: Any) -> list[Grad]:
@@ -408,7 +422,7 @@ def _where(needed: Sequence[bool], delivered: Any) -> list[Grad]:
 
 
 def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weights, biases, experts, probs, handle = inputs
+    x, weights, biases, experts, probs, handle, _ = inputs
     ctx.op = _op(handle)
     ctx.save_for_backward(x, experts, *probs, *biases, *weights)
     ctx.biased, ctx.weighted, ctx.handle = len(biases), len(probs), handle
@@ -431,7 +445,7 @@ def _backward_sum(
     dws = _where(need_w, grads)
     dps = [next(grads) if needs[2] else None] * ctx.weighted
     dbs = [next(grads) if needs[3] else None] * ctx.biased
-    return dx, dws, dbs, None, dps, None
+    return dx, dws, dbs, None, dps, None, None
 
 
 FORMULAS["ag_grouped_gemm"] = Formula(_setup_gather, _backward_gather)

@@ -31,9 +31,10 @@ class DispatchGroupedGemm(AGGroupedGemm):
         weights: Weights,
         experts: torch.Tensor,
         bias: torch.Tensor | None = None,
+        max_rows: int | None = None,
     ) -> torch.Tensor:
         """Run the op: see ``AGGroupedGemm.__call__``. Collective."""
-        return self._run(x_shard, weights, bias, experts, None, False)[0]
+        return self._run(x_shard, weights, bias, experts, None, max_rows, False)[0]
 
 
 class GroupedGemmCombine(GroupedGemmRS):

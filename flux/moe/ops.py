@@ -23,158 +23,15 @@ import torch.distributed as dist
 
 from flux import _C
 from flux.core.backend import OverlapHooks
-from flux.core.call import Call, CallChecker, rows_of_call
+from flux.core.call import rows_of_call
 from flux.core.knobs import Knobs, Op, Topology
-from flux.core.spec import OpSpec
-from flux.moe.product import Experts, GatherProduct, SumProduct
-from flux.moe.routing import Needed, Routing, check_integers
+from flux.moe.checks import GroupedChecker, Operands
+from flux.moe.routing import Routing, check_integers
 from flux.ops.autocast import cast_once, casts_to
 from flux.ops.base import TensorParallelOp
 from flux.ops.transforms import call
 
 Weights = torch.Tensor | Sequence[torch.Tensor]
-
-
-class Operands:
-    """What a call passes beside x: it takes the place of a dense op's weights.
-
-    Attributes:
-        weights: one tensor of all of the rank's experts, or one for each.
-        bias: [experts, N], or None.
-        experts: [M, topk], of all tokens.
-        probs: [M, topk], or None.
-        keeps: whether the tokens that are multiplied are kept.
-        routed: those, [R, K], once the call has been checked.
-    """
-
-    def __init__(
-        self,
-        weights: Sequence[torch.Tensor],
-        bias: torch.Tensor | None,
-        experts: torch.Tensor,
-        probs: torch.Tensor | None = None,
-        keeps: bool = False,
-    ) -> None:
-        self.weights = weights
-        self.bias = bias
-        self.experts = experts
-        self.probs = probs
-        self.keeps = keeps
-        self.routed: torch.Tensor | None = None
-
-
-class GroupedChecker(CallChecker):
-    """Checks the calls of an op of a mixture of experts on one rank."""
-
-    def __init__(self, spec: OpSpec, world: int, rank: int, device: torch.device) -> None:
-        super().__init__(spec, world, rank, device)
-        (columns,) = self.columns
-        self.rows_of_weight = columns * (2 if spec.gated else 1)
-        assert spec.experts is not None
-        self.total = spec.experts
-        self.first, self.count = spec.local_experts(world, rank)
-        self.adds_bias = rank % (world // spec.ep) == 0
-
-    def check(
-        self,
-        x: torch.Tensor,
-        weights: Any,
-        biases: Sequence[torch.Tensor | None],
-        m: int | None,
-        scales: Sequence[torch.Tensor] = (),
-    ) -> Call:
-        """Check a call's arguments: see ``CallChecker.check``; ``weights`` are ``Operands``."""
-        operands: Operands = weights
-        spec, label = self.spec, self.spec.label
-        routing = self._routing(operands.experts)
-        x = self._tensor("x", x, spec.dtype)
-        if x.dim() != 2 or x.shape[1] != self.k:
-            raise ValueError(f"{label}: x must be [rows, {self.k}], got {list(x.shape)}")
-        m = operands.experts.shape[0]
-        if spec.op.gathers:
-            m, rows = rows_of_call(spec, self.world, self.rank, x.shape[0], m)
-            x = x if rows == x.shape[0] else x[:rows]
-        else:
-            rows_of_call(spec, self.world, self.rank, m, m)
-            if x.shape[0] != routing.rows:
-                raise ValueError(
-                    f"{label}: x must have one row for each token's expert on this rank, sorted by "
-                    f"expert: {routing.rows}, got {x.shape[0]}"
-                )
-        ready = self._weights(operands.weights)
-        bias = None if operands.bias is None else self._expert_bias(operands.bias)
-        probs = None if operands.probs is None else self._probs(operands.probs, m)
-        x = x if x.stride(1) == 1 or x.numel() == 0 else x.contiguous()
-        digest = (routing.checksum ^ (probs is not None)) & 0x7FFFFFFF
-        if spec.op.gathers:
-            if operands.keeps:
-                operands.routed = x.new_empty(routing.rows, self.k)
-            product: Any = GatherProduct(spec, Experts(ready, bias, routing), operands.routed)
-        else:
-            once = bias if self.adds_bias else None
-            product = SumProduct(spec, Experts(ready, once, routing), probs)
-        needed = Needed(routing, spec.ep, self.world) if spec.dispatches else None
-        return Call(m, x, (), self.columns, (None,), grouped=product, needed=needed, digest=digest)
-
-    def _routing(self, experts: object) -> Routing:
-        label, spec = self.spec.label, self.spec
-        if not isinstance(experts, torch.Tensor):
-            raise TypeError(f"{label}: experts must be a tensor, got {type(experts).__name__}")
-        experts = self._tensor("experts", experts, experts.dtype)
-        if experts.dim() != 2 or experts.shape[1] != spec.topk:
-            raise ValueError(
-                f"{label}: experts must be [M, topk = {spec.topk}], got {list(experts.shape)}"
-            )
-        try:
-            return Routing(experts, self.total, self.first, self.count, self.world)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{label}: {error}") from None
-
-    def _weights(
-        self, weights: Sequence[torch.Tensor], sizes: tuple[int, int] | None = None
-    ) -> list[torch.Tensor]:
-        """Return each expert's weight as [N, K]; ``sizes``: N and K, if not the op's."""
-        spec = self.spec
-        shape = list(sizes or (self.rows_of_weight, self.k))
-        if spec.transpose_weight:
-            shape.reverse()
-        one = len(weights) == 1 and isinstance(weights[0], torch.Tensor) and weights[0].dim() == 3
-        if not one and len(weights) != self.count:
-            raise ValueError(
-                f"{spec.label}: weights must be one tensor {[self.count, *shape]}, or "
-                f"{self.count} of {shape}, got {len(weights)}"
-            )
-        ready: list[torch.Tensor] = []
-        for weight in weights:
-            weight = self._tensor("weight", weight, spec.dtype)
-            expected = [self.count, *shape] if one else shape
-            if list(weight.shape) != expected:
-                raise ValueError(
-                    f"{spec.label}: a weight must be {expected}"
-                    f"{' (transpose_weight)' if spec.transpose_weight else ''}, "
-                    f"got {list(weight.shape)}"
-                )
-            ready += weight.unbind() if one else [weight]
-        return [weight.t() for weight in ready] if spec.transpose_weight else ready
-
-    def _expert_bias(self, bias: torch.Tensor, columns: int | None = None) -> torch.Tensor:
-        bias = self._tensor("bias", bias, self.spec.out_dtype)
-        expected = [self.count, columns or self.rows_of_weight]
-        if list(bias.shape) != expected:
-            raise ValueError(f"{self.spec.label}: bias must be {expected}, got {list(bias.shape)}")
-        return bias
-
-    def _probs(self, probs: torch.Tensor, m: int) -> torch.Tensor:
-        label = self.spec.label
-        if not isinstance(probs, torch.Tensor) or not probs.dtype.is_floating_point:
-            got = probs.dtype if isinstance(probs, torch.Tensor) else type(probs).__name__
-            raise TypeError(f"{label}: probs must be a floating-point tensor, got {got}")
-        probs = self._tensor("probs", probs, probs.dtype)
-        if list(probs.shape) != [m, self.spec.topk]:
-            raise ValueError(
-                f"{label}: probs must be {[m, self.spec.topk]}, got {list(probs.shape)}"
-            )
-        return probs
 
 
 class GroupedOp(TensorParallelOp):
@@ -247,6 +104,17 @@ class GroupedOp(TensorParallelOp):
         checker = cast(GroupedChecker, self._checker)
         return Routing(experts, checker.total, checker.first, checker.count, self.world)
 
+    def rows_by_expert(self, experts: torch.Tensor) -> torch.Tensor:
+        """Return how many routed rows each of this rank's experts has, int64 [E]. Local.
+
+        Computed where ``experts`` [M, topk] are: the host does not wait for them.
+        """
+        first, last = self.local_experts.start, self.local_experts.stop
+        here = (experts >= first) & (experts < last)
+        counts = torch.zeros(last - first + 1, dtype=torch.int64, device=experts.device)
+        numbers = torch.where(here, experts - first, last - first).view(-1).to(torch.int64)
+        return counts.scatter_add_(0, numbers, torch.ones_like(numbers))[:-1]
+
     @property
     def local_experts(self) -> range:
         """This rank's experts."""
@@ -275,6 +143,7 @@ class GroupedOp(TensorParallelOp):
         bias: torch.Tensor | None,
         experts: torch.Tensor,
         probs: torch.Tensor | None,
+        max_rows: int | None,
         gather: bool,
     ) -> list[torch.Tensor]:
         """Make a call, through the dispatcher where it has to see it."""
@@ -287,12 +156,13 @@ class GroupedOp(TensorParallelOp):
         of_choices = [] if probs is None else [probs]
         tensors = [x, *listed, *biases, experts, *of_choices]
         if self._plain(*tensors):
-            return self.execute(x, Operands(listed, bias, experts, probs), gather)
+            operands = Operands(listed, bias, experts, probs, max_rows=max_rows)
+            return self.execute(x, operands, gather)
         self._check_tensors(*tensors)
         if self.dispatches:  # the backward would dispatch them again
             gather = torch.is_grad_enabled() and any(w.requires_grad for w in listed)
         rest = (gather,) if self.kind.gathers else (of_choices,)
-        outs = self._dispatched(x, list(listed), biases, experts, *rest, self.handle)
+        outs = self._dispatched(x, list(listed), biases, experts, *rest, self.handle, max_rows)
         return outs if self.kind.gathers else [outs]
 
     def _as_autocast(
@@ -330,7 +200,28 @@ class GroupedOp(TensorParallelOp):
         whole = gather and not operands.keeps
         others = cast(Any, operands)
         outs = self._guarded(self._call, x, others, (None,), None, (), whole, hooks)
-        return outs if operands.routed is None else [*outs, operands.routed]
+        with_room = [] if operands.routed is None else [operands.routed]
+        if operands.rows is not None:
+            for tensor in [*outs[: self.kind.gathers], *with_room]:
+                tensor[operands.rows :].zero_()
+        return [*outs, *with_room]
+
+    def _call(self, x: torch.Tensor, weights: Any, *rest: Any) -> list[torch.Tensor]:
+        operands: Operands = weights
+        operands.on_device = operands.max_rows is not None and self._kernels_route(operands.experts)
+        return super()._call(x, weights, *rest)
+
+    def _kernels_route(self, experts: object) -> bool:
+        """Return whether kernels of this call make their maps."""
+        backend = self._backend
+        if backend is None or not backend.asynchronous:
+            return False
+        if not isinstance(experts, torch.Tensor) or experts.dim() != 2:
+            return False
+        try:
+            return self.schedule(experts.shape[0]).knobs.path != "unfused"
+        except ValueError:
+            return False  # the call itself raises it, which tells the peers
 
 
 class AGGroupedGemm(GroupedOp):
@@ -359,6 +250,7 @@ class AGGroupedGemm(GroupedOp):
         experts: torch.Tensor,
         bias: torch.Tensor | None = None,
         return_gathered: bool = False,
+        max_rows: int | None = None,
     ) -> Any:
         """Run the op. Collective.
 
@@ -369,15 +261,20 @@ class AGGroupedGemm(GroupedOp):
                 that choice is dropped.
             bias: [E, N/tp], or None.
             return_gathered: return the gathered tokens too.
+            max_rows: routed rows that a rank has at most, the same on all ranks. On GPUs kernels
+                then read ``experts``, and the host does not; M * topk always suffices.
 
         Returns:
             y [R, N/tp], sorted by expert, then by token (``routing`` has the maps); with
-            ``return_gathered`` a pair (that, x_full [M, K]).
+            ``return_gathered`` a pair (that, x_full [M, K]). With ``max_rows`` y has that many
+            rows, and zeros behind R.
 
         Raises:
-            As for AGGemm. Ranks that pass different ``experts`` all get a ValueError.
+            As for AGGemm. Ranks that pass different ``experts`` all get a ValueError; all ranks
+            get one if a rank has more than ``max_rows``. GPUs raise a RuntimeError for that later,
+            as for what kernels wait for.
         """
-        outs = self._run(x_shard, weights, bias, experts, None, return_gathered)
+        outs = self._run(x_shard, weights, bias, experts, None, max_rows, return_gathered)
         return (outs[0], outs[1]) if return_gathered else outs[0]
 
     def gather_choices(
@@ -458,6 +355,7 @@ class GroupedGemmRS(GroupedOp):
         experts: torch.Tensor,
         probs: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
+        max_rows: int | None = None,
     ) -> torch.Tensor:
         """Run the op. Collective.
 
@@ -468,6 +366,7 @@ class GroupedGemmRS(GroupedOp):
             probs: [M, topk], any floating-point dtype: the weight of each choice; None: 1. The same
                 on all ranks.
             bias: [E, N], or None; added once, by the first rank of those that share an expert.
+            max_rows: as for AGGroupedGemm; x has that many rows, and those behind R are not read.
 
         Returns:
             This rank's tokens, [own rows, N]; GroupedGemmAR: all of them, [M, N].
@@ -475,7 +374,7 @@ class GroupedGemmRS(GroupedOp):
         Raises:
             As for AGGroupedGemm.
         """
-        return self._run(x, weights, bias, experts, probs, False)[0]
+        return self._run(x, weights, bias, experts, probs, max_rows, False)[0]
 
 
 class GroupedGemmAR(GroupedGemmRS):

@@ -122,10 +122,18 @@ class GatherProduct(_Product):
         spec: of the op.
         experts: operands.
         routed: takes the tokens as they are multiplied, [R, K]; None: they are not kept.
+        rows: of the result, if there is room for more than R.
     """
 
-    def __init__(self, spec: OpSpec, experts: Experts, routed: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        spec: OpSpec,
+        experts: Experts,
+        routed: torch.Tensor | None = None,
+        rows: int | None = None,
+    ) -> None:
         super().__init__(experts, None)
+        self.rows = self.rows if rows is None else rows
         self._spec = spec
         self.routed = routed
         self._room: torch.Tensor | None = None  # for the tokens of one expert

@@ -17,7 +17,8 @@ import torch
 from flux.core.backend import OverlapHooks
 from flux.core.call import rows_of_call
 from flux.moe.autograd import _bias_grad, _each, _op, _turned, _weight_grads, _where
-from flux.moe.ops import GroupedChecker, GroupedGemmAR, Operands, Weights
+from flux.moe.checks import GroupedChecker, Operands
+from flux.moe.ops import GroupedGemmAR, Weights
 from flux.moe.product import Experts, GatherProduct
 from flux.moe.routing import Routing
 from flux.ops.transforms import Formula, call, define

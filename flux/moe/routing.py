@@ -81,6 +81,16 @@ class Routing:
         """Return ``tokens`` and ``choices`` on a device."""
         return self.tokens.to(device), self.choices.to(device)
 
+    def rows_of_parts(self, ep: int) -> list[int]:
+        """Return the routed rows of ranks with each of ``ep`` parts of the experts."""
+        chosen = self.experts[self.experts >= 0]
+        of_experts = torch.bincount(chosen, minlength=self.total)
+        bounds = [
+            (_C.core.row_begin(self.total, ep, p), _C.core.row_end(self.total, ep, p))
+            for p in range(ep)
+        ]
+        return [int(of_experts[begin:end].sum()) for begin, end in bounds]
+
     def groups(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """Return the routed rows of the tokens [first, last): (expert, begin, end), none empty.
 

@@ -43,7 +43,7 @@ class OnCuda(MoeInputs):
             weights = [weight.cuda() for weight in weights]
         else:
             weights = weights.cuda()
-        options = {name: None if t is None else t.cuda() for name, t in options.items()}
+        options = {n: t.cuda() if isinstance(t, torch.Tensor) else t for n, t in options.items()}
         return x.cuda(), weights, experts.cuda(), options
 
     def compare(self, y: torch.Tensor, rank: int) -> float:

@@ -58,6 +58,7 @@ def test_the_header_is_read_completely() -> None:
         "FluxAllReduce",
         "FluxCollectArgs",
         "FluxGroups",
+        "FluxRouteArgs",
         "FluxGemmArgs",
         "FluxReduceArgs",
         "FluxMeetArgs",

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -57,6 +58,8 @@ def _random(rank: int, world: int, op: str, cases: int) -> int:
                 m = rng.choice((1, case.max_m, rng.randint(1, case.max_m)))
                 inputs = MoeInputs(case, m, world, rng.choice(ROUTINGS), rng.randrange(1 << 20))
                 y = inputs.check(built, rank)
+                own = [len(inputs.chosen(expert)) for expert in inputs.part(rank)[0]]
+                assert built.rows_by_expert(inputs.experts).tolist() == own
                 x, weights, experts, options = inputs.arguments(rank)
                 assert same_bits(y, built(x, weights, experts, **options))
                 calls += 2
@@ -155,17 +158,21 @@ def _gradients(rank: int, world: int, ep: int, ends: str) -> None:
     local = [x[tokens], w1[e, part], w2[e, :, part].transpose(1, 2), b1[e, part], b2[e], p]
     mine = [t.detach().clone().contiguous().requires_grad_() for t in local]
 
-    def layer(*tensors: torch.Tensor) -> torch.Tensor:
+    def layer(*tensors: torch.Tensor, max_rows: int | None = None) -> torch.Tensor:
         xs, one, two, bias, last, weights = tensors
         if ends == "replicated":
             hidden = expand_tokens(second, xs, one.transpose(1, 2), choices, bias).tanh()
         else:
-            hidden = torch.tanh(first(xs, one, choices, bias))
-        result: torch.Tensor = second(hidden, list(two.unbind()), choices, weights, last)
+            hidden = torch.tanh(first(xs, one, choices, bias, max_rows=max_rows))
+        room = None if ends == "replicated" else max_rows
+        result: torch.Tensor = second(
+            hidden, list(two.unbind()), choices, weights, last, max_rows=room
+        )
         return result
 
     rows = own if ends in ("scatter", "combine") else slice(None)
-    for run in (layer, lambda *t: checkpoint(layer, *t, use_reentrant=False)):
+    again = partial(checkpoint, partial(layer, max_rows=m * topk), use_reentrant=False)
+    for run in (layer, again):
         for tensor in mine:
             tensor.grad = None
         z = run(*mine)
@@ -269,6 +276,11 @@ def _refusals(rank: int, world: int) -> None:
             *arguments, text = one if rank == 0 else (x, weights, experts, "rank 0 refused")
             with pytest.raises((ValueError, TypeError), match=text):
                 op(*arguments, **options)
+        few = r"chose 48 rows .* max_rows = 47"
+        for most, text in ((0, r"max_rows must be in \[1,"), (47, few)):
+            said = text if rank == 0 or most else "rank 0 refused"
+            with pytest.raises(ValueError, match=said):
+                op(x, weights, experts, max_rows=most if rank == 0 or most else 48, **options)
         own = experts[inputs_rows(24, world, rank)]
         for wrong, text in ((own[:-1], "must have 12 rows"), (own[:, :1], "topk = 2")):
             choices = wrong if rank == 0 else own
@@ -372,19 +384,22 @@ def _compiled(rank: int, world: int) -> None:
     w2 = w1.transpose(1, 2).contiguous()
     probs = torch.rand(m, 2, generator=torch.Generator().manual_seed(1))
 
-    def layer(*tensors: torch.Tensor) -> torch.Tensor:
+    def layer(*tensors: torch.Tensor, room: int | None = None) -> torch.Tensor:
         xs, one, two, choices, p = tensors
-        return second(torch.nn.functional.silu(first(xs, one, choices)), two, choices, p)
+        hidden = torch.nn.functional.silu(first(xs, one, choices, max_rows=room))
+        assert room is None or hidden.shape == (room, 12)  # in graphs, too
+        return second(hidden, two, choices, p, max_rows=room)
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     results = []
-    for run in (layer, compiled):
+    for run in (layer, compiled, partial(compiled, room=2 * m)):
         leaves = [t.clone().requires_grad_() for t in (x, w1, w2)]
         z = run(*leaves, experts, probs)
         z.square().sum().backward()
         results.append([z.detach(), *(leaf.grad for leaf in leaves)])
-    for eager, graph in zip(*results, strict=True):
-        torch.testing.assert_close(eager, graph)
+    for graphs in results[1:]:
+        for eager, graph in zip(results[0], graphs, strict=True):
+            torch.testing.assert_close(eager, graph)
     first.close()
     second.close()
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from emulated import EmulatedDevice
-from flux import Knobs, PeerTimeoutError
+from flux import _C, Knobs, PeerTimeoutError
 from flux.kernels.config import GROUPED
-from flux.moe.ops import Operands
+from flux.moe.checks import Operands
 from flux.transport.loopback import LoopbackWorld
 from flux.transport.virtual import VirtualWorld
 from harness import STRESS
-from moe_cases import ROUTINGS, MoeCase, MoeInputs
+from moe_cases import MOE_OPS, ROUTINGS, MoeCase, MoeInputs
 from moe_seeds import case_of, run_case
 from reference import share
 
@@ -143,6 +145,78 @@ def test_a_peer_that_makes_no_call_is_reported(ptx: Any, op: str) -> None:
             built[0].wait()
 
 
+def _padded(x: torch.Tensor, rows: int, case: MoeCase) -> torch.Tensor:
+    return x if case.gathers else torch.cat([x, x.new_full((rows - len(x), x.shape[1]), torch.nan)])
+
+
+@pytest.mark.parametrize("op", MOE_OPS)
+def test_graphs_replay_with_other_routings(a100: Any, op: str) -> None:
+    """The host reads no expert: neither when it captures, nor in replays; ranks may have none."""
+    world, m = 2, 40
+    case = replace(CASE, op=op, ep=2 if MOE_OPS[op].dispatches else 1, room=0)
+    rows = m * case.topk
+    kinds = ["random", "none", "one", "dropped", "few", "random"]
+    with VirtualWorld(world, a100) as ranks, ExitStack() as closing:
+        ops = [closing.enter_context(case.build(group=ranks.rank(r))) for r in range(world)]
+        kept = MoeInputs(replace(case, room=None), m, world, "random", 3)
+        kept.probs = torch.rand(m, case.topk)
+        given = [kept.arguments(r) for r in range(world)]
+        experts = kept.experts.clone()  # which all ranks read
+        xs = [_padded(x, rows, case).clone() for x, *_ in given]
+
+        def call(r: int) -> torch.Tensor:
+            _, weights, _, options = given[r]
+            y: torch.Tensor = ops[r](xs[r], weights, experts, max_rows=rows, **options)
+            return y
+
+        with mock.patch.object(_C, "Routing", side_effect=AssertionError):
+            with a100.capture() as graph:
+                outs = ranks.run(call)
+            for seed, kind in enumerate(kinds):
+                inputs = MoeInputs(replace(case, room=None), m, world, kind, 3 * seed + 1)
+                inputs.weight, inputs.bias, inputs.probs = kept.weight, kept.bias, kept.probs
+                experts.copy_(inputs.experts)
+                for r, x in enumerate(xs):
+                    x.copy_(_padded(inputs.arguments(r)[0], rows, case))
+                    outs[r].fill_(torch.nan)
+                graph.replay()
+                a100.finish()
+                for r, each in enumerate(ops):
+                    each.wait()
+                    y, want = outs[r], len(inputs.expected(r)[0])
+                    assert not case.gathers or not y[want:].any()
+                    inputs.compare(y[:want], r)
+        graph.close()
+
+
+@pytest.mark.parametrize("op", MOE_OPS)
+def test_routings_without_a_result_are_reported_on_all_ranks(ptx: Any, op: str) -> None:
+    """At once: no rank waits for a peer that has stopped."""
+    case = replace(CASE, op=op, ep=2 if MOE_OPS[op].dispatches else 1)
+    for beyond in (False, True):
+        inputs = MoeInputs(case, 40, 2, "one", 3)
+        most = 40 * case.topk
+        said = f"chose {most} rows for ranks with part .* max_rows = {most - 1}"
+        if beyond:
+            inputs.experts[7, 1], said, most = 5, "chose expert 5 for token 7", most + 1
+        with VirtualWorld(2, ptx) as ranks, ExitStack() as closing:
+            ops = [case.build(group=ranks.rank(r), timeout_s=60) for r in range(2)]
+            for each in ops:
+                closing.callback(each.close)
+            given = [inputs.arguments(r) for r in range(2)]
+            xs = [_padded(x[: most - 1], most - 1, case) for x, *_ in given]
+
+            rows = most - 1
+            options = [{**more, "max_rows": rows} for *_, more in given]
+            calls = [partial(ops[r], xs[r], *given[r][1:3], **options[r]) for r in range(2)]
+            ranks.run(lambda r, calls=calls: calls[r]())
+            ptx.finish()
+            assert [int(each._backend._report[0]) for each in ops] == [9 if beyond else 8] * 2
+            for each in ops:
+                with pytest.raises(RuntimeError, match=said):
+                    each.wait()
+
+
 def test_calls_that_are_impossible_are_refused(a100: Any) -> None:
     inputs = MoeInputs(CASE, 40, 2, "random", 1)
     with VirtualWorld(2, a100) as ranks, ExitStack() as closing:
@@ -150,7 +224,7 @@ def test_calls_that_are_impossible_are_refused(a100: Any) -> None:
         x, weights, experts, options = inputs.arguments(0)
 
         def refused(r: int) -> None:
-            with pytest.raises(ValueError, match="the host reads the tokens' experts"):
+            with pytest.raises(ValueError, match=r"without max_rows .* reads the tokens' experts"):
                 ops[r](x, weights, experts, **options)
 
         with a100.capture() as graph:

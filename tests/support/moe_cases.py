@@ -48,6 +48,8 @@ class MoeCase:
     gated: bool = False
     bias: bool = True
     listed: bool = False
+    room: int | None = None
+    """Rows of ``max_rows`` behind those of the rank that has the most; None: it is not given."""
 
     @property
     def gathers(self) -> bool:
@@ -112,6 +114,14 @@ class MoeInputs:
         """Tokens of an expert, in order, each with which of its choices it is."""
         return [(int(t), int(j)) for t, j in (self.experts == expert).nonzero()]
 
+    @property
+    def max_rows(self) -> int | None:
+        if self.case.room is None:
+            return None
+        parts = [share(self.case.experts, self.case.ep, p) for p in range(self.case.ep)]
+        rows = [sum(len(self.chosen(e)) for e in range(p.start, p.stop)) for p in parts]
+        return max(1, max(rows) + self.case.room)
+
     def part(self, rank: int) -> tuple[range, slice]:
         """Experts of a rank, and its part of n or k."""
         case, parts = self.case, self.world // self.case.ep
@@ -137,6 +147,10 @@ class MoeInputs:
             x, weight = self.x[begin:end, part], self.weight[here][:, :, part]
             bias = None if self.bias is None else self.bias[here]
             options["probs"] = self.probs
+            if self.max_rows is not None:  # what is behind must not be read
+                x = torch.cat([x, x.new_full((self.max_rows - len(x), x.shape[1]), torch.nan)])
+        if self.max_rows is not None:
+            options["max_rows"] = self.max_rows
         weight = weight.transpose(1, 2).contiguous() if case.transpose else weight.contiguous()
         options["bias"] = bias
         weights = [w.clone() for w in weight] if case.listed else weight
@@ -168,8 +182,10 @@ class MoeInputs:
                         y, size = act(y), size + 1
                 rows.append(y[:, part])
                 sizes.append(size[:, part])
-            none = x.new_empty(0, part.stop - part.start)
-            return torch.cat([none, *rows]), torch.cat([none, *sizes]) * 4 * (unit + deep) + 1e-30
+            behind = 0 if self.max_rows is None else self.max_rows - sum(map(len, rows))
+            zeros = x.new_zeros(behind, part.stop - part.start)
+            bound = torch.cat([*sizes, zeros]) * 4 * (unit + deep) + 1e-30
+            return torch.cat([*rows, zeros]), bound
         total, size = x.new_zeros(self.m, case.n), x.new_zeros(self.m, case.n)
         probs = torch.ones(self.m, case.topk) if self.probs is None else self.probs
         row = 0
@@ -239,6 +255,7 @@ def random_moe_case(rng: random.Random, op: str, world: int) -> MoeCase:
         gated=activation != "none" and rng.random() < 0.6,
         bias=rng.random() < 0.6,
         listed=rng.random() < 0.4,
+        room=rng.choice((None, None, 0, 3, 40)),
     )
 
 

@@ -55,8 +55,9 @@ struct AwaitRows {
     using Vector = cutlass::AlignedArray<typename C::Element, C::kAlignment>;
     constexpr int kUnderWay = 4;  // loads of a thread
     const int peer = words[0], signal = words[1], first = words[2];
+    const FluxSync sync = entry_sync(p.sync);
     const bool reached =
-        await(p.targets.entries, peer, told_by_one(p.sync, team.thread()), FLUX_WAIT_ENTRY, signal);
+        await(p.targets.entries, peer, told_by_one(sync, team.thread()), FLUX_WAIT_ENTRY, signal);
     const int vectors = p.k / C::kAlignment;
     const int count = reached ? (words[3] - first) * vectors : 0;
     const int own = row_begin(p.tiling.m, p.tiling.world, p.targets.rank);

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "cuda/gemm/kernel.cuh"
+#include "cuda/gemm/route.cuh"
 #include "cuda/sync.cuh"
 
 namespace flux {
@@ -29,6 +30,11 @@ struct GroupedParams {
   FluxSync sync{};
 };
 
+// How many items there are.
+__device__ __forceinline__ int items_of(FluxGroups const& groups) {
+  return groups.item_total != nullptr ? *groups.item_total : groups.item_count;
+}
+
 // All threads of a block.
 struct WholeBlock {
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
@@ -45,7 +51,12 @@ struct GroupedLauncher {
   static constexpr int kTileN = C::kTileN;
   static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = nullptr;
 
-  static int prepare(int device) { return prepare_on(device, K::kKernel, K::kSharedBytes); }
+  static constexpr int (*kRoute)(FluxRouteArgs const*, void*) = &route;
+
+  static int prepare(int device) {
+    const int status = prepare_on(device, K::kKernel, K::kSharedBytes);
+    return status != 0 ? status : prepare_route();
+  }
 
   static std::uint64_t workspace_bytes(FluxGemmArgs const* args) {
     return kCounterBytes + Duty::words(*args) * sizeof(std::uint32_t);

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "cuda/arguments.h"
 #include "cuda/gather.cuh"
 #include "cuda/gemm/meet.cuh"
@@ -63,6 +65,13 @@ int prepare(int device) {
   return status != 0 ? status : prepare_helpers();
 }
 
+// FluxKernel.route: Kernel::kRoute, where there is one.
+template <class Kernel, class = void>
+constexpr int (*route_of)(FluxRouteArgs const*, void*) = nullptr;
+template <class Kernel>
+constexpr int (*route_of<Kernel, std::void_t<decltype(Kernel::kRoute)>>)(FluxRouteArgs const*,
+                                                                         void*) = Kernel::kRoute;
+
 }  // namespace flux
 
 // Offers Kernel (workspace_bytes, prepare, launch, reduce, kTileM, kTileN) under `symbol`.
@@ -79,4 +88,5 @@ int prepare(int device) {
                              &flux::meet,                   \
                              __VA_ARGS__::kReduce,          \
                              &flux::collect,                \
-                             flux::stamp_clock};
+                             flux::stamp_clock,             \
+                             flux::route_of<__VA_ARGS__>};

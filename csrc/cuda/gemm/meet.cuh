@@ -49,7 +49,8 @@ static __global__ void __launch_bounds__(kMeetThreads, 8)
     came &= await(args.awaited, word, sync, args.code, 0);
   }
   const bool complete = __syncthreads_and(came);
-  if (!complete && has_peer && thread != args.rank && args.statuses[thread] != nullptr) {
+  const bool tells = !complete && !known_to_all(sync);
+  if (tells && has_peer && thread != args.rank && args.statuses[thread] != nullptr) {
     tell_given_up(args, thread, sync.epoch);
   }
 }

@@ -36,7 +36,7 @@ from flux.backends.cuda.waits import StreamWaits
 from flux.backends.cuda.workspaces import Workspaces
 from flux.backends.epilogue import ACTIVATE, spoil
 from flux.core.backend import OverlapHooks, nothing
-from flux.core.call import CachedCall, CachedCalls, Call
+from flux.core.call import CachedCall, CachedCalls, Call, DeviceChoices
 from flux.core.env import GRAPH_OVERLAP, POISON
 from flux.core.errors import PeerTimeoutError
 from flux.core.forked import abandon_in_children
@@ -166,7 +166,7 @@ class CudaBackend:
         items = self.sm_count * (2 if self.configs[0].arch == "90a" else 1)
         kernel = (tile, items, self._activate_after)
         tools = (self.device, self.native, self._workspaces, self._fit)
-        self._grouped = GroupedCalls(spec, *tools, *kernel)
+        self._grouped = GroupedCalls(spec, *tools, self.kernels[0], *kernel)
         self._exchange: ExchangeCalls | None = None
         if spec.op.exchanges:
             ranks = (self._own_data, self.world, self.rank)
@@ -263,7 +263,9 @@ class CudaBackend:
         """Put a call on the current stream: see ``Backend.run``."""
         if self.spec.experts:
             rows = self._rows_of(call.m)
-            stream = self._begin(schedule)
+            assert call.grouped is not None
+            on_device = isinstance(call.grouped.routing, DeviceChoices)
+            stream = self._begin(schedule, on_device)
             outs = self._grouped.run(schedule, stream, call, rows, gather, self._empty)
         elif self._exchange is not None:
             outs = self._exchange.run(schedule, self._begin(schedule), call, self._empty)
@@ -381,7 +383,7 @@ class CudaBackend:
         """The number of the next call."""
         return (self.native.epoch + 1) & 0xFFFFFFFF
 
-    def _begin(self, schedule: TileSchedule) -> int:
+    def _begin(self, schedule: TileSchedule, routed_on_device: bool = False) -> int:
         """Raise failures of earlier calls, note the call in a trace, and return its stream.
 
         Raises:
@@ -395,7 +397,7 @@ class CudaBackend:
         self._waits.look()
         stream = self.device.current_stream()
         try:
-            check_possible(self, schedule)
+            check_possible(self, schedule, routed_on_device)
         except ValueError:
             self.refusals += 1
             raise

@@ -1,7 +1,8 @@
 """Calls of the ops of experts on GPUs: maps of routed rows, operands, and what follows the kernel.
 
 The host makes the maps (csrc/schedule/grouped.h), from experts that it has read: a call waits for
-the router's result. Kernels take them from device memory.
+the router's result. With ``DeviceChoices`` a kernel makes them (csrc/cuda/gemm/route.cuh), and the
+host waits for nothing. Kernels take them from device memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flux import _C
 from flux.backends.cuda.operands import Fit, row_step
 from flux.backends.cuda.workspaces import Workspaces
 from flux.backends.epilogue import ACTIVATE
-from flux.core.call import Call, GroupedProduct, RoutedRows
+from flux.core.call import Call, DeviceChoices, GroupedProduct, RoutedRows
 from flux.core.schedule import TileSchedule
 from flux.core.spec import OpSpec
 from flux.core.tensors import address_of
@@ -42,6 +43,7 @@ class GroupedCalls:
         native: the op's calls.
         workspaces: of its kernels.
         fit: what its kernels can load.
+        kernel: the grouped one.
         tile: rows and columns of a tile of its kernel.
         items: of the kernel, about as many as are in work at once.
         activates: whether the activation is left to a kernel of its own.
@@ -54,6 +56,7 @@ class GroupedCalls:
         native: _C.CudaOp,
         workspaces: Workspaces,
         fit: Fit,
+        kernel: _C.Kernel,
         tile: tuple[int, int],
         items: int,
         activates: bool,
@@ -63,6 +66,7 @@ class GroupedCalls:
         self._native = native
         self._workspaces = workspaces
         self._fit = fit
+        self._kernel = kernel
         self._tile = tile
         self._items = items
         self._activates = activates
@@ -95,21 +99,14 @@ class GroupedCalls:
         out = empty(product.rows, columns)
         kept = product.routed
         full = empty(call.m, spec.k, spec.dtype) if gather or kept is not None else None
-        (tile_m, tile_n) = self._tile
-        tiles = -(-columns // tile_n)
-        routing = product.routing
-        work = routing.native.gather_work(schedule.native, tile_m, tiles)
-        if spec.dispatches:
-            work.dispatch(schedule.native, *self._choices(routing))
         weights = self._weights(product, call, x.shape[1])
-        operand = self._operand(product, work, weights, columns, out)
+        operand = self._operand(schedule, product, weights, columns, out)
         self._workspaces.make_room(self._native, schedule, stream, [operand], spec.k)
         rows = (self._address(x), spec.k, spec.k, 0)
         to = 0 if full is None else address_of(full)
         self._native.ag_gemm(schedule.native, stream, rows, [operand], to, [])
         if full is not None and kept is not None:
-            tokens = product.routing.tokens.to(self._device.torch_device)
-            self._device.enqueue(partial(self._keep, full, tokens, kept))
+            self._device.enqueue(partial(self._keep, full, *self._kept_tokens(product), kept))
         if spec.gated:
             wide, out = out, empty(product.rows, call.columns[0])
             self._device.enqueue(partial(self._gate, wide, out))
@@ -130,16 +127,25 @@ class GroupedCalls:
         if x.shape[1] == 0:  # a rank without a part of K: zeros, as wide as one load
             x = self._zeros(product.rows, self._fit.elements)
         depth = x.shape[1]
-        routing = product.routing
-        work = routing.native.sum_work(schedule.native, *self._tile, self._items)
-        if spec.dispatches:
-            work.combine(schedule.native, *self._choices(routing))
         weights = self._weights(product, call, depth)
-        operand = self._operand(product, work, weights, columns, products)
+        operand = self._operand(schedule, product, weights, columns, products)
         self._workspaces.make_room(self._native, schedule, stream, [operand], depth)
         a = (self._address(x), row_step(x.shape, x.stride()), depth, 0)
         self._native.gemm_rs(schedule.native, stream, a, operand, address_of(out))
         return out
+
+    def _work(self, schedule: TileSchedule, routing: RoutedRows, columns: int) -> _C.GroupedWork:
+        """Make the maps of a call on the host."""
+        (tile_m, tile_n), native = self._tile, routing.native
+        if self._spec.op.gathers:
+            work = native.gather_work(schedule.native, tile_m, -(-columns // tile_n))
+            add = work.dispatch
+        else:
+            work = native.sum_work(schedule.native, tile_m, tile_n, self._items)
+            add = work.combine
+        if self._spec.dispatches:
+            add(schedule.native, *self._choices(routing))
+        return work
 
     def _choices(self, routing: RoutedRows) -> tuple[int, int, int, int]:
         """Return the experts of all tokens, and the parts that experts are split into."""
@@ -163,14 +169,72 @@ class GroupedCalls:
 
     def _operand(
         self,
+        schedule: TileSchedule,
         product: GroupedProduct,
-        work: _C.GroupedWork,
         weights: list[torch.Tensor],
         columns: int,
         out: torch.Tensor,
     ) -> _C.Operand:
         """Give the kernel its maps; return the weights, and where products go."""
-        routing, sizes = product.routing, work.sizes
+        routing, bias, probs = product.routing, product.biases, product.probs
+        bias = None if bias is None else self._fit.tensor(bias.contiguous())
+        probs = None if probs is None else probs.to(torch.float32).contiguous()
+        at_bias = 0 if bias is None else self._address(bias)
+        at_probs = 0 if probs is None else self._address(probs)
+        if isinstance(routing, DeviceChoices):
+            maps = self._route(schedule, routing, weights, columns, out, at_bias, at_probs)
+        else:
+            work = self._work(schedule, routing, columns)
+            maps = self._set_groups(routing, work, weights, at_bias, at_probs)
+        self._kept = (bias, probs, maps)  # until the call is on the stream
+        step = row_step(weights[0].shape, weights[0].stride()) if weights else columns
+        first = address_of(weights[0] if weights else maps)
+        return (first, step, columns, address_of(out), columns, 0, 0)
+
+    def _route(
+        self,
+        schedule: TileSchedule,
+        routing: DeviceChoices,
+        weights: list[torch.Tensor],
+        columns: int,
+        out: torch.Tensor,
+        bias: int,
+        probs: int,
+    ) -> torch.Tensor:
+        """Have a kernel make the maps within the call; return the memory that it fills."""
+        spec = self._spec
+        route = _C.Route(
+            schedule=schedule.native,
+            kernel=self._kernel,
+            experts=self._address(routing.experts),
+            expert_bytes=routing.experts.itemsize,
+            topk=routing.experts.shape[1],
+            total=routing.total,
+            ep=spec.ep,
+            max_rows=routing.rows,
+            n=columns,
+            ahead=self._items,
+            parallel=spec.dispatches,
+        )
+        room = torch.empty(route.words, dtype=torch.int32, device=self._device.torch_device)
+        addresses = [self._address(weight) for weight in weights]
+        tail = address_of(out) if spec.op.gathers else 0
+        route.use(self._address(room), addresses, tail, out.itemsize)
+        self._native.set_route(route, bias, probs)
+        offsets = route.offsets
+        self._routed = room[offsets["routed"] :][: routing.rows], room[offsets["totals"] + 1]
+        return room
+
+    def _set_groups(
+        self,
+        routing: RoutedRows,
+        work: _C.GroupedWork,
+        weights: list[torch.Tensor],
+        bias: int,
+        probs: int,
+    ) -> torch.Tensor:
+        """Copy maps of the host to the device; return the memory that they are in."""
+        sizes = work.sizes
         pointers = POINTER_WORDS * len(weights)
         maps = self._device.pinned(pointers + sum(sizes) + routing.positions.numel(), torch.int32)
         addresses = [self._address(weight) for weight in weights]
@@ -187,29 +251,38 @@ class GroupedCalls:
             shares = 0
         if self._spec.op.gathers:
             sources = tokens
-        bias, probs = product.biases, product.probs
-        bias = None if bias is None else self._fit.tensor(bias.contiguous())
-        probs = None if probs is None else probs.to(torch.float32).contiguous()
         self._native.set_groups(
             maps=[items, experts, rows, tokens, sources, counts, positions, at],
-            bias=0 if bias is None else self._address(bias),
-            probs=0 if probs is None else self._address(probs),
+            bias=bias,
+            probs=probs,
             items=sizes[0],
             experts=len(weights),
             topk=routing.topk,
             parallel=(pushes, pushed, shares),
         )
-        self._kept = (bias, probs, on_device)  # until the call is on the stream
-        step = row_step(weights[0].shape, weights[0].stride()) if weights else columns
-        first = addresses[0] if weights else at
-        return (first, step, columns, address_of(out), columns, 0, 0)
+        return on_device
 
     def _address(self, tensor: torch.Tensor) -> int:
         self._device.keep(tensor)
         return address_of(tensor)
 
-    def _keep(self, full: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor) -> None:
+    def _kept_tokens(self, product: GroupedProduct) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the token of each routed row, and on the device how many rows there are."""
+        if isinstance(product.routing, DeviceChoices):
+            return self._routed
+        return product.routing.tokens.to(self._device.torch_device), None
+
+    def _keep(
+        self,
+        full: torch.Tensor,
+        tokens: torch.Tensor,
+        rows: torch.Tensor | None,
+        kept: torch.Tensor,
+    ) -> None:
         torch.index_select(full, 0, tokens, out=kept)
+        if rows is not None:
+            behind = torch.arange(len(kept), device=kept.device) >= rows
+            kept.masked_fill_(behind[:, None], 0)
 
     def _activate(self, out: torch.Tensor) -> None:
         out.copy_(ACTIVATE[self._spec.activation](out))

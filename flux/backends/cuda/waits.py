@@ -18,6 +18,11 @@ GRACE_S = 0.3
 TAIL_S = 1.0
 """Seconds from the timeout to the end of a call whose kernels have given up by themselves."""
 ABANDONED = 4  # the codes of csrc/cuda/abi.h
+_ROUTINGS = {
+    8: "the router chose {observed} rows for ranks with part {signal} of the experts, more than "
+    "max_rows = {tile}",
+    9: "the router chose expert {signal} for token {tile}: there is none",
+}
 _WAITS = {
     1: "rows of x (AllGather signal {signal})",
     2: "the entry of rank {signal}, before writing to its memory",
@@ -81,6 +86,9 @@ class StreamWaits:
             code, tile, signal, expected, observed = self._report[:5].tolist()
             if code == ABANDONED:
                 raise PeerTimeoutError(f"{self._who}: rank {signal} gave up in call {expected}")
+            if code in _ROUTINGS:
+                chosen = _ROUTINGS[code].format(tile=tile, signal=signal, observed=observed)
+                raise RuntimeError(f"{self._who}: {chosen}; results of call {expected} are wrong")
             other = signal + (signal >= self._node)  # but for the own node
             what = _WAITS[code].format(signal=signal, node=other)
             raise PeerTimeoutError(

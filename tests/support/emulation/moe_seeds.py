@@ -80,7 +80,8 @@ def case_of(seed: int, kernels: list[GemmConfig]) -> tuple[GemmConfig, MoeCase, 
     if op == "gather" and least is not None:  # so large that a world of one thread runs the op
         least = max(least, least_tile_rows(world, case.max_m))
         case = replace(case, knobs=replace(case.knobs, comm_tile_rows=least))
-    return config, case, world, rng.choice(ROUTINGS)
+    kind = rng.choice(ROUTINGS)
+    return config, replace(case, room=rng.choice((None, None, 0, 3, 200))), world, kind
 
 
 def run_case(

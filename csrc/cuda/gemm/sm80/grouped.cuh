@@ -163,11 +163,12 @@ __global__ void __launch_bounds__(GroupedParts<C>::kThreads)
   auto& shared = *reinterpret_cast<typename GroupedParts<C>::Shared*>(memory);
   GroupedParams const& p = params.own;
   if (threadIdx.x == 0) stored_rows() = {p.groups.rows, p.d, p.ldd};
+  const int items = items_of(p.groups);
   for (;;) {
-    if (threadIdx.x == 0) claimed = claim_tile(p.counter, p.groups.item_count, gridDim.x);
+    if (threadIdx.x == 0) claimed = claim_tile(p.counter, items, gridDim.x);
     __syncthreads();
     const int number = claimed;
-    if (number >= p.groups.item_count) break;
+    if (number >= items) break;
     const int item = p.groups.items[number];
     if (item >= 0) {
       const int tile = item / p.columns, column = item % p.columns;

@@ -137,12 +137,12 @@ CUTLASS_DEVICE void produce(GroupedParams const& p, typename Parts::Shared& shar
   const WarpGroups<kWarpGroup> team{0, 0};
   auto write = cutlass::make_producer_start_state<typename Parts::Stages>();
   auto hand = cutlass::make_producer_start_state<typename Parts::Items>();
+  const int all = items_of(p.groups);
   for (;; ++hand) {
     if (team.thread() == 0) {
       items.producer_acquire(hand);
-      const int number = claim_tile(p.counter, p.groups.item_count, gridDim.x);
-      shared.item[hand.index()] =
-          number < p.groups.item_count ? p.groups.items[number] : Parts::kNoItem;
+      const int number = claim_tile(p.counter, all, gridDim.x);
+      shared.item[hand.index()] = number < all ? p.groups.items[number] : Parts::kNoItem;
       items.producer_commit(hand);
     }
     team.sync();

@@ -1,0 +1,129 @@
+// Where the maps of a grouped GEMM lie that a kernel makes on the device (cuda/gemm/route.cuh), and what
+// bounds their sizes. Host code without CUDA.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/arguments.h"
+
+namespace flux {
+
+constexpr int kRouteWarps = 32;  // at most
+
+// Maps and scratch memory of FluxRouteArgs. A *span* is a communication tile (AllGather) or a row of tiles
+// of the tokens (ReduceScatter). It has a number, and a place in the order of visits.
+struct RouteMaps {
+  int first, experts;  // of this rank
+  int spans, tiles, columns, pushes;
+  std::int64_t items;
+  // FluxGroups
+  const void** weights;
+  int *item, *expert, *row, *token, *source, *count, *position, *push, *pushed;
+  std::uint32_t* share;
+  int* totals;  // kRouteTotals
+  int* routed;  // by routed row: its token; 0 behind the last one
+  // Scratch. `e`: of this rank's experts. Spans by number, but for those marked (visit).
+  int* of_warps;      // [warps, e]: rows; then the next one
+  int* of_expert;     // [e]: rows
+  int* first_row;     // [e]
+  int* first_tile;    // [e]
+  int* of_span;       // [e, spans]: rows
+  int* shift;         // [e, spans]: from a row's place by token to its place by visit
+  int* past;          // [e, spans (visit)]: rows up to the span's last one
+  int* group;         // [spans (visit), e]: tiles before those of this key and expert
+  int* visit;         // [spans]: place
+  int* span_at;       // [spans (visit)]: number
+  int* of_tile;       // [tiles]: its last item, sums left out
+  int* last;          // [spans (visit)]: the last item that the sum awaits; -1: none
+  int* sorted_last;   // [spans]
+  int* words_behind;  // the end
+};
+enum { kRouteItems = 0, kRouteRows = 1, kRouteTotals = 4 };
+
+inline CommTiling route_comm(const FluxRouteArgs& args) {
+  const int world = max_of(args.order.world, 1);
+  return {args.m, world, max_of(1, min_of(args.order.comm_tile_rows, chunk_rows(args.m, world)))};
+}
+
+inline RouteMaps route_maps(const FluxRouteArgs& args) {
+  RouteMaps maps{};
+  const CommTiling comm = route_comm(args);
+  const int world = comm.world, rank = args.order.rank, part = rank / (world / args.ep);
+  maps.first = row_begin(args.total, args.ep, part);
+  maps.experts = row_end(args.total, args.ep, part) - maps.first;
+  maps.columns = ceil_div(args.n, args.tile_n);  // none where a rank has no part of N
+  maps.spans = args.gathers != 0 ? signal_count(comm) : ceil_div(args.m, args.tile_m);
+  // An expert's last tile may have a single row.
+  const std::int64_t rows = maps.experts > 0 ? args.max_rows : 0;
+  const std::int64_t padded = rows + std::int64_t{maps.experts} * (args.tile_m - 1);
+  maps.tiles = static_cast<int>(std::min(rows, padded / args.tile_m));
+  const bool pushes = args.gathers != 0 && args.parallel != 0;
+  const int own = row_count(args.m, world, rank);
+  maps.pushes = pushes ? (world - 1) * ceil_div(own, comm.rows) : 0;
+  const int sums = args.gathers != 0 ? 0 : maps.spans;
+  maps.items = (std::int64_t{maps.tiles} + sums) * maps.columns + maps.pushes + args.gathers;
+
+  int* next = args.room;
+  const auto take = [&next](std::int64_t words) {
+    int* const at = next;
+    next = reinterpret_cast<int*>(reinterpret_cast<std::uintptr_t>(at) + words * sizeof(int));
+    return at;
+  };
+  const std::int64_t e = maps.experts, spans = maps.spans,
+                     slots = std::int64_t{maps.tiles} * args.tile_m;
+  maps.weights = reinterpret_cast<const void**>(take(2 * e));
+  maps.item = take(maps.items);
+  maps.expert = take(maps.tiles);
+  maps.row = take(slots);
+  maps.token = take(slots);
+  maps.source = args.gathers != 0 ? maps.token : take(slots);
+  maps.count = take(sums);
+  maps.position = take(std::int64_t{args.m} * args.topk);
+  maps.push = take(std::int64_t{4} * maps.pushes);
+  maps.pushed = take(std::int64_t{comm.rows} * maps.pushes);
+  const bool shares = args.gathers == 0 && args.parallel != 0;
+  maps.share = reinterpret_cast<std::uint32_t*>(take(shares ? own : 0));
+  maps.totals = take(kRouteTotals);
+  maps.routed = take(args.max_rows);
+  maps.of_warps = take(kRouteWarps * e);
+  maps.of_expert = take(e);
+  maps.first_row = take(e);
+  maps.first_tile = take(e);
+  maps.of_span = take(e * spans);
+  maps.shift = take(e * spans);
+  maps.past = take(e * spans);
+  maps.group = take(e * spans);
+  maps.visit = take(spans);
+  maps.span_at = take(spans);
+  maps.of_tile = take(sums > 0 ? maps.tiles : 0);
+  maps.last = take(sums);
+  maps.sorted_last = take(sums);
+  maps.words_behind = next;
+  return maps;
+}
+
+// What the kernels of the op take.
+inline FluxGroups route_groups(const FluxRouteArgs& args) {
+  const RouteMaps maps = route_maps(args);
+  FluxGroups groups{};
+  groups.items = maps.item;
+  groups.experts = maps.expert;
+  groups.sources = maps.source;
+  groups.rows = maps.row;
+  groups.weights = maps.weights;
+  groups.item_count = static_cast<std::int32_t>(maps.items);
+  groups.experts_count = maps.experts;
+  groups.tokens = maps.token;
+  groups.counts = maps.count;
+  groups.positions = maps.position;
+  groups.topk = args.topk;
+  if (args.parallel != 0 && args.gathers != 0) {
+    groups.pushes = maps.push;
+    groups.pushed = maps.pushed;
+  }
+  if (args.parallel != 0 && args.gathers == 0) groups.shares = maps.share;
+  groups.item_total = maps.totals + kRouteItems;
+  return groups;
+}
+
+}  // namespace flux
