@@ -119,6 +119,12 @@ bool CudaOp::failed() const {
   return *pointer<const volatile std::uint64_t>(setup_.report) != FLUX_WAIT_NONE;
 }
 
+void CudaOp::require(const char* what, std::int64_t needed, std::int64_t there) {
+  if (needed <= there) return;
+  throw std::invalid_argument("the schedule needs " + std::to_string(needed) + " " + what +
+                              ", the op's memory has " + std::to_string(there));
+}
+
 void CudaOp::require_room(const Schedule& schedule) const {
   const Problem& p = schedule.spec.problem;
   const CommTiling& c = schedule.spec.comm;
@@ -128,11 +134,6 @@ void CudaOp::require_room(const Schedule& schedule) const {
         std::to_string(p.world) + ", the op of rank " + std::to_string(setup_.rank) + " of " +
         std::to_string(setup_.world));
   }
-  const auto require = [](const char* what, std::int64_t needed, std::int64_t there) {
-    if (needed <= there) return;
-    throw std::invalid_argument("the schedule needs " + std::to_string(needed) + " " + what +
-                                ", the op's memory has " + std::to_string(there));
-  };
   if (is_exchange(p.op)) return require_exchange_room(schedule);
   const std::int64_t tiles = tiles_per_chunk(c);
   if (p.op == OpKind::kAGGemm) {
@@ -465,13 +466,18 @@ void CudaOp::put_route(Stream stream) const {
   if (route_ != nullptr) route_->launch(*kernels_.at(0), sync(0), stream);
 }
 
-// Makes a GEMM one of the rows of a chunk alone, which are there: a problem of one rank.
-void CudaOp::only_chunk(const Schedule& schedule, int chunk, FluxGemmArgs* args) {
-  const Problem& p = schedule.spec.problem;
-  args->m = row_count(p.m, p.world, chunk);
+// Makes a GEMM one of so many rows, which are all of this rank's problem.
+void CudaOp::only_rows(int rows, FluxGemmArgs* args) {
+  args->m = rows;
   args->order.world = args->order.nodes = args->order.domains = args->order.lanes = 1;
   args->order.rank = args->order.order = args->order.swizzle = 0;
   args->order.sequence = nullptr;
+}
+
+// Makes a GEMM one of the rows of a chunk alone, which are there.
+void CudaOp::only_chunk(const Schedule& schedule, int chunk, FluxGemmArgs* args) {
+  const Problem& p = schedule.spec.problem;
+  only_rows(row_count(p.m, p.world, chunk), args);
   args->signals = nullptr;
   args->own = nullptr;
 }

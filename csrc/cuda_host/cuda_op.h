@@ -241,6 +241,7 @@ class CudaOp {
                Address out);
 
  private:
+  static void require(const char* what, std::int64_t needed, std::int64_t there);
   void begin(const Schedule& schedule, Stream stream);
   void begin_captured(const Schedule& schedule, Stream stream);
   void follow_capture(Stream stream);
@@ -278,6 +279,7 @@ class CudaOp {
                   const std::vector<Operand>& operands, std::size_t number, int launch,
                   bool own_in_place);
   void put_route(Stream stream) const;
+  static void only_rows(int rows, FluxGemmArgs* args);
   static void only_chunk(const Schedule& schedule, int chunk, FluxGemmArgs* args);
   // `launch`: number of a weight, or the owner of the summed rows; for traces.
   FluxSync sync(int launch) const;
@@ -311,6 +313,8 @@ class CudaOp {
                              const Operand& operand, int owner) const;
   void put_partials(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand);
   void await_partials(const Schedule& schedule, int n, int owner, int place);
+  FluxMeetArgs own_flags(int first, int count) const;
+  void await_own_flags(const FluxMeetArgs& args);
   void send_partials(const Schedule& schedule, int owner);
   Address partials_for(int owner) const;
 
@@ -366,6 +370,7 @@ class CudaOp {
   FluxGroups groups_{};
   std::shared_ptr<const Route> route_;
   std::vector<std::vector<Range>> columns_;  // all-to-all: of each rank, by packed tensor
+  std::vector<std::int32_t> visits_;         // their ranges, as the kernel visits them
   CallWords eager_[2];                       // by buffer of gathered rows: signals differ
   CallWords captured_;
   const CallWords* words_ = &eager_[0];  // of the current call

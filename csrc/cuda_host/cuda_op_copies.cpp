@@ -106,20 +106,33 @@ void CudaOp::await_partials(const Schedule& schedule, int n, int owner, int plac
   const int m = schedule.spec.problem.m;
   const ScatterTiling s{m, n, setup_.world, kernel.tile_m(), kernel.tile_n()};
   const Range tiles = tiles_of_owner(s, owner);
+  const FluxMeetArgs args = own_flags(owner * flag_rows(s) * flag_columns(s),
+                                      (tiles.end - tiles.begin) * flag_columns(s));
+  const auto what = [&] { return record_of(Work::kWait, epoch_, setup_.rank, owner); };
+  stamped(streams_.get(), copy_stream_, what, [&] { await_own_flags(args); });
+}
+
+// A wait for so many flags of own tiles.
+FluxMeetArgs CudaOp::own_flags(int first, int count) const {
   FluxMeetArgs args = rows_wait();
   args.awaited = pointer<const std::uint32_t>(words_->offers[setup_.rank]);
-  args.first = owner * flag_rows(s) * flag_columns(s);
-  args.awaited_count = (tiles.end - tiles.begin) * flag_columns(s);
+  args.first = first;
+  args.awaited_count = count;
   args.code = FLUX_WAIT_PARTIAL;
-  const auto what = [&] { return record_of(Work::kWait, epoch_, setup_.rank, owner); };
-  stamped(streams_.get(), copy_stream_, what, [&] {
-    if (!setup_.shared) return kernel.meet(args, copy_stream_);
-    std::vector<MemOp> flags;  // no multiprocessor may be free
-    for (int i = args.first; i < args.first + args.awaited_count; ++i) {
+  return args;
+}
+
+// Makes the copy stream wait, in a kernel unless ranks share the device: then no multiprocessor may be free.
+void CudaOp::await_own_flags(const FluxMeetArgs& args) {
+  if (!setup_.shared) return kernels_.at(0)->meet(args, copy_stream_);
+  std::vector<MemOp> flags;
+  for (int row = 0; row < std::max(args.rows, 1); ++row) {
+    const int begin = args.first + row * args.row_step;
+    for (int i = begin; i < begin + args.awaited_count; ++i) {
       flags.push_back({MemOp::kWait, words_->offers[setup_.rank] + i * kWord, epoch_});
     }
-    driver_->memory_ops(copy_stream_, flags);
-  });
+  }
+  driver_->memory_ops(copy_stream_, flags);
 }
 
 // In captured calls all ranks have met.

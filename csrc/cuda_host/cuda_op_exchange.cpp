@@ -41,14 +41,10 @@ void CudaOp::set_columns(std::vector<std::vector<Range>> columns) {
         std::to_string(columns.size()) + " times " + std::to_string(tensors));
   }
   columns_ = std::move(columns);
+  visits_ = visited_columns();
 }
 
 void CudaOp::require_exchange_room(const Schedule& schedule) const {
-  const auto require = [](const char* what, std::int64_t needed, std::int64_t there) {
-    if (needed <= there) return;
-    throw std::invalid_argument("the schedule needs " + std::to_string(needed) + " " + what +
-                                ", the op's memory has " + std::to_string(there));
-  };
   const int chunk = schedule.spec.problem.m / setup_.world;
   const std::int64_t block_row = block_columns() * setup_.x_bytes;
   if (schedule.spec.problem.op == OpKind::kAllToAllGemm) {
@@ -104,10 +100,7 @@ Address CudaOp::block_offset(const Schedule& schedule, int rank) const {
 FluxGemmArgs CudaOp::own_gemm(const Schedule& schedule, Stream stream, const Operand& operand,
                               int k) const {
   FluxGemmArgs args = gemm_args(schedule, stream, operand, k);
-  args.m = schedule.spec.rows[setup_.rank];
-  args.order.world = args.order.nodes = args.order.domains = args.order.lanes = 1;
-  args.order.rank = args.order.order = args.order.swizzle = 0;
-  args.order.sequence = nullptr;
+  only_rows(schedule.spec.rows[setup_.rank], &args);
   return args;
 }
 
@@ -121,13 +114,11 @@ void CudaOp::project(const Schedule& schedule, Stream stream, const Rows& x,
   driver_->record(forked_, stream);
   const int rank = setup_.rank, world = setup_.world, own = schedule.spec.rows[rank];
   const Address product = setup_.data[rank] + setup_.copied_offset + setup_.guard_bytes;
-  std::vector<std::int32_t> order;
   if (own > 0) {
     const Span stage("flux kernel");
     FluxGemmArgs args = own_gemm(schedule, stream, operand, x.k);
-    order = visited_columns();
-    args.order.column_ranges = static_cast<std::int32_t>(order.size() / 2);
-    args.order.sequence = order.data();
+    args.order.column_ranges = static_cast<std::int32_t>(visits_.size() / 2);
+    args.order.sequence = visits_.data();
     args.a = pointer<const void>(x.x);
     args.lda = x.ld;
     args.slots[0] = pointer<void>(product);
@@ -176,28 +167,13 @@ void CudaOp::await_columns(const Schedule& schedule, int peer) {
   const Kernel& kernel = *kernels_.at(0);
   const ScatterTiling s{schedule.spec.rows[setup_.rank], product_columns(), 1, kernel.tile_m(),
                         kernel.tile_n()};
-  std::vector<MemOp> words;
   for (const Range& piece : columns_.at(peer)) {
-    FluxMeetArgs args = rows_wait();
-    args.awaited = pointer<const std::uint32_t>(words_->offers[setup_.rank]);
-    args.first = piece.begin / s.tile_n;
-    args.awaited_count = ceil_div(piece.end, s.tile_n) - args.first;
+    const int first = piece.begin / s.tile_n;
+    FluxMeetArgs args = own_flags(first, ceil_div(piece.end, s.tile_n) - first);
     args.rows = ceil_div(s.m, s.tile_m);
     args.row_step = flag_columns(s);
-    args.code = FLUX_WAIT_PARTIAL;
-    if (!setup_.shared) {
-      kernel.meet(args, copy_stream_);
-      continue;
-    }
-    for (int row = 0; row < args.rows; ++row) {  // no multiprocessor may be free
-      for (int i = 0; i < args.awaited_count; ++i) {
-        const Address word =
-            words_->offers[setup_.rank] + (args.first + row * args.row_step + i) * kWord;
-        words.push_back({MemOp::kWait, word, number()});
-      }
-    }
+    await_own_flags(args);
   }
-  driver_->memory_ops(copy_stream_, words);
 }
 
 // The block of the columns of `peer`, behind its entry (in captured calls all ranks have met), and its flag.

@@ -23,6 +23,7 @@ from flux import _C
 from flux.backends.cuda import nvtx
 from flux.backends.cuda.exchange import ExchangeCalls
 from flux.backends.cuda.grouped import GroupedCalls
+from flux.backends.cuda.op_calls import OpParts
 from flux.backends.cuda.operands import Fit, of_zeros, row_step
 from flux.backends.cuda.refusals import check_possible, reason_untraceable
 from flux.backends.cuda.setup import (
@@ -165,12 +166,12 @@ class CudaBackend:
         # Producers of sm_90a claim an item while another one is multiplied.
         items = self.sm_count * (2 if self.configs[0].arch == "90a" else 1)
         kernel = (tile, items, self._activate_after)
-        tools = (self.device, self.native, self._workspaces, self._fit)
-        self._grouped = GroupedCalls(spec, *tools, self.kernels[0], *kernel)
+        parts = OpParts(spec, self.device, self.native, self._workspaces, self._fit)
+        self._grouped = GroupedCalls(parts, self.kernels[0], *kernel)
         self._exchange: ExchangeCalls | None = None
         if spec.op.exchanges:
             ranks = (self._own_data, self.world, self.rank)
-            self._exchange = ExchangeCalls(spec, *tools, self.layout, *ranks)
+            self._exchange = ExchangeCalls(parts, self.layout, *ranks)
         who = f"{spec.label}: rank {self.rank}"
         noticed = (self.native, self.peers, watch, self._report)
         self._waits = StreamWaits(who, transport, *noticed, timeout_s)

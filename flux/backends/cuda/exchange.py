@@ -18,15 +18,13 @@ from functools import partial
 import torch
 
 from flux import _C
-from flux.backends.cuda.grouped import Empty
-from flux.backends.cuda.operands import Fit, row_step
-from flux.backends.cuda.workspaces import Workspaces
+from flux.backends.cuda.op_calls import Empty, OpCalls, OpParts
+from flux.backends.cuda.operands import row_step
 from flux.core.call import Blocks, Call, Sequences
 from flux.core.layout import Layout
 from flux.core.schedule import TileSchedule
 from flux.core.spec import OpSpec
 from flux.core.tensors import address_of
-from flux.transport.device import Device
 
 
 def shares_heads(spec: OpSpec, world: int) -> bool:
@@ -52,15 +50,11 @@ def gathered_columns(spec: OpSpec, world: int) -> list[list[tuple[int, int]]]:
     return wide
 
 
-class ExchangeCalls:
+class ExchangeCalls(OpCalls):
     """Puts calls of one op of sequence parallelism on streams.
 
     Args:
-        spec: the op.
-        device: the GPU.
-        native: the op's calls.
-        workspaces: of its kernel.
-        fit: what its kernel can load.
+        parts: as ``OpCalls`` takes them.
         layout: of symmetric memory.
         data: this rank's symmetric memory.
         world: number of ranks.
@@ -69,28 +63,23 @@ class ExchangeCalls:
 
     def __init__(
         self,
-        spec: OpSpec,
-        device: Device,
-        native: _C.CudaOp,
-        workspaces: Workspaces,
-        fit: Fit,
+        parts: OpParts,
         layout: Layout,
         data: torch.Tensor,
         world: int,
         rank: int,
     ) -> None:
-        self._spec = spec
-        self._device = device
-        self._native = native
-        self._workspaces = workspaces
-        self._fit = fit
+        super().__init__(parts)
+        spec = self._spec
         self._world = world
         self._rank = rank
         self._width = spec.travelling(world)[0]
         memory = data.view(torch.uint8)[: layout.data_bytes].view(spec.dtype)
         self._blocks = memory[layout.rest_offset // spec.itemsize :]
         self._gathered = memory
-        native.set_columns(gathered_columns(spec, world))
+        columns = gathered_columns(spec, world)
+        self._columns = columns[rank]  # of gathered rows
+        self._native.set_columns(columns)
 
     def close(self) -> None:
         """Let symmetric memory go."""
@@ -213,10 +202,9 @@ class ExchangeCalls:
         """Put the own heads where each rank reads those of its tokens; own ones in their place."""
         own, first_token = tokens.rows[self._rank], sum(tokens.lengths[: self._rank])
         gathered = self._gathered_rows(own)
-        columns = gathered_columns(self._spec, self._world)[self._rank]
         length = tokens.lengths[self._rank]
         for heads, (first, last), (begin, end) in zip(
-            tensors, self._pieces(), columns, strict=True
+            tensors, self._pieces(), self._columns, strict=True
         ):
             for source, block in self._by_rank(heads, self._blocks, tokens, first, last):
                 block.copy_(source)
@@ -266,7 +254,3 @@ class ExchangeCalls:
         assert blocks.weight is not None
         weight = blocks.weight.t() if self._spec.transpose_weight else blocks.weight
         return self._fit.tensor(weight)
-
-    def _address(self, tensor: torch.Tensor) -> int:
-        self._device.keep(tensor)
-        return address_of(tensor)

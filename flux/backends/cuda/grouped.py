@@ -9,40 +9,25 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 
 from flux import _C
-from flux.backends.cuda.operands import Fit, row_step
-from flux.backends.cuda.workspaces import Workspaces
+from flux.backends.cuda.op_calls import Empty, OpCalls, OpParts
+from flux.backends.cuda.operands import row_step
 from flux.backends.epilogue import ACTIVATE
 from flux.core.call import Call, DeviceChoices, GroupedProduct, RoutedRows
 from flux.core.schedule import TileSchedule
-from flux.core.spec import OpSpec
 from flux.core.tensors import address_of
-from flux.transport.device import Device
 
 POINTER_WORDS = 2  # int32 words of an address
 
 
-class Empty(Protocol):
-    """Allocates a tensor that a call uses: ``CudaBackend._empty``."""
-
-    def __call__(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a tensor [rows, columns]; the op's result dtype by default."""
-        ...
-
-
-class GroupedCalls:
+class GroupedCalls(OpCalls):
     """Puts calls of one op of experts on streams.
 
     Args:
-        spec: the op.
-        device: the GPU.
-        native: the op's calls.
-        workspaces: of its kernels.
-        fit: what its kernels can load.
+        parts: as ``OpCalls`` takes them.
         kernel: the grouped one.
         tile: rows and columns of a tile of its kernel.
         items: of the kernel, about as many as are in work at once.
@@ -51,21 +36,13 @@ class GroupedCalls:
 
     def __init__(
         self,
-        spec: OpSpec,
-        device: Device,
-        native: _C.CudaOp,
-        workspaces: Workspaces,
-        fit: Fit,
+        parts: OpParts,
         kernel: _C.Kernel,
         tile: tuple[int, int],
         items: int,
         activates: bool,
     ) -> None:
-        self._spec = spec
-        self._device = device
-        self._native = native
-        self._workspaces = workspaces
-        self._fit = fit
+        super().__init__(parts)
         self._kernel = kernel
         self._tile = tile
         self._items = items
@@ -261,10 +238,6 @@ class GroupedCalls:
             parallel=(pushes, pushed, shares),
         )
         return on_device
-
-    def _address(self, tensor: torch.Tensor) -> int:
-        self._device.keep(tensor)
-        return address_of(tensor)
 
     def _kept_tokens(self, product: GroupedProduct) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the token of each routed row, and on the device how many rows there are."""
