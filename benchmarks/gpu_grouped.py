@@ -7,8 +7,9 @@ tokens, which the ranks copy to each other. torch multiplies the halves one afte
 whole GPU: the copy of the routed rows, grouped_mm, and, for the second GEMM, the weighted sum into
 tokens (index_add). GPU times reach from the begin of the first to the end of the last piece of work
 in torch's profiler. Calls are whole calls between two synchronisations: flux's host reads the
-routing and makes the maps, torch sorts on the GPU. Methods take turns; figures are medians, ratios
-are formed within a round. Results are compared first.
+routing and makes the maps, torch sorts on the GPU; with maps on the GPU (max_rows) a kernel makes
+them. On Hopper the kernels of sm_80 run beside those of sm_90a. Methods take turns; figures are
+medians, ratios are formed within a round. Results are compared first.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from torch.autograd import DeviceType
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
+from flux.kernels.config import GROUPED
 from flux.machine import host
 from flux.moe import AGGroupedGemm, GroupedGemmRS
 from flux.transport.device import CudaDevice
@@ -131,6 +134,17 @@ def measure(calls: dict[str, Call]) -> dict[str, Any]:
     }
 
 
+def of_sm80() -> CudaDevice | None:
+    """Return the device with the kernels of sm_80 alone, if it has others too."""
+    device = CudaDevice()
+    experts = {s: b for s, b in device.registry.kernels.items() if b.config.op in GROUPED}
+    older = {symbol: built for symbol, built in experts.items() if built.config.arch == "80"}
+    if len(older) in (0, len(experts)):
+        return None
+    device.registry = replace(device.registry, kernels=older)  # type: ignore[misc]
+    return device
+
+
 def run_shape(
     device: CudaDevice, m: int, experts: int, topk: int, hidden: int, wide: int
 ) -> list[dict[str, Any]]:
@@ -148,27 +162,44 @@ def run_shape(
     v = [draw(experts, hidden, half) / wide**0.5 for _ in range(WORLD)]
     tokens = x.chunk(WORLD)
     shapes = []
-    with VirtualWorld(WORLD, device) as ranks, ExitStack() as closing:
-        up, down = (
-            [closing.enter_context(op(**sizes, **shape, group=ranks.rank(r))) for r in range(WORLD)]
-            for op, shape in (
-                (AGGroupedGemm, {"n": 2 * wide, "k": hidden}),
-                (GroupedGemmRS, {"n": hidden, "k": wide}),
+    with ExitStack() as closing:
+
+        def calls_of(device: CudaDevice, **options: Any) -> tuple[Call, Call]:
+            """Return a call of each op on kernels of a device."""
+            ranks = closing.enter_context(VirtualWorld(WORLD, device))
+            up, down = (
+                [
+                    closing.enter_context(op(**sizes, **shape, group=ranks.rank(r)))
+                    for r in range(WORLD)
+                ]
+                for op, shape in (
+                    (AGGroupedGemm, {"n": 2 * wide, "k": hidden}),
+                    (GroupedGemmRS, {"n": hidden, "k": wide}),
+                )
             )
-        )
+            return (
+                lambda: ranks.run(lambda r: up[r](tokens[r], w[r], chosen, **options)),
+                lambda: ranks.run(lambda r: down[r](y[r], v[r], chosen, probs=probs, **options)),
+            )
 
         def sums() -> list[torch.Tensor]:
             halves = [reference.second(y[r], v[r]) for r in range(WORLD)]
             return list((halves[0] + halves[1]).chunk(WORLD))
 
+        of_flux = {
+            "flux": calls_of(device),
+            "flux, maps on the GPU": calls_of(device, max_rows=m * topk),
+        }
+        if older := of_sm80():
+            of_flux["flux, sm_80"] = calls_of(older)
         both: dict[str, dict[str, Call]] = {
             "ag_grouped_gemm": {
                 "torch": lambda: [reference.first(x, w[r]) for r in range(WORLD)],
-                "flux": lambda: ranks.run(lambda r: up[r](tokens[r], w[r], chosen)),
+                **{name: first for name, (first, _) in of_flux.items()},
             },
             "grouped_gemm_rs": {
                 "torch": sums,
-                "flux": lambda: ranks.run(lambda r: down[r](y[r], v[r], chosen, probs=probs)),
+                **{name: second for name, (_, second) in of_flux.items()},
             },
         }
         for op, calls in both.items():
@@ -181,19 +212,24 @@ def run_shape(
 
 
 def table(document: dict[str, Any]) -> str:
-    """Write kernel and call times beside torch's."""
+    """Write kernel and call times of each way beside torch's."""
+    ways = [*document["shapes"][0]["gpu_over_torch"]]
+
+    def over_torch(shape: dict[str, Any], key: str) -> list[str]:
+        return [f"{shape[key][way]['median']:.2f}" if way in shape[key] else "-" for way in ways]
+
     rows = [
         [
             f"{s['op']} {s['m']}, {s['model']}",
             f"{1000 * s['gpu_ms']['torch']:.0f}",
             f"{s['tflops']['torch']:.0f}",
-            f"{s['gpu_over_torch']['flux']['median']:.2f}",
+            *over_torch(s, "gpu_over_torch"),
             f"{1000 * s['call_ms']['torch']:.0f}",
-            f"{s['calls_over_torch']['flux']['median']:.2f}",
+            *over_torch(s, "calls_over_torch"),
         ]
         for s in document["shapes"]
     ]
-    header = ["op, M", "torch us", "TFLOP/s", "flux's", "torch's call us", "flux's"]
+    header = ["op, M", "torch us", "TFLOP/s", *ways, "torch's call us", *ways]
     return markdown(header, rows)
 
 

@@ -6,8 +6,9 @@
 GEMMs are those of a rank of 8 at the Flux paper's shapes. ag_gemm runs with all signals raised
 before; gemm_rs scatters into 8 slots of local memory, all entries raised; reduce adds 8 slots up.
 With --slots host they are in pinned memory of the host: what a slow link does to the GEMM. Raster
-and communication tiles are the heuristic's; --rasters adds others, and --parts gemm_rs without its
-flags, and without its entries. Results are checked first.
+and communication tiles are the heuristic's; --rasters adds others, --sm-counts fewer
+multiprocessors, and --parts gemm_rs without its flags, and without its entries. Results are checked
+first.
 Kernels for float8 are compared with the torch._scaled_mm that accumulates as they do.
 
 A round is a sleep kernel, then all methods in an order that rotates. The sleep hides enqueue time
@@ -266,20 +267,22 @@ def checked(
     kernels: Iterable[BuiltKernel],
     rasters: Sequence[int] = (),
     parts: Sequence[str] = (),
+    sm_counts: Sequence[int] = (),
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Run each kernel once; return the methods that are right, and the errors of all."""
     methods: dict[str, Any] = {}
     errors: dict[str, float] = {}
-    ways: list[tuple[BuiltKernel, str, int | None, str]] = []
+    ways: list[tuple[BuiltKernel, str, dict[str, Any]]] = []
     for built in kernels:
-        ways.append((built, "", None, ""))
+        ways.append((built, "", {}))
+        ways += [(built, f" on {count}", {"sm_count": count}) for count in sm_counts]
         if built.config.op != "gemm":
-            ways += [(built, f" raster {raster}", raster, "") for raster in rasters]
+            ways += [(built, f" raster {raster}", {"raster": raster}) for raster in rasters]
         if built.config.op == "gemm_rs":
-            ways += [(built, f" without {part}", None, part) for part in parts]
-    for built, suffix, raster, without in ways:
+            ways += [(built, f" without {part}", {"without": part}) for part in parts]
+    for built, suffix, way in ways:
         name = built.config.name + suffix
-        run = shape.method(built, raster, without)
+        run = shape.method(built, **way)
         shape.out.fill_(float("nan"))
         shape.slots.fill_(float("nan"))
         run(0)
@@ -316,7 +319,11 @@ def run_shape(
     if options.only is not None:
         kernels = [built for built in kernels if re.search(options.only, built.config.name)]
     fused, errors = checked(
-        shape, kernels, options.rasters, ("flags", "entries") if options.parts else ()
+        shape,
+        kernels,
+        options.rasters,
+        ("flags", "entries") if options.parts else (),
+        options.sm_counts,
     )
     methods: dict[str, Callable[[int], None]] = {**baselines, **fused}
     if options.slots == "device":
@@ -447,6 +454,9 @@ def main() -> None:
     parser.add_argument("--only", help="pattern of the names of kernels to time; default: all")
     parser.add_argument(
         "--rasters", type=int, nargs="*", default=[], help="rasters of fused kernels"
+    )
+    parser.add_argument(
+        "--sm-counts", type=int, nargs="*", default=[], help="multiprocessors, besides all of them"
     )
     parser.add_argument("--parts", action="store_true", help="gemm_rs without parts of it, too")
     parser.add_argument(

@@ -36,9 +36,10 @@ def variants(problem: Problem, tiles: Sequence[int]) -> dict[str, Knobs]:
     """Return the heuristic's knobs, and those of the sweep by name.
 
     Swept are the rows of a communication tile and, for AllGather, the direction; for
-    ReduceScatter, copy engines in place of multiprocessors, and sums in the GEMM's kernel.
+    ReduceScatter, copy engines in place of multiprocessors, and sums in the GEMM's kernel. What the
+    margin costs is seen beside.
     """
-    knobs = {"flux": Knobs()}
+    knobs = {"flux": Knobs(), "flux no margin": Knobs(sm_margin=0)}
     if not problem.op.gathers:
         knobs["flux copies"] = Knobs(sends="copies")
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)

@@ -699,6 +699,7 @@ class CudaOp:
         graph_overlap: bool = False,
         lane: int = 0,
         margin: int = 0,
+        lends_margin: bool = False,
         pushed_bytes: int = 0,
         sum_flags: int = 0,
         sum_words: int = 0,

@@ -68,7 +68,7 @@ void bind_op(py::module_& m) {
                        int signals, int offers, Address report, std::uint64_t timeout_ns,
                        int sm_count, int device, bool poison, int nodes,
                        std::shared_ptr<Remote> remote, int beside, int strips, int boxes, int dtype,
-                       bool shared, bool graph_overlap, int lane, int margin,
+                       bool shared, bool graph_overlap, int lane, int margin, bool lends_margin,
                        std::int64_t pushed_bytes, int sum_flags, int sum_words,
                        std::int64_t second_offset, std::int64_t copied_offset, bool scaled_rows,
                        int x_bytes) {
@@ -106,6 +106,7 @@ void bind_op(py::module_& m) {
                                                          graph_overlap,
                                                          lane,
                                                          margin,
+                                                         lends_margin,
                                                          pushed_bytes,
                                                          sum_flags,
                                                          sum_words,
@@ -123,7 +124,7 @@ void bind_op(py::module_& m) {
            py::arg("nodes") = 1, py::arg("remote") = nullptr, py::arg("beside") = 0,
            py::arg("strips") = 0, py::arg("boxes") = 0, py::arg("dtype") = 0,
            py::arg("shared") = false, py::arg("graph_overlap") = false, py::arg("lane") = 0,
-           py::arg("margin") = 0, py::arg("pushed_bytes") = 0, py::arg("sum_flags") = 0,
+           py::arg("margin") = 0, py::arg("lends_margin") = false, py::arg("pushed_bytes") = 0, py::arg("sum_flags") = 0,
            py::arg("sum_words") = 0, py::arg("second_offset") = 0, py::arg("copied_offset") = 0,
            py::arg("scaled_rows") = false, py::arg("x_bytes") = 2)
       .def_static("pad_words", &CudaOp::pad_words, py::arg("world"), py::arg("signals"),

@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 /* Raised whenever a struct here changes; libraries of another version are refused. */
-#define FLUX_ABI_VERSION 12
+#define FLUX_ABI_VERSION 13
 /* Ranks whose memory one kernel can address: tensor maps are kernel parameters. */
 #define FLUX_MAX_WORLD 32
 
@@ -246,6 +246,8 @@ typedef struct FluxGemmArgs {
   void* slots[FLUX_MAX_WORLD];
   int64_t slot_ld;
   int32_t guard_rows;
+  int32_t waiting; /* dynamic tile schedulers: SMs whose blocks may wait, of sm_count. Blocks beyond leave
+                      rather than wait (cuda/gemm/tile_counter.cuh). 0: all may */
   uint32_t* flags[FLUX_MAX_WORLD];
   const uint32_t* entries;
   /* With counts: bias is that of the result, and slots and flags need no entries. So is it where it scatters. */

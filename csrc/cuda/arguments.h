@@ -85,6 +85,36 @@ inline ScatterTargets scatter_targets(FluxGemmArgs const& args, int tile_m, int 
   return to;
 }
 
+// What tiles wait for: signals of their rows (AllGather), or entries of the rows' owners (ReduceScatter).
+struct Needs {
+  const std::uint32_t* words = nullptr;  // null: nothing
+  CommTiling tiling{};                   // a word for each communication tile; of owners, for each chunk
+  Range own{};                           // rows that need nothing
+  bool entries = false;
+  std::uint32_t epoch = 0;
+  const std::uint32_t* count = nullptr;  // where the epoch of entries is, in a captured call
+
+  void set_sync(const FluxSync& sync) {
+    epoch = sync.epoch;
+    count = entries ? sync.count : nullptr;
+  }
+};
+
+inline Needs needs_of(OpKind op, const FluxGemmArgs& args) {
+  Needs needs;
+  needs.tiling = comm_tiling(args);
+  needs.entries = op != OpKind::kAGGemm;
+  if (needs.entries) {
+    needs.words = args.entries;
+    needs.tiling.rows = chunk_rows(args.m, needs.tiling.world);
+  } else {
+    needs.words = args.signals;
+    needs.own = own_rows(args);
+  }
+  needs.set_sync(args.sync);
+  return needs;
+}
+
 // How a kernel sums by itself (FluxAllReduce).
 struct SumTargets {
   FluxAllReduce to{};

@@ -45,8 +45,6 @@ inline LaunchKey launch_key(const FluxGemmArgs& args) {
   constexpr std::size_t kRanges =
       offsetof(FluxGemmArgs, order) + offsetof(FluxOrder, column_ranges);
   clear(kRanges + sizeof(args.order.column_ranges), kSequence + sizeof(args.order.sequence));
-  clear(offsetof(FluxGemmArgs, guard_rows) + sizeof(args.guard_rows),
-        offsetof(FluxGemmArgs, flags));
   if (args.order.sequence != nullptr) {
     const int ranges = args.order.column_ranges;
     const int count =

@@ -447,6 +447,7 @@ void CudaOp::put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
     }
     args.entries = pointer<const std::uint32_t>(words_->entries[setup_.rank]);
   }
+  if (!schedule.spec.split && args.groups == nullptr) lend_margin(&args);
   if (schedule.spec.split) {
     only_chunk(schedule, chunk, &args);
     if (args.m == 0) return;
@@ -464,6 +465,13 @@ void CudaOp::put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
 // Makes the maps of the call's kernel, while rows travel.
 void CudaOp::put_route(Stream stream) const {
   if (route_ != nullptr) route_->launch(*kernels_.at(0), sync(0), stream);
+}
+
+// Gives a GEMM that waits for rows or entries the multiprocessors of the margin, for as long as it need not.
+void CudaOp::lend_margin(FluxGemmArgs* args) const {
+  if (!setup_.lends_margin) return;
+  args->waiting = args->sm_count;
+  args->sm_count += setup_.margin;
 }
 
 // Makes a GEMM one of so many rows, which are all of this rank's problem.

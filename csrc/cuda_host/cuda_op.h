@@ -113,6 +113,8 @@ struct CudaOpSetup {
   bool graph_overlap = false;
   int lane = 0;    // this rank's number among the ranks of its process on this device
   int margin = 0;  // multiprocessors that are left to kernels of other streams
+  // Whether blocks of the GEMM on the margin leave rather than wait (cuda/gemm/tile_counter.cuh).
+  bool lends_margin = false;
   std::int64_t pushed_bytes = 0;   // of one of the two buffers of rows that kernels push
   int sum_flags = 0;               // of GemmAR on path in_kernel
   int sum_words = 0;               // these, and the words of sums
@@ -279,6 +281,7 @@ class CudaOp {
                   const std::vector<Operand>& operands, std::size_t number, int launch,
                   bool own_in_place);
   void put_route(Stream stream) const;
+  void lend_margin(FluxGemmArgs* args) const;
   static void only_rows(int rows, FluxGemmArgs* args);
   static void only_chunk(const Schedule& schedule, int chunk, FluxGemmArgs* args);
   // `launch`: number of a weight, or the owner of the summed rows; for traces.

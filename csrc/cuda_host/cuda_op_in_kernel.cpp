@@ -37,7 +37,8 @@ void CudaOp::begin_in_kernel(Stream stream) {
   if (capture_ != 0) return follow_capture(stream);
   calls_->begin(stream, this, false);
   if (!traced()) return;
-  if (++epoch_ % kRenewEvery == 0) renew_signals(stream);
+  ++epoch_;
+  if (renews_words()) renew_signals(stream);
   whole_call_ = streams_->begin(stream);
 }
 

@@ -58,6 +58,8 @@ void CudaOp::scatter(const Schedule& schedule, Stream stream, const Rows& x, con
   if (schedule.spec.sums_in_kernel) {
     args.bias = pointer<const void>(operand.bias);
     args.all_reduce = own_sums(out);
+  } else if (args.groups == nullptr) {
+    lend_margin(&args);
   }
   // With several nodes, the fork comes before the kernel: it is where the call begins.
   if (setup_.remote) driver_->record(forked_, stream);

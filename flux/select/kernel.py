@@ -54,8 +54,11 @@ def choose(
     sm_count: int,
     capability: tuple[int, int] | None = None,
     taken: int = 0,
+    spare: int = 0,
 ) -> BuiltKernel | None:
     """Return the candidate of least cost (``best_of``); None if there are no candidates.
+
+    ``spare``: multiprocessors beside ``sm_count`` that kernels use whose blocks claim their tiles.
 
     With FLUX_KERNEL_CHOICE=nvidia and a ``capability``, nvidia-matmul-heuristics ranks them, if it
     is installed and knows the GPU; it knows nothing of multiprocessors that are ``taken``.
@@ -65,8 +68,13 @@ def choose(
     if capability is not None and KERNEL_CHOICE.get() == "nvidia":
         rank = nvidia_heuristics.ranking(configs, problem, sm_count, capability)
     if rank is None:
-        rank = partial(cost, problem=problem, sm_count=sm_count, taken=taken)
+        rank = partial(_cost, problem=problem, sm_count=sm_count, taken=taken, spare=spare)
     return candidates[best_of(configs, [rank(config) for config in configs])] if configs else None
+
+
+def _cost(config: GemmConfig, problem: GemmProblem, sm_count: int, taken: int, spare: int) -> float:
+    claims = config.tile_scheduler == "dynamic"
+    return cost(config, problem, sm_count + (spare if claims else 0), taken)
 
 
 def _warn_once(text: str) -> None:
@@ -179,13 +187,15 @@ def problems(spec: OpSpec, world: int, n: int) -> list[GemmProblem]:
     return [GemmProblem(rows, columns, k, world) for k in sorted(depths, reverse=True)]
 
 
-def _scheduler(knobs: Knobs, preferred: GemmConfig | None, taken: int) -> str | None:
+def _scheduler(
+    knobs: Knobs, preferred: GemmConfig | None, taken: int, spare: int = 0
+) -> str | None:
     """Return the tile scheduler of the kernels to choose from; None: the model chooses that too."""
     if knobs.tile_scheduler is not None:
         return knobs.tile_scheduler
     if preferred is not None:
         return preferred.tile_scheduler
-    return None if taken else "static"
+    return None if taken or spare else "static"
 
 
 def op_kernel(
@@ -198,12 +208,13 @@ def op_kernel(
     preferred: GemmConfig | None = None,
     traced: bool = False,
     taken: int = 0,
+    spare: int = 0,
 ) -> OpKernel:
     """Return the best kernel for ``n`` columns.
 
     It is ``preferred``, in the variant that the op wants, if it is built and can do it; else the
     one that the model chooses. ``traced``: of a trace build. ``taken``: multiprocessors that other
-    kernels may hold when it starts (``cost``).
+    kernels may hold when it starts (``cost``). ``spare``: as ``choose`` takes it.
 
     Raises:
         ValueError: no kernel that is built can do it.
@@ -221,7 +232,7 @@ def op_kernel(
         "scaling": spec.scaling,
         "fast_accum": spec.fast_accum,
         "reduce": "in_flight" if knobs.reduce == "in_flight" else "local",
-        "tile_scheduler": None if spec.experts else _scheduler(knobs, preferred, taken),
+        "tile_scheduler": None if spec.experts else _scheduler(knobs, preferred, taken, spare),
     }
 
     def best(activation: str) -> BuiltKernel | None:
@@ -246,7 +257,7 @@ def op_kernel(
                 f"{spec.label}: the tuned kernel {preferred.name} is not built, or does not "
                 f"support {alternatives[0]}: another kernel runs ({builders} it)"
             )
-        return choose(suited, alternatives[0], sm_count, device.capability, taken)
+        return choose(suited, alternatives[0], sm_count, device.capability, taken, spare)
 
     kernel = best("none" if spec.gated else spec.activation)
     if kernel is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flux.core.knobs import Knobs
+    from flux.core.knobs import Knobs, OpRow
     from flux.core.problem import Problem
     from flux.kernels.config import GemmConfig
     from flux.machine.cluster import Cluster
@@ -29,6 +29,19 @@ def margin(sm_count: int) -> int:
     multiprocessor until this rank's own wait is over.
     """
     return min(MARGIN, sm_count // 16) or int(sm_count > 1)
+
+
+def lends_margin(op: OpRow, nodes: int, knobs: Knobs) -> bool:
+    """Return whether blocks that claim tiles multiply on the margin too, until they had to wait.
+
+    They leave the kernel then (csrc/cuda/gemm/tile_counter.cuh). Not where kernels of this op
+    itself need the margin: those that forward rows, or take partials to their owners.
+    """
+    if nodes > 1 or op.exchanges or knobs.path != "fused":
+        return False
+    if op.gathers:
+        return knobs.direction == "pull" or knobs.order in (None, "direct")
+    return knobs.sends != "copies" and knobs.reduce != "in_kernel"
 
 
 def gemm_units(problem: Problem, cluster: Cluster, knobs: Knobs | None = None) -> int:

@@ -24,7 +24,7 @@ struct GroupedParams {
   const std::uint32_t* signals = nullptr;
   CommTiling tiling{};
   ScatterTargets targets{};
-  std::uint32_t* counter = nullptr;  // of claimed items
+  TileCounter* counter = nullptr;  // of claimed items
   std::uint32_t* finished =
       nullptr;  // by tile of sums: rows of products; 0 whenever no kernel runs
   FluxSync sync{};
@@ -95,8 +95,8 @@ struct GroupedLauncher {
     p.signals = Duty::kGathers ? args.signals : nullptr;
     p.tiling = comm_tiling(args);
     p.targets = scatter_targets(args, C::kTileM, C::kTileN);
-    p.counter = static_cast<std::uint32_t*>(args.workspace);
-    p.finished = p.counter + kCounterBytes / sizeof(std::uint32_t);
+    p.counter = static_cast<TileCounter*>(args.workspace);
+    p.finished = static_cast<std::uint32_t*>(args.workspace) + kCounterBytes / sizeof(std::uint32_t);
     p.sync = args.sync;
     return p;
   }

@@ -31,6 +31,7 @@ from flux.backends.cuda.setup import (
     choose_kernels,
     cluster_tile,
     margin_of,
+    spare_of,
     sums_by_switch,
 )
 from flux.backends.cuda.waits import StreamWaits
@@ -125,7 +126,8 @@ class CudaBackend:
         self.margin = margin_of(spec, transport, knobs)
         self.pulls = knobs.direction == "pull"
         self.sm_count = max(1, self.sm_count - self.margin)
-        sizes = (knobs, choice.kernel)
+        spare = spare_of(spec, transport, knobs, self.margin)
+        sizes = (knobs, choice.kernel, spare)
         chosen = choose_kernels(spec, transport, self.sm_count, *sizes)
         self._activate_after = any(kernel.activate_after for kernel in chosen)
         self.beside = 0
@@ -134,6 +136,7 @@ class CudaBackend:
             cluster = max(math.prod(kernel.built.config.cluster) for kernel in chosen)
             self.sm_count = max(1, self.sm_count - self.beside * cluster)
         self.configs = [kernel.built.config for kernel in chosen]
+        self.lends_margin = spare > 0 and all(c.tile_scheduler == "dynamic" for c in self.configs)
         self.cluster: ClusterTile | None = cluster_tile(
             spec, transport, self.sm_count, self.configs, *sizes
         )
@@ -210,6 +213,7 @@ class CudaBackend:
             graph_overlap=GRAPH_OVERLAP.get(),
             lane=self.transport.lane,
             margin=self.margin,
+            lends_margin=self.lends_margin,
             scaled_rows=spec.scaling == "row",
             x_bytes=spec.dtype.itemsize,
             **self.layout.native,

@@ -11,7 +11,7 @@ from flux.kernels.config import GemmConfig
 from flux.kernels.legality import reason_not_summing
 from flux.select.heuristic import gathered_buffers, reason_one_buffer
 from flux.select.kernel import OpKernel, op_kernel
-from flux.select.share import margin, taken_units
+from flux.select.share import lends_margin, margin, taken_units
 from flux.transport.base import DeviceTransport
 
 SWITCH_BYTES = 16  # that a multicast access takes
@@ -73,12 +73,19 @@ def margin_of(spec: OpSpec, transport: DeviceTransport, knobs: Knobs) -> int:
     return margin(mine) if transport.world > 1 and transport.nodes == 1 and mine == every else 0
 
 
+def spare_of(spec: OpSpec, transport: DeviceTransport, knobs: Knobs, margin: int) -> int:
+    """Return the multiprocessors of the margin that blocks multiply on while nothing waits."""
+    lends = not spec.experts and lends_margin(spec.op, transport.nodes, knobs)
+    return margin if lends else 0
+
+
 def choose_kernels(
     spec: OpSpec,
     transport: DeviceTransport,
     sm_count: int,
     knobs: Knobs,
     preferred: GemmConfig | None,
+    spare: int,
 ) -> list[OpKernel]:
     """Choose a kernel for each weight, the same on all ranks of a ReduceScatter. Collective.
 
@@ -88,6 +95,7 @@ def choose_kernels(
         sm_count: multiprocessors of the GEMM.
         knobs: of its fused calls.
         preferred: the kernel that tuning found.
+        spare: multiprocessors that blocks beside them multiply on, if they claim their tiles.
 
     Raises:
         ValueError: a rank has none, or cannot add in its peers' memory, which the knobs want.
@@ -105,7 +113,7 @@ def choose_kernels(
         problem = f"{spec.label}: {what} on GPUs need ranks of one node, got {transport.nodes}"
     kernels = []
     taken = taken_units(knobs, transport.sm_share, transport.nodes)
-    args = (transport.device, knobs, sm_count, preferred, TRACE.get(), taken)
+    args = (transport.device, knobs, sm_count, preferred, TRACE.get(), taken, spare)
     try:
         for n in spec.local_n(transport.world, transport.rank):
             kernels.append(op_kernel(spec, transport.world, n, *args))
@@ -125,12 +133,13 @@ def cluster_tile(
     configs: Sequence[GemmConfig],
     knobs: Knobs,
     preferred: GemmConfig | None,
+    spare: int,
 ) -> ClusterTile:
     """Return what schedules know of the kernels: of rank 0's columns, so all ranks agree."""
     world = transport.world
     columns = spec.local_n(world, 0)
     if columns != spec.local_n(world, transport.rank):
         taken = taken_units(knobs, transport.sm_share, transport.nodes)
-        args = (transport.device, knobs, sm_count, preferred, TRACE.get(), taken)
+        args = (transport.device, knobs, sm_count, preferred, TRACE.get(), taken, spare)
         configs = [op_kernel(spec, world, n, *args).built.config for n in columns]
     return ClusterTile.of([config.cluster_tile for config in configs])

@@ -104,8 +104,14 @@ struct OrderedSwizzle : cutlass::gemm::threadblock::GemmIdentityThreadblockSwizz
 };
 
 // The block's next slot, for all of its threads.
-CUTLASS_DEVICE int claim_slot(std::uint32_t* counter, int slots) {
-  if (threadIdx.x == 0) block_params().slot = claim_tile(counter, slots, gridDim.x);
+CUTLASS_DEVICE int claim_slot(TileClaims const& claims, int slots) {
+  BlockParams& p = block_params();
+  if (threadIdx.x == 0) {
+    p.slot = claim_tile(claims, slots, gridDim.x, blockIdx.x, [&p](int slot) {
+      const int begin = tile_at(p.map, slot).m * p.tile_m;
+      return Range{begin, min_of(begin + p.tile_m, p.tiling.m)};
+    });
+  }
   __syncthreads();
   return block_params().slot;
 }
@@ -205,7 +211,7 @@ struct Params {
   FluxGather gather;
   SumTargets sums;
   int rank;
-  std::uint32_t* counter;  // of a dynamic tile scheduler
+  TileClaims claims;  // of a dynamic tile scheduler
 };
 
 // What a kernel does beside its multiplication, where it does so by itself (path in_kernel).
@@ -244,7 +250,7 @@ __global__ void __launch_bounds__(Base::kThreadCount)
   } else {
     constexpr bool kDynamic = Types<C>::kDynamic;
     const int slots = params.block.map.rows * params.block.map.columns;
-    int slot = kDynamic ? claim_slot(params.counter, slots) : blockIdx.x;
+    int slot = kDynamic ? claim_slot(params.claims, slots) : blockIdx.x;
     CUTLASS_PRAGMA_NO_UNROLL
     while (slot < slots) {
       OrderedSwizzle swizzle;
@@ -252,7 +258,7 @@ __global__ void __launch_bounds__(Base::kThreadCount)
       Base().run_with_swizzle(params.base, storage, swizzle);
       // The next tile's operands come to where this one's epilogue still reads its results.
       __syncthreads();
-      slot = kDynamic ? claim_slot(params.counter, slots) : slot + gridDim.x;
+      slot = kDynamic ? claim_slot(params.claims, slots) : slot + gridDim.x;
     }
   }
   leave_tile({-1, -1});
@@ -293,7 +299,7 @@ struct Launcher {
                args.gather,
                sum_targets(args, C::kTileM, C::kTileN, sizeof(typename C::Output)),
                args.order.rank,
-               static_cast<std::uint32_t*>(args.workspace)};
+               tile_claims(kOp, args, with.blocks_per_sm, 1)};
     BlockParams& at = out.block;
     at.map = tile_map(tile_order(args, kOp, C::kTileM, C::kTileN));
     at.signals = kOp == OpKind::kAGGemm ? args.signals : nullptr;

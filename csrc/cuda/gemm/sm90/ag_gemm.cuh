@@ -48,9 +48,8 @@ struct AGGemmParts {
   }
   static void set_sync(typename Kernel::Params& params, FluxSync const& sync) {
     params.mainloop.waits.sync = sync;
-    if constexpr (kTraced) {
-      params.mainloop.sync = params.epilogue.sync = params.scheduler.sync = sync;
-    }
+    Kernel::TileScheduler::set_sync(params.scheduler, sync);
+    if constexpr (kTraced) params.mainloop.sync = params.epilogue.sync = sync;
   }
 };
 template <class C>

@@ -149,10 +149,12 @@ class DynamicTileScheduler
   };
 
   struct Arguments : Base::Arguments {
-    std::uint32_t* counter = nullptr;
+    TileClaims claims;
+    int tile_rows = 0;  // of a cluster
   };
   struct Params : Base::Params {
-    std::uint32_t* counter;
+    TileClaims claims;
+    int tile_rows;
   };
 
   template <class Problem, class Tile, class... Rest>
@@ -160,7 +162,12 @@ class DynamicTileScheduler
                                         cutlass::KernelHardwareInfo const& hardware,
                                         Arguments const& args, Rest... rest) {
     return {Base::to_underlying_arguments(problem, tile, cluster, hardware, args, rest...),
-            args.counter};
+            args.claims, args.tile_rows};
+  }
+
+  static void set_sync(Params& params, FluxSync const& sync) {
+    Base::set_sync(params, sync);
+    params.claims.needs.set_sync(sync);
   }
 
   // All threads of all blocks come here first.
@@ -214,7 +221,12 @@ class DynamicTileScheduler
 
   CUTLASS_DEVICE static int claim(Params const& params) {
     const unsigned clusters = gridDim.x * gridDim.y * gridDim.z / cute::size(ClusterShape{});
-    return claim_tile(params.counter, tiles(params), clusters);
+    const dim3 at = cute::cluster_id_in_grid();
+    const unsigned cluster = at.x + at.y * cute::cluster_grid_dims().x;
+    return claim_tile(params.claims, tiles(params), clusters, cluster, [&](int number) {
+      const int begin = tile_at(params.map, number).m * params.tile_rows;
+      return Range{begin, min_of(begin + params.tile_rows, params.claims.needs.tiling.m)};
+    });
   }
 
   CUTLASS_DEVICE WorkTileInfo tile(int number) const {

@@ -106,9 +106,8 @@ struct GemmRSParts {
   static void set_sync(typename Kernel::Params& params, FluxSync const& sync) {
     auto& store = params.epilogue.thread.op_1;
     store.targets.sync = store.sums.sync = sync;
-    if constexpr (kTraced) {
-      params.mainloop.sync = params.epilogue.sync = params.scheduler.sync = sync;
-    }
+    Kernel::TileScheduler::set_sync(params.scheduler, sync);
+    if constexpr (kTraced) params.mainloop.sync = params.epilogue.sync = sync;
   }
 };
 

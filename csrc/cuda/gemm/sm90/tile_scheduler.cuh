@@ -58,6 +58,13 @@ class OrderedTileScheduler : public Base {
     return params;
   }
 
+  // Of a launch, into parameters that were made for another one.
+  static void set_sync([[maybe_unused]] Params& params, [[maybe_unused]] FluxSync const& sync) {
+#ifdef FLUX_TRACE
+    params.sync = sync;
+#endif
+  }
+
   CUTLASS_DEVICE explicit OrderedTileScheduler(Params const& params)
       : Base(params), map_(&params.map) {}
 
@@ -126,7 +133,9 @@ typename Scheduler::Arguments scheduler_arguments(OpKind op, FluxGemmArgs const&
   args.raster_order = Scheduler::RasterOrderOptions::AlongN;
   args.map = tile_map(tile_order(given, op, C::kTileM * C::kClusterM, C::kTileN * C::kClusterN));
   if constexpr (Scheduler::IsDynamicPersistent) {
-    args.counter = static_cast<std::uint32_t*>(given.workspace);
+    constexpr int kClusterSize = C::kClusterM * C::kClusterN;
+    args.claims = tile_claims(op, given, 1, kClusterSize);
+    args.tile_rows = C::kTileM * C::kClusterM;
   }
   return args;
 }
