@@ -1,11 +1,13 @@
 """Models from the files of others: Transformers' config.json, torchtitan's and Megatron's options.
 
 Only sizes are read. What a plan cannot have is refused in words: encoders, towers for pictures and
-sound, state-space layers. Attention is causal, and norms, biases and positions are not counted.
+sound, state-space layers, linear attention. Attention is causal, and norms, biases and positions
+are not counted.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,23 +24,37 @@ UNGATED = ("gpt2", "gpt_neox", "gpt_bigcode", "starcoder2", "phi", "opt", "bloom
 """Those with a plain MLP."""
 EXPERTS = (
     *("mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"),
-    *("olmoe", "granitemoe", "glm4_moe", "kimi_k2", "ernie4_5_moe", "minimax"),
+    *("olmoe", "granitemoe", "glm4_moe", "kimi_k2", "ernie4_5_moe", "minimax_m2", "llama4_text"),
 )
 """Those with experts."""
 TIED = (
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "opt",
-    "bloom",
-    "gpt_bigcode",
-    "cohere",
-    "cohere2",
+    *("gemma", "gemma2", "gemma3_text", "gpt2", "opt", "bloom", "gpt_bigcode", "cohere"),
+    *("cohere2", "smollm3", "starcoder2", "ernie4_5_moe"),
 )
 """Those whose head is the embedding if the file does not say it."""
-ALTERNATING = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+ALTERNATING = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6, "cohere2": 4, "llama4_text": 4}
 """Of so many layers one has no window, if the file does not say it."""
+_KV_HEADS = {
+    2: ("glm", "glm4", "starcoder2"),
+    4: ("gemma2", "gemma3_text", "smollm3", "qwen3_moe", "ernie4_5_moe"),
+    8: ("mistral", "mixtral", "phimoe", "gpt_oss", "glm4_moe", "seed_oss", "llama4_text"),
+    16: ("gemma", "qwen2_moe"),
+    32: ("qwen2", "qwen3"),
+}
+_HEAD_DIM = {
+    64: ("gpt_oss",),
+    128: ("qwen3", "glm", "glm4", "seed_oss", "llama4_text"),
+    256: ("gemma", "gemma2", "gemma3_text"),
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"num_attention_heads": 8, "vocab_size": 262208, "sliding_window": 4096},
+    "llama4_text": {"attention_chunk_size": 8192, "n_shared_experts": 1},
+    "gemma2": {"sliding_window": 4096},
+    "mistral": {"sliding_window": 4096},
+    "gpt_bigcode": {"multi_query": True},
+}
+"""What Transformers takes for keys that a file leaves out, as its saved parts of models do; with
+heads of keys, and their width, where these are neither those of queries nor their share."""
 TORCHTITAN = {
     "llama3_8b": "llama3-8b",
     "llama3_70b": "llama3-70b",
@@ -55,8 +71,10 @@ _ALIASES = {
     "num_key_value_heads": ("num_kv_heads",),
     "intermediate_size": ("n_inner", "ffn_dim"),
     "max_position_embeddings": ("n_positions", "seq_length"),
-    "num_local_experts": ("num_experts", "n_routed_experts"),
+    "num_local_experts": ("num_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": ("moe_k", "num_experts_per_token", "moe_topk"),
+    "n_shared_experts": ("moe_num_shared_experts",),
+    "first_k_dense_replace": ("moe_layer_start_index",),
     "dtype": ("torch_dtype",),
 }
 _REFUSED = {
@@ -69,6 +87,7 @@ _REFUSED = {
     "attn_layer_period": "state-space layers, and plans know attention",
     "linear_num_key_heads": "linear attention, and plans know softmax attention",
 }
+_ATTENTION = ("full_attention", "chunked_attention", "sliding_attention")
 SCRIPTS = (".sh", ".txt", ".args")
 """Endings of files with Megatron's options."""
 _SEQUENCE = 8192
@@ -111,11 +130,12 @@ def from_config(file: Path) -> Model:
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     if isinstance(content, dict):
-        content = {key: value for key, value in content.items() if value is not None}
         for key, others in _ALIASES.items():
             used = [other for other in others if other in content]
             if key not in content and used:
                 content[key] = content[used[0]]
+        content = _defaults(content.get("model_type")) | content
+        content = {key: value for key, value in content.items() if value is not None}
     top = Table.of_json(file, content, what)
     for key, problem in _REFUSED.items():
         if content.get(key):
@@ -139,6 +159,13 @@ def from_config(file: Path) -> Model:
     )
 
 
+def _defaults(kind: object) -> dict[str, Any]:
+    """Return what Transformers takes for keys that a file of this kind leaves out."""
+    sizes = (("num_key_value_heads", _KV_HEADS), ("head_dim", _HEAD_DIM))
+    found = {key: size for key, of in sizes for size, kinds in of.items() if kind in kinds}
+    return found | (_DEFAULTS.get(kind, {}) if isinstance(kind, str) else {})
+
+
 def _name(content: dict[str, Any], file: Path) -> str:
     name = content.get("_name_or_path")
     return name if isinstance(name, str) and name and name.isprintable() else file.stem
@@ -147,6 +174,8 @@ def _name(content: dict[str, Any], file: Path) -> str:
 def _layer_of(top: Table, content: dict[str, Any], kind: str) -> tuple[Layer, int]:
     """Return the layer, and how many leading layers have no experts."""
     hidden, heads = top.integer("hidden_size"), top.integer("num_attention_heads")
+    if top.integer("word_embed_proj_dim", hidden) != hidden:
+        top.fail("word_embed_proj_dim", f"an embedding must be as wide as hidden_size = {hidden}")
     latent = _latent(top) if "kv_lora_rank" in content else None
     if latent is not None:
         head_dim, kv_heads = top.integer("qk_nope_head_dim") + latent.rope_dim, heads
@@ -159,13 +188,16 @@ def _layer_of(top: Table, content: dict[str, Any], kind: str) -> tuple[Layer, in
         top.fail("num_key_value_heads", f"must divide {heads} heads, got {kv_heads}")
     moe, dense_layers = _moe(top, content, kind)
     intermediate = top.integer("intermediate_size", 4 * hidden)
-    if moe is not None and not dense_layers:
+    if kind == "llama4_text":
+        intermediate = top.integer("intermediate_size_mlp")
+    if moe is not None and not dense_layers and moe.every == 1:
         intermediate = 0
     window, full_every = _window(top, content, kind)
     return (
         Layer(
             *(hidden, intermediate, heads, kv_heads, head_dim, kind not in UNGATED),
             *(moe, latent, window, full_every, kind in UNGATED),
+            chunked="attention_chunk_size" in content and bool(window),
         ),
         dense_layers,
     )
@@ -190,29 +222,40 @@ def _moe(top: Table, content: dict[str, Any], kind: str) -> tuple[Moe | None, in
     width = top.integer("moe_intermediate_size", content.get("intermediate_size"))
     shared = top.integer("shared_expert_intermediate_size", 0, least=0)
     shared += top.integer("n_shared_experts", 0, least=0) * width
-    if top.integer("decoder_sparse_step", 1) != 1 or top.integer("moe_layer_freq", 1) != 1:
-        top.fail("decoder_sparse_step", "layers with and without experts by turns are not known")
+    for key in ("moe_layer_freq", "moe_layer_interval"):
+        if top.integer(key, 1) != 1:
+            top.fail(key, "expected 1: the first of so many layers with experts is not known")
+    every = top.integer("decoder_sparse_step", top.integer("interleave_moe_layer_step", 1))
     without = top.values("mlp_only_layers", empty=True) if "mlp_only_layers" in content else []
     if without != list(range(len(without))):
         top.fail("mlp_only_layers", f"expected leading layers alone, got {without}")
     dense = top.integer("first_k_dense_replace", len(without), least=0)
-    return Moe(experts, top_k, width, shared), dense
+    return Moe(experts, top_k, width, shared, every), dense
 
 
 def _window(top: Table, content: dict[str, Any], kind: str) -> tuple[int, int]:
     """Return tokens of the window, and of how many layers one has none; 0 and 0: no window."""
-    window = top.integer("sliding_window", 0, least=0)
+    layers = top.values("layer_types", empty=True) if "layer_types" in content else None
+    others = [kind for kind in layers or () if kind not in _ATTENTION]
+    if others:
+        known = ", ".join(_ATTENTION)
+        top.fail("layer_types", f"the model has {shown(others[0])}, and plans know {known}")
+    key = "attention_chunk_size" if "attention_chunk_size" in content else "sliding_window"
+    window = top.integer(key, 0, least=0)
     if not window or content.get("use_sliding_window") is False:
         return 0, 0
+    if layers is None and kind == "llama4_text" and content.get("no_rope_layers"):
+        layers = [_ATTENTION[bool(rotates)] for rotates in top.values("no_rope_layers")]
     every = top.integer("sliding_window_pattern", ALTERNATING.get(kind, 0), least=0)
-    layers = content.get("layer_types")
-    if isinstance(layers, list):
+    if layers is not None:
         whole = [n for n, name in enumerate(layers) if name == "full_attention"]
         if len(whole) == len(layers):
             return 0, 0
         every = whole[0] + 1 if whole else 0
         if whole != ([n for n in range(len(layers)) if (n + 1) % every == 0] if whole else []):
             top.fail("layer_types", "expected one layer with full attention in every so many")
+    elif top.integer("max_window_layers", 0, least=0) and content.get("use_sliding_window"):
+        top.fail("max_window_layers", "expected 0: leading layers without a window are not known")
     return window, every
 
 
@@ -272,9 +315,10 @@ def from_megatron(file: Path) -> Model:
     if "num-experts" in options:
         width = size("moe-ffn-hidden-size", intermediate)
         shared = size("moe-shared-expert-intermediate-size", 0)
-        moe = Moe(size("num-experts"), size("moe-router-topk", 2), width, shared)
-        dense = _dense_layers(options.get("moe-layer-freq", "1"), str(file))
-        intermediate = intermediate if dense else 0
+        layers, pattern = size("num-layers"), options.get("moe-layer-freq", "1")
+        dense, every = _expert_layers(pattern, layers, str(file))
+        moe = Moe(size("num-experts"), size("moe-router-topk", 2), width, shared, every)
+        intermediate = intermediate if dense or every > 1 else 0
     if "window-size" in options:
         options["window-size"] = options["window-size"].strip("()").partition(",")[0]
     layer = Layer(
@@ -296,15 +340,32 @@ def from_megatron(file: Path) -> Model:
     )
 
 
-def _dense_layers(text: str, where: str) -> int:
-    """Return the leading layers without experts that ``--moe-layer-freq`` says: ([0]*3+[1]*58)."""
-    if text.strip() == "1":
-        return 0
-    parts = text.replace(" ", "").strip("()").split("+")
-    numbered = zip("01", parts, strict=False)
-    counts = [part.removeprefix(f"[{kind}]").lstrip("*") or "1" for kind, part in numbered]
-    if len(parts) != 2 or not all(count.isdecimal() for count in counts):
-        raise ValueError(
-            f"{where}: --moe-layer-freq: expected ([0]*LAYERS+[1]*LAYERS), got {text!r}"
-        )
-    return int(counts[0])
+def _expert_layers(text: str, layers: int, where: str) -> tuple[int, int]:
+    """Return leading layers without experts, and of how many others the last one has experts.
+
+    Args:
+        text: of ``--moe-layer-freq``: a number N, of so many layers the first one has experts; or a
+            list such as ([0]*3+[1]*58), ([0]*1+[1]*1)*24 or [0,1,0,1].
+        layers: how many there are.
+        where: it is from, for errors.
+    """
+    text = text.replace(" ", "")
+    if text == "1":
+        return 0, 1
+    kinds = re.sub(r"\[([01,]*)\](?:\*(\d{1,4}))?", _repeated, text[:1000])
+    kinds = re.sub(r"\(([01+]*)\)(?:\*(\d{1,4}))?", _repeated, kinds).replace("+", "")
+    first = kinds.find("1")
+    if first >= 0 and len(kinds) == layers and "[" in text:
+        for dense, every in ((first, 1), (0, first + 1)):
+            wanted = (n >= dense and (n + 1) % every == 0 for n in range(layers))
+            if kinds == "".join("01"[kind] for kind in wanted):
+                return dense, every
+    raise ValueError(
+        f"{where}: --moe-layer-freq: expected ([0]*LAYERS+[1]*LAYERS), or a list in which the last "
+        f"of every so many of {layers} layers has experts, got {shown(text)}"
+    )
+
+
+def _repeated(part: re.Match[str]) -> str:
+    kinds, most = re.sub("[,+]", "", part[1]), 1 << 16
+    return kinds * min(int(part[2] or 1), most // max(1, len(kinds)))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,14 @@ class Moe:
         top_k: how many each token goes to.
         intermediate: of an expert.
         shared: of the experts that every token goes to, together.
+        every: of so many layers the last one has experts, the others an MLP.
     """
 
     experts: int
     top_k: int
     intermediate: int
     shared: int = 0
+    every: int = 1
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Layer:
 
     Attributes:
         hidden: width of the model.
-        intermediate: of the MLP; with experts, of leading layers without experts, or 0.
+        intermediate: of the MLP; with experts, of layers without experts, or 0.
         heads: of queries.
         kv_heads: of keys and values.
         head_dim: width of a head.
@@ -78,6 +81,7 @@ class Layer:
         latent: compressed attention.
         window: tokens that attention looks back on; 0: all.
         full_every: of so many layers the last one has no window; 0: all have it.
+        chunked: windows do not move: attention looks back to the last multiple of the window.
         dropout: whether a mask is kept of what is added to the residual.
     """
 
@@ -92,6 +96,7 @@ class Layer:
     window: int = 0
     full_every: int = 0
     dropout: bool = True
+    chunked: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -123,14 +128,27 @@ class Layer:
         """Return elements of the weights of an MLP, or of an expert."""
         return (3 if self.gated else 2) * self.hidden * intermediate
 
+    @property
+    def period(self) -> int:
+        """After so many layers windows and experts repeat."""
+        return lcm(self.full_every or 1, self.moe.every if self.moe else 1)
+
+    def has_experts(self, layer: int, dense_layers: int) -> bool:
+        """Return whether a layer has experts, of a model with leading layers without."""
+        moe = self.moe
+        return moe is not None and layer >= dense_layers and (layer + 1) % moe.every == 0
+
     def reach(self, layer: int, sequence: int) -> int:
-        """Return keys that attention of a layer computes for the last token of a sequence."""
+        """Return keys that a layer keeps of a sequence; its attention reads as many, at most."""
         full = not self.window or (self.full_every and (layer + 1) % self.full_every == 0)
         return sequence if full else min(self.window, sequence)
 
     def visible(self, layer: int, sequence: int) -> float:
         """Return pairs of a query and a key that attention computes, of one sequence and head."""
         reach = self.reach(layer, sequence)
+        if self.chunked:
+            whole, rest = divmod(sequence, reach)
+            return (whole * reach * reach + rest * rest) / 2
         return sequence * reach - reach * reach / 2
 
     def gemms(self, decodes: bool) -> Iterator[tuple[str, int, int]]:
@@ -172,14 +190,32 @@ class Model:
     @property
     def parameters(self) -> int:
         """Elements of all weights but norms and biases."""
-        layer, moe = self.layer, self.layer.moe
-        total = self.vocabulary * layer.hidden * (1 if self.tied else 2)
-        total += self.layers * layer.attention_weights
-        dense = self.layers if moe is None else self.dense_layers
-        total += dense * layer.mlp_weights(layer.intermediate)
-        if moe is not None:
-            experts = layer.mlp_weights(moe.experts * moe.intermediate + moe.shared)
-            total += (self.layers - dense) * (experts + layer.hidden * moe.experts)
+        moe = self.layer.moe
+        tables = self.vocabulary * self.layer.hidden * (1 if self.tied else 2)
+        return tables + self._of_layers(moe.experts if moe else 0)
+
+    @property
+    def active(self) -> int:
+        """Elements of the weights that a token is multiplied with: of experts, its own."""
+        moe = self.layer.moe
+        return self.vocabulary * self.layer.hidden + self._of_layers(moe.top_k if moe else 0)
+
+    @property
+    def size(self) -> str:
+        """Parameters, and active ones if they are fewer for experts, for display."""
+        total, active = (f"{count / 1e9:.3g}B" for count in (self.parameters, self.active))
+        return f"{total} parameters" + (f" ({active} active)" if self.layer.moe else "")
+
+    def _of_layers(self, experts: int) -> int:
+        """Return elements of all layers' weights, with so many routed experts in each."""
+        layer, moe, total = self.layer, self.layer.moe, 0
+        for number in range(self.layers):
+            total += layer.attention_weights
+            if moe is None or not layer.has_experts(number, self.dense_layers):
+                total += layer.mlp_weights(layer.intermediate)
+            else:
+                total += layer.mlp_weights(experts * moe.intermediate + moe.shared)
+                total += layer.hidden * moe.experts  # the router
         return total
 
 

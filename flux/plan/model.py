@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flux.bench.model_files import model_of
-from flux.bench.shapes import Layer, Moe
+from flux.bench.shapes import Layer, Model, Moe
 from flux.core.datafile import MOST_SIZE, shown
 from flux.core.problem import DTYPES, ceil_div
 
@@ -159,7 +159,7 @@ class TrainingStep:
             ("sequence", self.sequence, "cp", parallel.cp),
             ("dp", parallel.dp, "shard", self.shard or 1),
         ]
-        if layer.moe is None or self.dense_layers:
+        if layer.moe is None or self.dense_layers or layer.moe.every > 1:
             sizes.append(("intermediate", layer.intermediate, "tp", parallel.tp))
         if layer.moe is not None:
             sizes.append(("experts", layer.moe.experts, "ep", parallel.ep))
@@ -217,13 +217,19 @@ class TrainingStep:
             raise ValueError("dense_layers are of models with experts and an intermediate size")
 
     @property
+    def model(self) -> Model:
+        """The model that the step trains."""
+        head = self.vocabulary, self.tied, self.dense_layers
+        return Model(self.name, self.dtype, self.layer, self.layers, self.sequence, *head)
+
+    @property
     def stages(self) -> tuple[int, ...]:
         """Layers of each pipeline stage."""
         return self.split or even_split(self.layers, self.parallel.pp)
 
     def moe_of(self, layer: int) -> Moe | None:
         """Return the experts of a layer; None if it has an MLP."""
-        return None if layer < self.dense_layers else self.layer.moe
+        return self.layer.moe if self.layer.has_experts(layer, self.dense_layers) else None
 
     @property
     def attention_weights(self) -> float:
@@ -341,7 +347,12 @@ class ServingStep(TrainingStep):
 
     def keys(self, layer: int) -> float:
         """Return keys that attention of a layer computes for a token, in the mean."""
-        return self.layer.reach(layer, self.sequence) if self.decodes else super().keys(layer)
+        if not self.decodes:
+            return super().keys(layer)
+        reach = self.layer.reach(layer, self.sequence)
+        # Of chunks, a token sees what is before it in its own.
+        inside = self.layer.chunked and reach < self.sequence
+        return (self.sequence - 1) % reach + 1 if inside else reach
 
     @property
     def kv_bytes(self) -> int:

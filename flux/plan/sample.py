@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any, NamedTuple
 
 from flux.core.collector import paused_collector
@@ -177,7 +178,8 @@ def few_layers(step: TrainingStep, total: int = LAYERS) -> int:
     layers = max(step.stages)
     even = layers % 2 == 0
     few = min(layers, 8, max(2 if even else 1, total // step.parallel.pp))
-    return few - few % 2 if even else few
+    period = lcm(step.layer.period, 2 if even else 1)
+    return few - few % (period if period <= few else 2 if even else 1)
 
 
 def _share(policy: Policy, share: float) -> None:

@@ -107,8 +107,9 @@ class Deployment:
         """Return what stands above the table."""
         step = self.prefill
         return (
-            f"{step.name}, {step.layers} layers; {step.parallel.world} ranks of {cluster.name}; "
-            f"{self.batch} sequences of {step.sequence} + {self.output} tokens"
+            f"{step.name}, {step.model.size}, {step.layers} layers; "
+            f"{step.parallel.world} ranks of {cluster.name}; {self.batch} sequences of "
+            f"{step.sequence} + {self.output} tokens"
         )
 
     def memory(self, layouts: Sequence[StepLayout]) -> dict[str, float]:

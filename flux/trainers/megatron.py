@@ -65,6 +65,8 @@ def exported(plan: Planned) -> Exported:
         flags["sequence-parallel"] = ""
         if not step.regather:
             notes.append("Megatron gathers inputs of column-parallel layers again: less memory")
+    if step.layer.chunked:
+        notes.append(f"one chunk has {step.sequence} tokens: attention is planned without chunks")
     flags |= _data_parallel(plan) | _recompute(plan, notes) | _pipeline(plan)
     flags |= _OPTIMIZERS[step.optimizer]
     flags |= {"fp8-format": "hybrid"} if step.gemm_dtype else {}
@@ -92,7 +94,9 @@ def exported(plan: Planned) -> Exported:
 def _check(plan: Planned) -> None:
     step, p = plan.step, plan.step.parallel
     problem = ""
-    if step.dtype not in ("bfloat16", "float16"):
+    if step.layer.chunked and step.sequence > step.layer.window:
+        problem = f"attention in chunks: sequence must be at most {step.layer.window}"
+    elif step.dtype not in ("bfloat16", "float16"):
         problem = f"dtype = {step.dtype}: it trains in bfloat16 and float16"
     elif p.cp > 1 and step.sequence % (2 * p.cp):
         problem = f"sequence = {step.sequence}: 2 cp = {2 * p.cp} must divide it"
@@ -134,7 +138,7 @@ def _model(step: TrainingStep) -> dict[str, str]:
             sizes["num-query-groups"] = layer.kv_heads
         if layer.head_dim * layer.heads != layer.hidden:
             sizes["kv-channels"] = layer.head_dim
-    if layer.window:
+    if layer.window and not layer.chunked:  # in a sequence of one chunk attention sees all
         texts["window-size"] = f"{layer.window},0"
         sizes["window-attn-skip-freq"] = layer.full_every
     if moe is not None:
@@ -146,11 +150,18 @@ def _model(step: TrainingStep) -> dict[str, str]:
             "moe-ffn-hidden-size": moe.intermediate,
             "moe-shared-expert-intermediate-size": moe.shared,
         }
-        if step.dense_layers:
-            rest = step.layers - step.dense_layers
-            texts["moe-layer-freq"] = f"([0]*{step.dense_layers}+[1]*{rest})"
+        if step.dense_layers or moe.every > 1:
+            texts["moe-layer-freq"] = _moe_layer_freq(step, moe.every)
     given = {name: str(size) for name, size in sizes.items() if size}
     return given | dict.fromkeys(names, "") | texts
+
+
+def _moe_layer_freq(step: TrainingStep, every: int) -> str:
+    if every == 1:
+        rest = step.layers - step.dense_layers
+        return f"([0]*{step.dense_layers}+[1]*{rest})"
+    kinds = (step.layer.has_experts(n, step.dense_layers) for n in range(step.layers))
+    return f"[{','.join('01'[kind] for kind in kinds)}]"
 
 
 def _data_parallel(plan: Planned) -> dict[str, str]:

@@ -187,6 +187,8 @@ def imported(options: CommandOptions, gpus: int | None) -> FilePlan:
     else:
         shard = degree("data-parallel-shard-degree")
     config = options.get("config", "")
+    if not config:
+        raise ValueError(f"{where}: no --config: torchtitan has the model's sizes there")
     taken["model"] = torchtitan_model(config, where)
     dp = taken["dp"] = replicas * shard
     size, local = options.size, options.size("training.local-batch-size")

@@ -21,7 +21,7 @@ from flux.plan.compare import compared
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph
-from flux.plan.model import Parallel, TrainingStep, even_split, step_of
+from flux.plan.model import Parallel, TrainingStep, even_split, serving_step, step_of
 from flux.plan.picture import page
 from flux.plan.policies import planned, policy_of
 from flux.plan.report import document
@@ -39,12 +39,17 @@ PARAMETERS = {
     "gpt-oss-20b": 20.9e9,
     "olmo-2-7b": 7.30e9,
     "gpt2": 0.124e9,
+    "gemma-3-27b": 27.01e9,  # of its text_config: without its 0.42 for pictures
+    "glm-4.5-air": 106.9e9,
+    "llama-4-maverick": 400.7e9,  # of its text_config
 }
 """As the models' pages say."""
+ACTIVE = {"deepseek-v3": 37e9, "gpt-oss-20b": 3.61e9, "glm-4.5-air": 12.8e9, "mixtral-8x7b": 12.8e9}
 DENSE = Layer(64, 256, 8, 4, 8, True)
 EXPERTS = Layer(64, 256, 8, 8, 8, True, Moe(8, 2, 32, 32))
 LATENT = Layer(64, 256, 8, 8, 12, True, Moe(8, 2, 32), Latent(16, 8, 4, 8))
 WINDOW = Layer(64, 256, 8, 4, 8, False, window=16, full_every=2)
+TURNS = replace(EXPERTS, moe=Moe(8, 2, 32, 32, every=2), window=24, full_every=4, chunked=True)
 
 
 def step_with(layer: Layer = DENSE, layers: int = 4, **changes: Any) -> TrainingStep:
@@ -74,6 +79,7 @@ def test_every_shipped_config_is_tested() -> None:
 def test_a_config_has_the_parameters_of_its_model_and_is_planned(name: str) -> None:
     model = model_of(name)
     assert model.parameters == pytest.approx(PARAMETERS[name], rel=0.01)
+    assert model.active == pytest.approx(ACTIVE.get(name, model.active), rel=0.015)
     ep = 8 if model.layer.moe else 1
     step = step_of(name, Parallel(dp=8, ep=ep), sequence=512, zero=3, recompute="full")
     cluster = load_cluster("flux-h800")
@@ -105,6 +111,13 @@ def config(tmp_path: Path, **changes: Any) -> str:
             {"model_type": "mixtral", "num_experts": 8, "num_experts_per_tok": 2,
              "mlp_only_layers": [3]}, "expected leading layers alone",
         ),
+        ({"layer_types": ["linear_attention"]}, "the model has 'linear_attention'"),
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}, "expected 0"),
+        ({"model_type": "opt", "word_embed_proj_dim": 512}, "as wide as hidden_size = 4096"),
+        (
+            {"model_type": "deepseek_v2", "num_experts": 8, "num_experts_per_tok": 2,
+             "moe_layer_freq": 2}, "moe_layer_freq: expected 1",
+        ),
     ],
     ids=str,
 )  # fmt: skip
@@ -113,6 +126,52 @@ def test_what_a_plan_cannot_have_is_refused_in_words(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         model_of(config(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    "parameters, content",
+    [
+        (3.880e9, {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
+                   "num_hidden_layers": 34, "sliding_window": 1024}),
+        (3.075e9, {"model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11008,
+                   "num_attention_heads": 16, "num_hidden_layers": 36, "vocab_size": 128256}),
+        (7.242e9, {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336,
+                   "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000}),
+        (21.83e9, {"model_type": "ernie4_5_moe", "hidden_size": 2560, "intermediate_size": 12288,
+                   "num_attention_heads": 20, "num_hidden_layers": 28, "vocab_size": 103424,
+                   "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+                   "moe_intermediate_size": 1536, "moe_k": 6}),
+    ],
+    ids=lambda value: str(value)[:30],
+)  # fmt: skip
+def test_keys_that_a_config_leaves_out_are_those_of_transformers(
+    parameters: float, content: dict[str, Any], tmp_path: Path
+) -> None:
+    """Parts of a saved model, such as text_config, have only what differs from its class."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(content))
+    assert model_of(file).parameters == pytest.approx(parameters, rel=0.001)
+
+
+def test_a_cache_holds_windows_and_chunks() -> None:
+    for name, full, others, window, width in (
+        *(("gemma-3-27b", 10, 52, 1024, 2 * 16 * 128), ("glm-4.5-air", 46, 0, 1, 2 * 8 * 128)),
+        ("llama-4-maverick", 12, 36, 8192, 2 * 8 * 128),
+    ):
+        serving = serving_step(step_of(name, Parallel(tp=2)), decodes=True)
+        for tokens in (100, 1024, 20000):
+            kept = full * tokens + others * min(window, tokens)
+            assert serving.cache_bytes(tokens) == kept * width  # two bytes, halves of two ranks
+        sees = {tokens: replace(serving, sequence=tokens).keys(0) for tokens in (8192, 8193)}
+        if name.startswith("llama-4"):
+            assert sees == {8192: 8192, 8193: 1}
+
+
+def test_chunks_see_what_is_before_a_token_in_its_own() -> None:
+    for sequence in (1, 23, 24, 25, 64, 96):
+        pairs = sum(token % 24 + 1 for token in range(sequence))
+        assert TURNS.visible(0, sequence) == pytest.approx(pairs - sequence / 2)
+        assert TURNS.visible(3, sequence) == sequence**2 / 2
 
 
 def test_windows_alternate_as_the_config_says(tmp_path: Path) -> None:
@@ -136,6 +195,20 @@ def test_options_of_megatron_and_torchtitan_are_models(tmp_path: Path) -> None:
     made, known = model_of(script), model_of("deepseek-v3")
     assert made.parameters == known.parameters and made.layers == known.layers
     assert replace(made.layer, dropout=False) == known.layer
+    for pattern, turns in (("([0]*1+[1]*1)*2", (0, 2)), ("[0,1,1,1]", (1, 1)), ("([1]*4)", (0, 1))):
+        script.write_text(
+            "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 "
+            f"--num-experts 4 --moe-layer-freq '{pattern}'"
+        )
+        made = model_of(script)
+        assert made.layer.moe and (made.dense_layers, made.layer.moe.every) == turns
+    for pattern in ("2", "[1,0]*2", "([0]*2+[1]*1)", "(" + "[1]*9999+" * 99 + "[1])*9999"):
+        script.write_text(
+            "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 "
+            f"--num-experts 4 --moe-layer-freq '{pattern}'"
+        )
+        with pytest.raises(ValueError, match="the last of every so many of 4 layers"):
+            model_of(script)
     script.write_text("--num-layers 4 --hidden-size x --num-attention-heads 4 --seq-length 8")
     with pytest.raises(ValueError, match="--hidden-size: expected a size, got 'x'"):
         model_of(script)
@@ -150,7 +223,7 @@ def test_options_of_megatron_and_torchtitan_are_models(tmp_path: Path) -> None:
 # -- graphs ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer", [DENSE, EXPERTS, LATENT, WINDOW], ids=str)
+@pytest.mark.parametrize("layer", [DENSE, EXPERTS, LATENT, WINDOW, TURNS], ids=str)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_operators_do_the_work_that_mfu_counts(layer: Layer, recompute: str) -> None:
     dense = 1 if layer.moe else 0

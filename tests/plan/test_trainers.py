@@ -30,6 +30,7 @@ from flux.trainers.files import exported
 DENSE = Layer(64, 256, 8, 4, 8, True)
 EXPERTS = Layer(64, 256, 8, 8, 8, True, Moe(8, 2, 32, 32))
 LATENT = Layer(64, 256, 8, 8, 12, True, Moe(8, 2, 32), Latent(16, 8, 4, 8), dropout=False)
+TURNS = replace(EXPERTS, moe=Moe(8, 2, 32, 32, every=2))
 WINDOW = Layer(64, 256, 8, 4, 16, False, window=16, full_every=2)
 FACTS = Path(__file__).with_name("trainer_options.json")
 
@@ -49,7 +50,9 @@ def plans(trainer: str, count: int) -> Iterator[Planned]:
     own = {"fused": {"fused": "auto"}, "overlap": {"wgrad_overlap": True}}
     known = step_of("llama3-8b", Parallel())
     for parts, zero, recompute, policy, optimizer, flag in rng.sample(list(choices), count):
-        layer = rng.choice((DENSE, EXPERTS, LATENT, WINDOW)) if "ep" not in parts else EXPERTS
+        with_experts = (EXPERTS, TURNS) if trainer == "megatron" else (EXPERTS,)
+        layers_of = (DENSE, LATENT, WINDOW, *with_experts) if "ep" not in parts else with_experts
+        layer = rng.choice(layers_of)
         layers, split = rng.choice(((8, ()), (14, ()), (8, (1, 3, 3, 1))))
         parallel = Parallel(**parts, sequence=flag)
         dtype = "bfloat16" if trainer == "torchtitan" else rng.choice(("bfloat16", "float16"))
@@ -61,7 +64,7 @@ def plans(trainer: str, count: int) -> Iterator[Planned]:
             shard=parallel.dp // 2 if sharded else 0,
             vocabulary=512,
             tied=flag,
-            dense_layers=1 if layer.moe else 0,
+            dense_layers=1 if layer.moe and layer.moe.every == 1 else 0,
             recompute=recompute,
             split=split if len(split) == parallel.pp else (),
             optimizer=optimizer,
