@@ -133,10 +133,11 @@ class Layer:
         """After so many layers windows and experts repeat."""
         return lcm(self.full_every or 1, self.moe.every if self.moe else 1)
 
-    def has_experts(self, layer: int, dense_layers: int) -> bool:
-        """Return whether a layer has experts, of a model with leading layers without."""
+    def moe_of(self, layer: int, dense_layers: int) -> Moe | None:
+        """Return the experts of a layer, of a model with leading layers without; None: an MLP."""
         moe = self.moe
-        return moe is not None and layer >= dense_layers and (layer + 1) % moe.every == 0
+        has = moe is not None and layer >= dense_layers and (layer + 1) % moe.every == 0
+        return moe if has else None
 
     def reach(self, layer: int, sequence: int) -> int:
         """Return keys that a layer keeps of a sequence; its attention reads as many, at most."""
@@ -208,10 +209,11 @@ class Model:
 
     def _of_layers(self, experts: int) -> int:
         """Return elements of all layers' weights, with so many routed experts in each."""
-        layer, moe, total = self.layer, self.layer.moe, 0
+        layer, total = self.layer, 0
         for number in range(self.layers):
             total += layer.attention_weights
-            if moe is None or not layer.has_experts(number, self.dense_layers):
+            moe = layer.moe_of(number, self.dense_layers)
+            if moe is None:
                 total += layer.mlp_weights(layer.intermediate)
             else:
                 total += layer.mlp_weights(experts * moe.intermediate + moe.shared)

@@ -162,7 +162,8 @@ class _Step:
         before = [] if self.last is None else [self.last]
         behind = self._behind(part)
         gathers = self.layers.gathered.get(part)
-        if gathers and (part != "fc1" or self.step.moe_of(self.layer) is None):
+        moe = self.step.layer.moe_of(self.layer, self.step.dense_layers)
+        if gathers and (part != "fc1" or moe is None):
             again = self._add(
                 gathers,
                 "all_gather",
@@ -348,7 +349,7 @@ class _Step:
         ``used`` counts weights that it only reads: those of the embedding, in a tied head.
         """
         step, whole = self.step, self.step.weights_of(layer)
-        moe = step.moe_of(layer)
+        moe = step.layer.moe_of(layer, step.dense_layers)
         experts = 0.0
         if moe is not None:
             experts = moe.experts / step.parallel.ep * step.layer.mlp_weights(moe.intermediate)
@@ -379,8 +380,8 @@ class _Step:
             return (suffix[1:],)
         shared = ("fc1_shared", "fc2_shared")
         both = ("down", "q_up", "qkv", "proj")
-        dense = self.step.moe_of(self.layer) is None
-        return (*both, "fc1", "fc2") if dense else (*both, "router", *shared)
+        moe = self.step.layer.moe_of(self.layer, self.step.dense_layers)
+        return (*both, "fc1", "fc2") if moe is None else (*both, "router", *shared)
 
     def _gather_weights(self, role: str) -> None:
         """Add the gathers before a layer; backward allocates its gradients as well."""

@@ -62,7 +62,8 @@ def title_of(step: TrainingStep, cluster: str) -> str:
     )
     batch = f"{step.micro_batches} x {step.micro_batch} sequences of {step.sequence}"
     where = f"{p.world} ranks of {cluster}{', ' + degrees if degrees else ''}"
-    return f"{step.name}, {step.model.size}, {step.layers} layers, {batch}; {where}"
+    size = f"{step.model.size}, " if step.vocabulary else ""  # else layers alone
+    return f"{step.name}, {size}{step.layers} layers, {batch}; {where}"
 
 
 def write(content: Any, target: str | None) -> None:

@@ -68,7 +68,7 @@ class Layers:
     def of(self, number: int) -> list[LayerOp]:
         """Return the operators of a layer, in the order of forward."""
         keys = self.step.keys(number)
-        key = self.step.moe_of(number) is None, keys
+        key = self.step.layer.moe_of(number, self.step.dense_layers) is None, keys
         if key not in self._made:
             mlp = self._mlp() if key[0] else self._experts()
             self._made[key] = [*self._attention(keys), *mlp]

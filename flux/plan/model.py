@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flux.bench.model_files import model_of
-from flux.bench.shapes import Layer, Model, Moe
+from flux.bench.shapes import Layer, Model
 from flux.core.datafile import MOST_SIZE, shown
 from flux.core.problem import DTYPES, ceil_div
 
@@ -227,10 +227,6 @@ class TrainingStep:
         """Layers of each pipeline stage."""
         return self.split or even_split(self.layers, self.parallel.pp)
 
-    def moe_of(self, layer: int) -> Moe | None:
-        """Return the experts of a layer; None if it has an MLP."""
-        return self.layer.moe if self.layer.has_experts(layer, self.dense_layers) else None
-
     @property
     def attention_weights(self) -> float:
         """Elements of attention's weights on one rank; each has down-projections and a KV head."""
@@ -243,7 +239,8 @@ class TrainingStep:
 
     def weights_of(self, layer: int) -> float:
         """Return elements of a layer's weights on one rank, without embedding, head and router."""
-        sizes, tp, moe = self.layer, self.parallel.tp, self.moe_of(layer)
+        sizes, tp = self.layer, self.parallel.tp
+        moe = sizes.moe_of(layer, self.dense_layers)
         if moe is None:
             return self.attention_weights + sizes.mlp_weights(sizes.intermediate) / tp
         width = moe.experts / self.parallel.ep * moe.intermediate + moe.shared
@@ -286,7 +283,7 @@ class TrainingStep:
         """
         layer, of_token = self.layer, 0.0
         for number in range(self.layers):
-            moe = self.moe_of(number)
+            moe = layer.moe_of(number, self.dense_layers)
             if moe is None:
                 weights = layer.mlp_weights(layer.intermediate)
             else:
@@ -385,7 +382,8 @@ class ServingStep(TrainingStep):
         """Return bytes of weights of a stage's rank."""
         first, stages = sum(self.stages[:stage]), self.stages
         layers = sum(map(self.weights_of, range(first, first + stages[stage])))
-        moes = sum(self.moe_of(n) is not None for n in range(first, first + stages[stage]))
+        numbers = range(first, first + stages[stage])
+        moes = sum(self.layer.moe_of(n, self.dense_layers) is not None for n in numbers)
         routers = moes * self.layer.hidden * (self.layer.moe.experts if self.layer.moe else 0)
         last = stage == len(stages) - 1
         tables = (stage == 0) + (last and not (self.tied and len(stages) == 1))

@@ -160,8 +160,8 @@ def _moe_layer_freq(step: TrainingStep, every: int) -> str:
     if every == 1:
         rest = step.layers - step.dense_layers
         return f"([0]*{step.dense_layers}+[1]*{rest})"
-    kinds = (step.layer.has_experts(n, step.dense_layers) for n in range(step.layers))
-    return f"[{','.join('01'[kind] for kind in kinds)}]"
+    of_layers = (step.layer.moe_of(n, step.dense_layers) for n in range(step.layers))
+    return f"[{','.join('01'[moe is not None] for moe in of_layers)}]"
 
 
 def _data_parallel(plan: Planned) -> dict[str, str]:

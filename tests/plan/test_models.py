@@ -17,6 +17,7 @@ from flux.bench.shapes import Latent, Layer, Moe
 from flux.core.datafile import data_root
 from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
+from flux.plan.command import title_of
 from flux.plan.compare import compared
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
@@ -83,11 +84,17 @@ def test_a_config_has_the_parameters_of_its_model_and_is_planned(name: str) -> N
     ep = 8 if model.layer.moe else 1
     step = step_of(name, Parallel(dp=8, ep=ep), sequence=512, zero=3, recompute="full")
     cluster = load_cluster("flux-h800")
+    assert f"{name}, {model.size}, {model.layers} layers" in title_of(step, cluster.name)
     ((_, timeline, _),) = compared([("serial", {})], step, cluster)
     assert timeline is not None
     row = document("serial", step, cluster, timeline)
     assert 0 < row["mfu"] < 1 and row["tokens_per_s"] > 0 and row["idle_ms"] >= 0
     assert sum(row["memory_bytes"].values()) == pytest.approx(row["peak_memory_bytes"])
+
+
+def test_a_title_says_parameters_and_active_ones() -> None:
+    assert model_of("deepseek-v3").size == "671B parameters (36.6B active)"
+    assert model_of("gpt2").size == "0.124B parameters"
 
 
 def config(tmp_path: Path, **changes: Any) -> str:
