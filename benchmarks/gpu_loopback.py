@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,15 @@ from flux.core.problem import Problem
 NARROW, WIDE = 12288, 49152  # the paper's GPT-3 shapes: AllGather N = WIDE, ReduceScatter K = WIDE
 WARM_UP = 3
 TIMEOUT_S = 10.0
+BAND_ROWS = 256  # of raster 1, with clusters of two tiles
 
 
 def variants(problem: Problem, tiles: Sequence[int]) -> dict[str, Knobs]:
     """Return the heuristic's knobs, and those of the sweep by name.
 
-    Swept are the rows of a communication tile and, for AllGather, the direction; for
-    ReduceScatter, copy engines in place of multiprocessors, and sums in the GEMM's kernel. What the
-    margin costs is seen beside.
+    Swept are the rows of a communication tile and, for AllGather, the direction, and bands of as
+    many rows; for ReduceScatter, copy engines in place of multiprocessors, and sums in the GEMM's
+    kernel. What the margin costs is seen beside.
     """
     knobs = {"flux": Knobs(), "flux no margin": Knobs(sm_margin=0)}
     if not problem.op.gathers:
@@ -50,6 +52,9 @@ def variants(problem: Problem, tiles: Sequence[int]) -> dict[str, Knobs]:
             rows = max(1, problem.chunk // count)
             name = " ".join(filter(None, ["flux", direction, f"{rows} rows"]))
             knobs[name] = Knobs(direction=direction, comm_tile_rows=rows)
+            if direction == "push" and count > 1:
+                raster = max(1, rows // BAND_ROWS)
+                knobs[f"{name}, raster {raster}"] = replace(knobs[name], raster=raster)
     return knobs
 
 

@@ -515,6 +515,7 @@ class GemmArgs:
     workspace: int
     workspace_bytes: int
     sm_count: int
+    waiting: int
     device: int
     def __init__(self) -> None: ...
     def set_slots(self, slots: Sequence[int]) -> None: ...

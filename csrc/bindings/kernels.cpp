@@ -82,6 +82,7 @@ void bind_gemm_args(py::module_& m) {
                    .def_readwrite("guard_rows", &GemmArgs::guard_rows)
                    .def_readwrite("workspace_bytes", &GemmArgs::workspace_bytes)
                    .def_readwrite("sm_count", &GemmArgs::sm_count)
+                   .def_readwrite("waiting", &GemmArgs::waiting)
                    .def_readwrite("device", &GemmArgs::device);
   address<GemmArgs>(bound, "a", static_cast<const void* GemmArgs::*>(&GemmArgs::a));
   address<GemmArgs>(bound, "b", static_cast<const void* GemmArgs::*>(&GemmArgs::b));

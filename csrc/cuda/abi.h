@@ -247,7 +247,7 @@ typedef struct FluxGemmArgs {
   int64_t slot_ld;
   int32_t guard_rows;
   int32_t waiting; /* dynamic tile schedulers: SMs whose blocks may wait, of sm_count. Blocks beyond leave
-                      rather than wait (cuda/gemm/tile_counter.cuh). 0: all may */
+                      rather than wait for long (cuda/gemm/tile_counter.cuh). 0: all may */
   uint32_t* flags[FLUX_MAX_WORLD];
   const uint32_t* entries;
   /* With counts: bias is that of the result, and slots and flags need no entries. So is it where it scatters. */

@@ -430,10 +430,21 @@ class UnfusedBackend:
             time.sleep(0.01)
         raise self._failed(str(call.error), call.error)
 
+    def waits_on_streams(self) -> bool:
+        """Return whether streams wait for collectives on GPUs: NCCL's. Graphs can contain those."""
+        group, gpu = self.group, torch.device("cuda")
+        if group is None or gpu not in group._device_types:
+            return False
+        return bool(group._get_backend(gpu).name() == "nccl")
+
     def _wait_here(self, work: dist.Work) -> None:
-        """Wait in this thread: on a GPU it is this thread's stream that has to wait."""
+        """Wait in this thread: on a GPU it is this thread's stream that has to wait.
+
+        NCCL's wait with a timeout holds the host until the collective has ended, and a capture
+        fails. Without one its watchdog ends collectives that take too long.
+        """
         try:
-            work.wait(timedelta(seconds=self.timeout_s))
+            work.wait(*([] if self.waits_on_streams() else [timedelta(seconds=self.timeout_s)]))
         except RuntimeError as error:
             if not _raised_here(error):
                 raise

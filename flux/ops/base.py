@@ -220,6 +220,25 @@ class TensorParallelOp:
     def _schedule_of(self, call: Call) -> TileSchedule:
         return self.schedule(call.m)
 
+    def _capturable(self, schedule: TileSchedule, call: Call) -> TileSchedule:
+        """Return a call's schedule, or in a capture that of a path that a CUDA graph can contain.
+
+        Raises:
+            ValueError: the op has no such path.
+        """
+        if schedule.knobs.path != "unfused" or self._backend is None:
+            return schedule
+        if not self._backend.capturing() or self._unfused.waits_on_streams():
+            return schedule
+        fused = next((k for k in self._choice.variants if k.path in ("fused", "medium")), None)
+        if fused is None:
+            text = "a CUDA graph cannot contain collectives that wait on the host, as gloo's do"
+            raise ValueError(f"{self.spec.label}: path=unfused: {text}")
+        return self._with_knobs(call, fused)
+
+    def _with_knobs(self, call: Call, knobs: Knobs) -> TileSchedule:
+        return self._make_schedule(call.m, knobs)
+
     def _make_schedule(self, m: int, knobs: Knobs) -> TileSchedule:
         return make_schedule(
             self.kind.name,
@@ -371,7 +390,7 @@ class TensorParallelOp:
         # about to make the same call, so a refusal is shared with them.
         try:
             call = self._checker.check(x, weights, biases, m, scales)
-            schedule = self._schedule_of(call)
+            schedule = self._capturable(self._schedule_of(call), call)
         except (TypeError, ValueError) as error:
             self._refuse(error)
             raise

@@ -80,7 +80,16 @@ class _Gather:
         lane = f"SM {block}"
         visits = call.schedules[rank].visits
         yield from tiles.start(block)
-        for index in tiles.of_block(block):
+
+        def is_ready(tile: int) -> bool:
+            needed = self._remote(rank, visits[tile])
+            return all(self._signals[rank][number].at_us is not None for number in needed)
+
+        claimed = tiles.of_block(block)
+        while (yield from tiles.next_is_ready(block, is_ready)):
+            index = next(claimed, None)
+            if index is None:
+                break
             visit = visits[index]
             start = machine.now_us
             last = None

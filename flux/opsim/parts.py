@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,6 +27,8 @@ from flux.select.hardware import (
 from flux.select.heuristic import copies_partials
 
 LAUNCH_US, RAISE_US = hardware.LAUNCH_US["cuda"], hardware.SIGNAL_US["cuda"]
+PATIENCE_US, PATIENCE_STEPS = 500.0, 50
+"""How long blocks that must not wait for long look again (csrc/cuda/gemm/tile_counter.cuh)."""
 
 SHARED_LANES = {"stream": STREAM_LANE, "copy": COPY_STREAM_LANE, "network": NETWORK_STREAM_LANE}
 
@@ -96,6 +98,7 @@ class SimulatedCall:
         routes: by (source, destination).
         blocks: blocks of the GEMM; a cluster of thread blocks counts as one.
         late: of them, those that find room when others end: other kernels hold multiprocessors.
+        waiting: of them, those that wait; the others leave rather than wait for long.
         tile_us: time of one GEMM tile; path medium: of one GEMM, with its launch.
     """
 
@@ -107,6 +110,7 @@ class SimulatedCall:
     routes: Mapping[tuple[int, int], Route]
     blocks: int
     late: int
+    waiting: int
     tile_us: float
     machine: SimulatedMachine
     log: Log = field(default_factory=Log)
@@ -227,6 +231,22 @@ class TileQueue:
         while self._next < self._tiles:
             self._next += 1
             yield self._next - 1
+
+    def next_is_ready(
+        self, block: int, is_ready: Callable[[int], bool]
+    ) -> Generator[float | Flag, None, bool]:
+        """Wait, in a block that must not for long, until the next tile waits for nothing.
+
+        Returns:
+            Whether there is a next tile, and it is so; of other blocks True.
+        """
+        if not self._claims or block < self._call.waiting:
+            return True
+        for _ in range(PATIENCE_STEPS):
+            if self._next >= self._tiles or is_ready(self._next):
+                return True
+            yield PATIENCE_US / PATIENCE_STEPS
+        return False
 
     def start(self, block: int) -> Process:
         """Wait for a multiprocessor."""

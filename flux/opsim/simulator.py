@@ -212,11 +212,13 @@ def simulate(
     _check_size(problem, full)
     schedules = [_schedule(problem, topology, full, kernel, rank) for rank in range(problem.world)]
     tiles = max(len(schedule.visits) for schedule in schedules)
-    alone, raster, start_us, units = whole, full.raster, 0.0, gemm_units(problem, cluster, full)
-    blocks, late = 1, 0
+    units = gemm_units(problem, cluster, full, kernel)
+    alone, raster, start_us = whole, full.raster, 0.0
+    blocks, late, waiting = 1, 0, 1
     if not medium:
         blocks = _blocks(kernel, units, tiles)
         late = blocks - _blocks(kernel, min(units, cluster.device.units - taken), tiles)
+        waiting = _blocks(kernel, gemm_units(problem, cluster, full), tiles)
         alone *= slowdown(problem, cluster, full, kernel) * _filled(problem, kernel)
         if kernel.tile_scheduler == "dynamic" and kernel.arch == "80":  # others claim ahead
             start_us = 1e3 * CLAIM["80"] / CYCLES_PER_MS
@@ -241,6 +243,7 @@ def simulate(
         routes=routes,
         blocks=blocks,
         late=late,
+        waiting=waiting,
         tile_us=1e3 * busy / waves + start_us,
         machine=SimulatedMachine(fabric.capacity),
     )

@@ -20,7 +20,7 @@ from flux.machine.cluster import Cluster
 from flux.select import nvidia_heuristics
 from flux.select.chunks import chunk_gemm_ms
 from flux.select.cycles import cost
-from flux.select.share import gemm_units, taken_units
+from flux.select.share import gemm_units, lends, taken_units
 
 if TYPE_CHECKING:
     from flux.kernels.registry import BuiltKernel
@@ -115,9 +115,10 @@ def default_kernel(problem: Problem, cluster: Cluster, knobs: Knobs | None = Non
     """
     knobs = knobs or Knobs()
     taken = taken_units(knobs, cluster.device.units, problem.nodes)
-    configs = _supported(problem, cluster, _scheduler(knobs, None, taken))
-    gemm, units = GemmProblem.of(problem), gemm_units(problem, cluster, knobs)
-    costs = [cost(config, gemm, units, taken) for config in configs]
+    either = taken > 0 or (problem.world > 1 and lends(problem, knobs))
+    configs = _supported(problem, cluster, _scheduler(knobs, None, either=either))
+    gemm = GemmProblem.of(problem)
+    costs = [cost(c, gemm, gemm_units(problem, cluster, knobs, c), taken) for c in configs]
     return configs[best_of(configs, costs)]
 
 
@@ -187,15 +188,16 @@ def problems(spec: OpSpec, world: int, n: int) -> list[GemmProblem]:
     return [GemmProblem(rows, columns, k, world) for k in sorted(depths, reverse=True)]
 
 
-def _scheduler(
-    knobs: Knobs, preferred: GemmConfig | None, taken: int, spare: int = 0
-) -> str | None:
-    """Return the tile scheduler of the kernels to choose from; None: the model chooses that too."""
+def _scheduler(knobs: Knobs, preferred: GemmConfig | None, *, either: bool) -> str | None:
+    """Return the tile scheduler of the kernels to choose from; None: the model chooses that too.
+
+    ``either``: without knobs or a preferred kernel.
+    """
     if knobs.tile_scheduler is not None:
         return knobs.tile_scheduler
     if preferred is not None:
         return preferred.tile_scheduler
-    return None if taken or spare else "static"
+    return None if either else "static"
 
 
 def op_kernel(
@@ -227,12 +229,13 @@ def op_kernel(
     build = "flux compile --trace" if traced else "flux compile"
     builders = f"`{build}` builds" if traced else "`flux tune` or `flux compile` builds"
     alternatives = problems(spec, world, n)
+    either = taken + spare > 0
     wanted: dict[str, Any] = {
         "weight": "kn" if spec.transpose_weight else "nk",
         "scaling": spec.scaling,
         "fast_accum": spec.fast_accum,
         "reduce": "in_flight" if knobs.reduce == "in_flight" else "local",
-        "tile_scheduler": None if spec.experts else _scheduler(knobs, preferred, taken, spare),
+        "tile_scheduler": None if spec.experts else _scheduler(knobs, preferred, either=either),
     }
 
     def best(activation: str) -> BuiltKernel | None:

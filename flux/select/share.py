@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flux.core.knobs import Knobs
+
 if TYPE_CHECKING:
-    from flux.core.knobs import Knobs, OpRow
+    from flux.core.knobs import OpRow
     from flux.core.problem import Problem
     from flux.kernels.config import GemmConfig
     from flux.machine.cluster import Cluster
@@ -15,6 +17,7 @@ BESIDE = 8
 Eight blocks move more bytes than the network of a GPU does."""
 MARGIN = 8
 """Multiprocessors that are left at most, by default."""
+_OPEN = Knobs()
 
 
 def beside(sm_share: int) -> int:
@@ -34,23 +37,39 @@ def margin(sm_count: int) -> int:
 def lends_margin(op: OpRow, nodes: int, knobs: Knobs) -> bool:
     """Return whether blocks that claim tiles multiply on the margin too, until they had to wait.
 
-    They leave the kernel then (csrc/cuda/gemm/tile_counter.cuh). Not where kernels of this op
-    itself need the margin: those that forward rows, or take partials to their owners.
+    They leave the kernel then (csrc/cuda/gemm/tile_counter.cuh). Not a margin that the user sets,
+    and not where kernels of this op itself need it: those that forward rows, or take partials to
+    their owners.
     """
-    if nodes > 1 or op.exchanges or knobs.path != "fused":
+    if nodes > 1 or op.exchanges or knobs.path != "fused" or knobs.sm_margin is not None:
         return False
     if op.gathers:
         return knobs.direction == "pull" or knobs.order in (None, "direct")
     return knobs.sends != "copies" and knobs.reduce != "in_kernel"
 
 
-def gemm_units(problem: Problem, cluster: Cluster, knobs: Knobs | None = None) -> int:
+def lends(problem: Problem, knobs: Knobs | None) -> bool:
+    """Return whether the op's calls lend their margin to blocks that claim tiles."""
+    if problem.experts > 1:
+        return False
+    return lends_margin(problem.op, problem.nodes, knobs or _OPEN)
+
+
+def gemm_units(
+    problem: Problem,
+    cluster: Cluster,
+    knobs: Knobs | None = None,
+    kernel: GemmConfig | None = None,
+) -> int:
     """Return the multiprocessors of the GEMM of a fused call, of all that a rank's device has.
 
-    Between nodes the GEMM leaves room for kernels beside it in place of the margin.
+    Between nodes the GEMM leaves room for kernels beside it in place of the margin. A kernel whose
+    blocks claim tiles has the margin too where it is lent.
     """
     units = cluster.device.units
     if problem.world == 1 or cluster.device.kind != "cuda":
+        return units
+    if kernel is not None and kernel.tile_scheduler == "dynamic" and lends(problem, knobs):
         return units
     if knobs is not None and knobs.sm_margin is not None:
         units = max(1, units - knobs.sm_margin)
@@ -65,7 +84,7 @@ def slowdown(problem: Problem, cluster: Cluster, knobs: Knobs, kernel: GemmConfi
     With a kernel: by the tiles of its busiest block, of which a few multiprocessors less may mean
     one more.
     """
-    units, every = gemm_units(problem, cluster, knobs), cluster.device.units
+    units, every = gemm_units(problem, cluster, knobs, kernel), cluster.device.units
     if kernel is None or units == every:
         return every / units
     # Plans do without the model of kernels.

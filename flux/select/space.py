@@ -409,8 +409,8 @@ def _kernel_speeds(
     """Return the kernel that the model chooses, and each kernel's time relative to it."""
     if not configs:
         return None, {}
-    gemm, units = GemmProblem.of(problem), gemm_units(problem, cluster)
-    best = best_of(configs, [cost(config, gemm, units) for config in configs])
+    gemm = GemmProblem.of(problem)
+    best = best_of(configs, [cost(c, gemm, gemm_units(problem, cluster, None, c)) for c in configs])
     # On all multiprocessors: ``predict`` counts the margin.
     costs = [cost(config, gemm, cluster.device.units) for config in configs]
     speeds = {c.name: value / costs[best] for c, value in zip(configs, costs, strict=True)}

@@ -251,6 +251,10 @@ class UlyssesOp(TensorParallelOp):
             self._by_rows[rows] = schedule
         return schedule
 
+    def _with_knobs(self, call: Call, knobs: Knobs) -> TileSchedule:
+        assert call.blocks is not None
+        return self._block_schedule(call.blocks.rows, knobs)
+
     def _block_schedule(self, rows: tuple[int, ...], knobs: Knobs) -> TileSchedule:
         width, dtype = self.spec.travelling(self.world)
         sizes = (width, self.spec.k)

@@ -27,7 +27,7 @@ def run(op: str) -> dict[str, Any]:
 def test_every_method_has_its_figures(op: str) -> None:
     found = run(op)
     assert found["complaints"] == []
-    variants = 5 if op == "ag_gemm" else 4  # the heuristic's among them
+    variants = 7 if op == "ag_gemm" else 5  # the heuristic's among them
     assert len(found["methods"]) == 1 + variants
     assert all(len(method["repeats_ms"]) == 5 for method in found["methods"].values())
     text = gpu_loopback.table(found)
@@ -42,7 +42,7 @@ def test_a_wrong_method_gets_no_figures(monkeypatch: pytest.MonkeyPatch) -> None
     found = run("gemm_rs")
     right = [name for name, method in found["methods"].items() if method["overall_ms"] is not None]
     assert right == ["unfused"]
-    assert len(found["complaints"]) == 4 and "elements are wrong" in found["complaints"][0]
+    assert len(found["complaints"]) == 5 and "elements are wrong" in found["complaints"][0]
     assert "WRONG flux" in gpu_loopback.table(found)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from emulated import EmulatedDevice
 from flux import Knobs, PeerTimeoutError
+from flux.select.choose import Fixed
 from flux.transport.loopback import LoopbackWorld
 from flux.transport.virtual import VirtualWorld
 from harness import more
@@ -229,6 +230,38 @@ def test_a_timeout_of_a_rank_gives_no_silently_wrong_result(a100: EmulatedDevice
                 op.wait()
         for each in (graph, late):
             each.close()
+        calls.close()
+
+
+class Unfused(Fixed):
+    """A choice that takes path unfused, and has others."""
+
+    variants = (Knobs(path="unfused"), Knobs(path="fused"))
+
+    def __init__(self) -> None:
+        super().__init__(Knobs(path="unfused"))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_capture_takes_a_path_without_collectives_of_the_host(
+    device: EmulatedDevice, op: str
+) -> None:
+    """As of processes that share a GPU, whose group is gloo's. A user's own path is refused."""
+    with VirtualWorld(2, device) as ranks:
+        calls = Calls(ranks, problem(op))
+        for each in calls.ops:
+            each._choice = Unfused()
+            each._schedules.clear()
+        captured = Captured(calls, (6,))
+        captured.replay(seed=3)
+        assert calls.ops[0].schedule(6).knobs.path == "unfused"
+        for each in calls.ops:
+            each._choice = Fixed(Knobs(path="unfused"))
+        with device.capture() as graph:
+            with pytest.raises(ValueError, match="path=unfused: a CUDA graph cannot contain"):
+                calls.make(calls.inputs(6, seed=1))
+        graph.close()
+        captured.graph.close()
         calls.close()
 
 

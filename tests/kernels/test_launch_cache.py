@@ -44,8 +44,12 @@ static void padding(const FluxGemmArgs& args) {
   alignas(FluxGemmArgs) unsigned char dirty[sizeof(FluxGemmArgs)];
   const auto* bytes = reinterpret_cast<const unsigned char*>(&args);
   std::memcpy(dirty, bytes, sizeof dirty);
-  constexpr std::size_t begin = offsetof(FluxGemmArgs, guard_rows) + sizeof args.guard_rows;
-  for (std::size_t i = begin; i < offsetof(FluxGemmArgs, flags); ++i) dirty[i] = 0xee;
+  constexpr std::size_t order = offsetof(FluxGemmArgs, order);
+  constexpr std::size_t begin =
+      order + offsetof(FluxOrder, column_ranges) + sizeof args.order.column_ranges;
+  constexpr std::size_t end = order + offsetof(FluxOrder, sequence);
+  static_assert(begin < end, "there is none");
+  for (std::size_t i = begin; i < end; ++i) dirty[i] = 0xee;
   FluxGemmArgs other;
   std::memcpy(&other, dirty, sizeof other);
   assert(launch_key(args) == launch_key(other));

@@ -23,7 +23,7 @@ from emulated import EmulatedDevice
 from emulated_cases import eventually, never
 from flux import _C, Knobs
 from flux.transport.virtual import VirtualWorld
-from harness import STRESS, more
+from harness import STRESS, more, stress_only
 from matrix import OPS
 from ptx_device import PtxDevice
 from ptx_machine import extent
@@ -184,15 +184,19 @@ def waiting_reduction(
 
 
 def run_beside_gemm(
-    ptx: PtxDevice, launch: Callable[[int], None], blocks: int, awaited: torch.Tensor
+    ptx: PtxDevice,
+    launch: Callable[[int], None],
+    blocks: int,
+    awaited: torch.Tensor,
+    epoch: int = 1,
 ) -> str:
     """Launch a kernel that waits, and beside it the GEMM of a peer.
 
     Args:
         ptx: the device.
         launch: puts the kernel on a stream.
-        blocks: how many it has.
-        awaited: what it waits for; set when the GEMM has ended.
+        blocks: how many wait.
+        awaited: what it waits for; set to ``epoch`` when the GEMM has ended.
 
     Returns:
         The device's error, or "" if both ended.
@@ -200,6 +204,9 @@ def run_beside_gemm(
     machine = ptx.cuda.machine
     kept: list[torch.Tensor] = []  # until both have ended
     gemm, args = plain_gemm(ptx, kept)
+    room = torch.zeros(64, dtype=torch.int64)
+    ptx.know(room)
+    args.workspace, args.workspace_bytes = room.data_ptr(), 512
     streams = [ptx.driver.create_stream() for _ in range(2)]
     before, machine.patience = machine.patience, 1.0
     try:
@@ -210,7 +217,7 @@ def run_beside_gemm(
         assert eventually(
             lambda: ptx.cuda.error() != "" or ptx.driver.ready(streams[1]), seconds=30
         )
-        awaited.fill_(1)
+        awaited.fill_(epoch)
         return ptx.cuda.error()
     finally:
         machine.patience = before
@@ -260,6 +267,48 @@ def test_a_gemm_that_waits_leaves_room_for_that_of_a_peer(
     args.sync.epoch, args.sync.timeout_ns, args.sync.status = 1, 10**10, status.data_ptr()
     text = run_beside_gemm(ptx, partial(kernel.launch, args), blocks, signals)
     assert ("waits for room for 1 blocks" in text) == (blocks == 16)
+
+
+@pytest.mark.parametrize("arch", ["80", pytest.param("90a", marks=stress_only)])
+@pytest.mark.parametrize("waiting", [4, 0], ids=["some", "all"])
+def test_blocks_of_the_margin_leave_rather_than_wait(
+    request: pytest.FixtureRequest, arch: str, waiting: int
+) -> None:
+    """Of a kernel whose blocks claim tiles, on eight multiprocessors: those of four stay, and wait.
+
+    Blocks that left have claimed nothing: all tiles are computed, in three launches. Rows that are
+    there keep nobody waiting: then all blocks stay to the end.
+    """
+    kept: list[torch.Tensor] = []
+    with with_flux_kernels(request, arch, "dynamic_kernels") as ptx:
+        kernel, args = plain_gemm(ptx, kept)
+        m, n, k = 4096, 256, 128
+        a, b = (torch.randn(rows, k).to(BF16) for rows in (m, n))
+        out, signals = torch.zeros(m, n, dtype=BF16), torch.zeros(m, dtype=torch.int32)
+        status, room = (torch.zeros(64, dtype=torch.int64) for _ in range(2))
+        kept += [a, b, out, signals, status, room]
+        ptx.know(*kept)
+        args.m, args.n, args.k, args.ldd = m, n, k, n
+        args.a, args.b, args.d = a.data_ptr(), b.data_ptr(), out.data_ptr()
+        args.signals, args.sm_count, args.waiting = signals.data_ptr(), 8, waiting
+        args.workspace, args.workspace_bytes = room.data_ptr(), 512
+        args.order.nodes = args.order.domains = args.order.lanes = 1
+        args.order.comm_tile_rows = 1024
+        args.sync.timeout_ns, args.sync.status = 10**10, status.data_ptr()
+        per_sm = 2 if arch == "80" else 1
+        for epoch in (1, 2, 3):
+            args.sync.epoch = epoch
+            signals[0] = epoch  # the first quarter of the rows is there, but for the last launch
+            if epoch == 3:
+                signals[0] = 2
+            out.fill_(float("nan"))
+            launch = partial(kernel.launch, args)
+            text = run_beside_gemm(ptx, launch, per_sm * (waiting or 8), signals, epoch)
+            assert ("waits for room for" in text) == (waiting == 0)
+            if waiting == 0:
+                return
+            assert status[0] == 0 and not room.any()
+            torch.testing.assert_close(out.float(), a.float() @ b.float().T, rtol=2e-2, atol=0.1)
 
 
 @pytest.mark.parametrize("ptx", ["80"], indirect=True)

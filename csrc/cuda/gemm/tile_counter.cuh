@@ -6,9 +6,10 @@
 // No tile waits for another tile, only for rows and entries, which peers and copies bring: so it is of no
 // consequence which block has a tile, and a block that has one needs no other block to start.
 //
-// Blocks beyond FluxGemmArgs.waiting leave the kernel rather than wait (claim_ready): what they needed is not
-// there, so the others wait for it, and a kernel of another stream, which a peer may wait for in turn, gets
-// their multiprocessors. As long as rows come in time, all multiprocessors multiply.
+// Blocks beyond FluxGemmArgs.waiting leave the kernel rather than wait for long (claim_ready): the others wait
+// for what is not there, and a kernel of another stream, which a peer may wait for in turn, gets their
+// multiprocessors. As long as rows come in time, all multiprocessors multiply. Nobody comes back, so for a
+// while they look again.
 #pragma once
 
 #include <cstdint>
@@ -38,21 +39,25 @@ __device__ __forceinline__ int claim_tile(TileCounter* counter, int tiles, unsig
   return tile < static_cast<std::uint32_t>(tiles) ? static_cast<int>(tile) : tiles;
 }
 
-// The same for a block that must not wait: `tiles` also when the next tile is not ready(tile).
+constexpr std::uint64_t kPatienceNs = 500'000;
+
+// The same for a block that must not wait for long: `tiles` also when no next tile becomes ready(tile).
 template <class Ready>
 __device__ __forceinline__ int claim_ready(TileCounter* counter, int tiles, unsigned claimers,
                                            Ready const& ready) {
-  TileCounter seen = atomicAdd(counter, TileCounter{0});
+  const std::uint64_t begin = nanoseconds();
   for (;;) {
+    const TileCounter seen = atomicAdd(counter, TileCounter{0});
     const int tile = static_cast<int>(static_cast<std::uint32_t>(seen));
     if (tile >= tiles) return claim_tile(counter, tiles, claimers);
-    if (!ready(tile)) {
+    if (ready(tile)) {
+      if (atomicCAS(counter, seen, seen + 1) == seen) return tile;
+    } else if (nanoseconds() - begin > kPatienceNs) {
       end_claims(counter, atomicAdd(counter, kLeft), tiles, claimers);
       return tiles;
+    } else {
+      __nanosleep(200);
     }
-    const TileCounter now = atomicCAS(counter, seen, seen + 1);
-    if (now == seen) return tile;
-    seen = now;
   }
 }
 
