@@ -257,9 +257,9 @@ def test_a_capture_takes_a_path_without_collectives_of_the_host(
         assert calls.ops[0].schedule(6).knobs.path == "unfused"
         for each in calls.ops:
             each._choice = Fixed(Knobs(path="unfused"))
-        with device.capture() as graph:
-            with pytest.raises(ValueError, match="path=unfused: a CUDA graph cannot contain"):
-                calls.make(calls.inputs(6, seed=1))
+        text = "path=unfused: a CUDA graph cannot contain"
+        with device.capture() as graph, pytest.raises(ValueError, match=text):
+            calls.make(calls.inputs(6, seed=1))
         graph.close()
         captured.graph.close()
         calls.close()

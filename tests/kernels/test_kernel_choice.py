@@ -27,7 +27,7 @@ from flux.select import nvidia_heuristics
 from flux.select.cycles import GemmWork, cost, cycles, divide
 from flux.select.hardware import blocks_per_wave
 from flux.select.kernel import best_of, choose, op_kernel
-from flux.select.share import taken_units
+from flux.select.share import lends_margin, taken_units
 
 SMS = 132
 TALL = GemmConfig("ag_gemm", "90a", "bf16", (128, 256, 64), "cooperative", cluster=(2, 1))
@@ -226,14 +226,16 @@ def test_few_rows_are_bound_by_reading_the_weight() -> None:
     assert cycles(TALL, many, SMS).limit == "multiply"
 
 
-def scheduler(knobs: Knobs, taken: int, built_ones: str = "", m: int = 8192) -> str:
+def scheduler(knobs: Knobs, taken: int, built_ones: str = "", m: int = 8192, spare: int = 0) -> str:
     """Return the tile scheduler of the kernel that an AGGemm takes of the default set."""
     configs = [c for c in config_set("default", ["90a"]) if built_ones in c.tile_scheduler]
     kernels = {kernel.symbol: kernel for kernel in built(configs)}
     device: Any = SimpleNamespace(registry=Registry((), kernels, (), (), ()), capability=(9, 0))
     n, k = PAPER["ag_gemm"]
     spec = OpSpec(Op.ag_gemm, m, (8 * n,), k, torch.bfloat16, False, "sum")
-    return op_kernel(spec, 8, n, device, knobs, SMS, taken=taken).built.config.tile_scheduler
+    sms = SMS - spare
+    kernel = op_kernel(spec, 8, n, device, knobs, sms, taken=taken, spare=spare)
+    return kernel.built.config.tile_scheduler
 
 
 def test_tiles_are_claimed_where_other_kernels_hold_multiprocessors() -> None:
@@ -247,6 +249,32 @@ def test_tiles_are_claimed_where_other_kernels_hold_multiprocessors() -> None:
         scheduler(Knobs(tile_scheduler="dynamic"), 0, built_ones="static")
     assert taken_units(Knobs(), 132, 1) == 0
     assert taken_units(Knobs(sm_margin=24), 132, 1) == 24 and taken_units(Knobs(), 132, 2) == 8
+
+
+def test_tiles_are_claimed_where_the_margin_is_lent() -> None:
+    assert scheduler(Knobs(), 0, spare=8) == "dynamic"
+    assert scheduler(Knobs(), 0, spare=8, m=64) == "static"  # whose tiles fit on the others
+    assert scheduler(Knobs(), 0, spare=8, built_ones="static") == "static"
+    assert scheduler(Knobs(tile_scheduler="static"), 0, spare=8) == "static"
+
+
+@pytest.mark.parametrize(
+    ("op", "nodes", "knobs", "lent"),
+    [
+        ("ag_gemm", 1, Knobs(), True),
+        ("ag_gemm", 1, Knobs(direction="pull", order="ring1d"), True),
+        ("ag_gemm", 1, Knobs(order="ring1d"), False),  # its kernels forward rows
+        ("ag_gemm", 2, Knobs(), False),
+        ("ag_gemm", 1, Knobs(sm_margin=8), False),  # somebody wants it
+        ("ag_gemm", 1, Knobs(path="medium"), False),
+        ("gemm_rs", 1, Knobs(), True),
+        ("gemm_rs", 1, Knobs(sends="copies"), False),  # its kernels follow the copies
+        ("gemm_rs", 1, Knobs(reduce="in_kernel"), False),  # its blocks wait to sum
+        ("gemm_ar", 1, Knobs(reduce="in_flight"), True),
+    ],
+)
+def test_a_margin_that_nobody_needs_is_lent(op: str, nodes: int, knobs: Knobs, lent: bool) -> None:
+    assert lends_margin(Op[op], nodes, knobs) == lent
 
 
 def test_claims_cost_little_and_late_blocks_a_whole_wave() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from flux.core.events import Kind
 from flux.core.knobs import TILE_SCHEDULERS, Knobs, Op
 from flux.core.problem import Problem
 from flux.machine.cluster import load_cluster
@@ -72,3 +73,21 @@ def test_the_margin_of_a_kernel_that_waits_is_counted() -> None:
     assert waves == {0: 6, 8: 7, None: 7}
     assert times[8] == times[None] and times[8] == pytest.approx(times[0] * 7 / 6, rel=0.03)
     assert blocks_per_wave(kernel, 124) == 124
+
+
+def test_blocks_that_claim_tiles_multiply_on_the_margin_while_rows_come_in_time() -> None:
+    """A margin that is set is not lent. Over a slow link blocks leave, and nothing is won."""
+    shape = problem("ag_gemm")
+    wide = (k for k in default_configs(shape, "90a", None) if k.tile == (128, 256, 64))
+    static, claims = sorted((k for k in wide if k.cluster == (2, 1)), key=lambda k: k.name)
+    assert (static.tile_scheduler, claims.tile_scheduler) == ("static", "dynamic")
+    for knobs, units in ((Knobs(), 132), (Knobs(sm_margin=8), 124), (Knobs(order="ring1d"), 124)):
+        assert gemm_units(shape, H100, knobs, claims) == units
+        assert gemm_units(shape, H100, knobs, static) == 124
+    fast = [simulate(shape, LINK, kernel=kernel) for kernel in (static, claims)]
+    assert [call.waves for call in fast] == [7, 6]
+    assert fast[1].total_ms < 0.9 * fast[0].total_ms
+    slow = replace(LINK, link=replace(LINK.link, gbs=5.0))
+    spans = simulate(shape, slow, kernel=claims)._log.spans
+    ends = {lane: end for rank, lane, kind, _, _, end, _ in spans if (rank, kind) == (0, Kind.gemm)}
+    assert max(ends[f"SM {block}"] for block in range(62, 66)) < 0.5 * max(ends.values())
