@@ -195,7 +195,8 @@ typedef struct FluxGroups {
 /* Makes the maps of FluxGroups on the device (cuda/gemm/route.cuh), which csrc/schedule/grouped.h makes on the
  * host. How many rows, tiles and items there are is known there alone; the sizes here bound them. */
 typedef struct FluxRouteArgs {
-  const void* experts;  /* [m, topk], dense, the same on all ranks; below 0: none */
+  /* [m, topk], dense, the same on all ranks; below 0: none. Null: the maps are there, but for the weights. */
+  const void* experts;
   int32_t expert_bytes; /* of one of them: 4 or 8 */
   int32_t m, topk;
   int32_t total; /* experts of all ranks, of which each of `ep` parts of the ranks has a part */
@@ -207,7 +208,8 @@ typedef struct FluxRouteArgs {
   int32_t gathers;        /* 1: AllGather, 0: ReduceScatter */
   int32_t parallel;       /* 1: pushes (AllGather), shares (ReduceScatter) are made as well */
   int32_t* room;          /* 16-byte aligned, for all maps: flux::route_maps (cuda/route.h) */
-  const void* const* weights; /* (host) by expert of this rank: FluxGroups.weights is made of it */
+  /* (host) by expert of this rank: FluxGroups.weights is made of it. Null: another launch makes that. */
+  const void* const* weights;
   void* tail;            /* [max_rows, n] without gaps, zeroed behind the routed rows; or null */
   int32_t element_bytes; /* of it */
   FluxOrder order;

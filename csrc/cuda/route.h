@@ -10,6 +10,39 @@ namespace flux {
 
 constexpr int kRouteWarps = 32;  // at most
 
+// Scratch memory that all warps go through again and again. `e`: of this rank's experts. Spans by number,
+// but for those marked (visit).
+struct RouteScratch {
+  int* of_warps;    // [warps, odd_stride(e)]: rows; then those before them; then the next one
+  int* of_expert;   // [e]: rows
+  int* first_row;   // [e]
+  int* first_tile;  // [e]
+  int* span_at;     // [spans (visit)]: number
+  int* past;        // [e, spans (visit)]: rows up to the span's last one
+  int* of_span;     // [e, spans]: rows; then those before them
+  int* group;       // [spans (visit), e]: tiles before those of this key and expert
+};
+constexpr std::int64_t kRouteSharedWords = 24 << 10;  // that it may have in shared memory
+
+// Of rows that warps read column by column: in another bank each.
+FLUX_HD constexpr int odd_stride(int count) { return count | 1; }
+
+FLUX_HD constexpr std::int64_t scratch_words(std::int64_t e, std::int64_t spans) {
+  return kRouteWarps * (e | 1) + 3 * e + spans + 3 * e * spans;
+}
+FLUX_HD constexpr RouteScratch route_scratch(int* at, int e, int spans) {
+  RouteScratch s{};
+  s.of_warps = at;
+  s.of_expert = s.of_warps + kRouteWarps * odd_stride(e);
+  s.first_row = s.of_expert + e;
+  s.first_tile = s.first_row + e;
+  s.span_at = s.first_tile + e;
+  s.past = s.span_at + spans;
+  s.of_span = s.past + e * spans;
+  s.group = s.of_span + e * spans;
+  return s;
+}
+
 // Maps and scratch memory of FluxRouteArgs. A *span* is a communication tile (AllGather) or a row of tiles
 // of the tokens (ReduceScatter). It has a number, and a place in the order of visits.
 struct RouteMaps {
@@ -22,23 +55,15 @@ struct RouteMaps {
   std::uint32_t* share;
   int* totals;  // kRouteTotals
   int* routed;  // by routed row: its token; 0 behind the last one
-  // Scratch. `e`: of this rank's experts. Spans by number, but for those marked (visit).
-  int* of_warps;      // [warps, e]: rows; then the next one
-  int* of_expert;     // [e]: rows
-  int* first_row;     // [e]
-  int* first_tile;    // [e]
-  int* of_span;       // [e, spans]: rows
-  int* shift;         // [e, spans]: from a row's place by token to its place by visit
-  int* past;          // [e, spans (visit)]: rows up to the span's last one
-  int* group;         // [spans (visit), e]: tiles before those of this key and expert
-  int* visit;         // [spans]: place
-  int* span_at;       // [spans (visit)]: number
+  // Scratch
+  int* scratch;       // RouteScratch, where it is not in shared memory
+  int* span_of;       // [m]: by token
   int* of_tile;       // [tiles]: its last item, sums left out
   int* last;          // [spans (visit)]: the last item that the sum awaits; -1: none
   int* sorted_last;   // [spans]
   int* words_behind;  // the end
 };
-enum { kRouteItems = 0, kRouteRows = 1, kRouteTotals = 4 };
+enum { kRouteItems = 0, kRouteRows = 1, kRouteRefused = 2, kRouteTotals = 4 };
 
 inline CommTiling route_comm(const FluxRouteArgs& args) {
   const int world = max_of(args.order.world, 1);
@@ -85,16 +110,8 @@ inline RouteMaps route_maps(const FluxRouteArgs& args) {
   maps.share = reinterpret_cast<std::uint32_t*>(take(shares ? own : 0));
   maps.totals = take(kRouteTotals);
   maps.routed = take(args.max_rows);
-  maps.of_warps = take(kRouteWarps * e);
-  maps.of_expert = take(e);
-  maps.first_row = take(e);
-  maps.first_tile = take(e);
-  maps.of_span = take(e * spans);
-  maps.shift = take(e * spans);
-  maps.past = take(e * spans);
-  maps.group = take(e * spans);
-  maps.visit = take(spans);
-  maps.span_at = take(spans);
+  maps.scratch = take(scratch_words(e, spans));
+  maps.span_of = take(args.m);
   maps.of_tile = take(sums > 0 ? maps.tiles : 0);
   maps.last = take(sums);
   maps.sorted_last = take(sums);

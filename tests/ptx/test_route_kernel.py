@@ -37,7 +37,7 @@ struct Maps {
   static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = nullptr;
   static constexpr int (*kRoute)(FluxRouteArgs const*, void*) = &flux::route;
   static std::uint64_t workspace_bytes(FluxGemmArgs const*) { return 0; }
-  static int prepare(int) { return flux::prepare_route(); }
+  static int prepare(int device) { return flux::prepare_route(device); }
   static int launch(FluxGemmArgs const*, void*) { return FLUX_REFUSED; }
 };
 FLUX_KERNEL(maps_1, Maps<1>)
@@ -146,6 +146,7 @@ class Case:
         status = torch.zeros(8, dtype=torch.int64)
         device.keep(room, chosen, tail, status)
         weights = [1000 + e for e in range(count)]
+        kernel.prepare(0)
         route.use(room.data_ptr(), weights, tail.data_ptr(), tail.itemsize)
         device.cuda.seed = self.seed
         route.launch(kernel, status.data_ptr(), device.current_stream())

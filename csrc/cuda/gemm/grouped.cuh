@@ -55,7 +55,7 @@ struct GroupedLauncher {
 
   static int prepare(int device) {
     const int status = prepare_on(device, K::kKernel, K::kSharedBytes);
-    return status != 0 ? status : prepare_route();
+    return status != 0 ? status : prepare_route(device);
   }
 
   static std::uint64_t workspace_bytes(FluxGemmArgs const* args) {

@@ -3,9 +3,11 @@
 // the stream.
 //
 //   count     rows by expert and span, and by expert and warp, which has a run of the choices
-//   sum up    where experts begin; where a warp's rows of an expert do; an expert's rows by visit
-//   place     each choice: its routed row (by token), and its place among the rows of tiles (by visit)
-//   list      tiles by (span that decides when they are computed, expert): a prefix sum over both
+//   sum up    where experts begin; where a warp's rows of an expert do; an expert's rows by visit; tiles by
+//             (span that decides when they are computed, expert)
+//   place     each choice: its routed row (by token)
+//   fill      the rows of tiles (by visit): a search among the spans of the expert
+//   list      tiles, by a prefix sum
 //   merge     (ReduceScatter) sums between the products, by binary search
 //
 // Numbers of atomics are counts and maxima, so no order of threads changes a map. A routing without a result
@@ -17,46 +19,44 @@
 #include <cuda_runtime.h>
 
 #include "cuda/gemm/route_maps.cuh"
+#include "cuda/load.cuh"
 
 namespace flux {
 
 constexpr int kRouteThreads = 1024;    // of large routings
-constexpr int kFewRouteThreads = 256;  // of up to kFewChoices
-constexpr int kFewChoices = 4096;
+constexpr int kFewRouteThreads = 256;  // of up to kFewChoices and kFewExperts
+constexpr int kFewChoices = 4096, kFewExperts = 32;
 constexpr int kTailThreads = 256;
 
 static __global__ void __launch_bounds__(kRouteThreads)
     route_kernel(const __grid_constant__ RouteParams p) {
+  extern __shared__ int shared[];
   __shared__ int chunks[FLUX_MAX_WORLD];
-  const int thread = static_cast<int>(threadIdx.x);
-  for (int i = thread; i < p.comm.world; i += static_cast<int>(blockDim.x)) chunks[i] = p.chunks[i];
-  Router router{p, p.order};
+  __shared__ Verdict verdict;
+  by_thread(p.comm.world, [&](int i) { chunks[i] = p.chunks[i]; });
+  int* const room = p.shared ? shared : p.maps.scratch;
+  Router router{p, p.order, route_scratch(room, p.maps.experts, p.maps.spans), verdict};
   router.order.sequence = chunks;
-  if (!router.check()) {  // has a barrier
-    if (thread < kRouteTotals) p.maps.totals[thread] = 0;
-    return;
-  }
+  __syncthreads();
   router.clear();
-  for (int e = thread; e < min_of(p.maps.experts, kAddresses); e += static_cast<int>(blockDim.x)) {
-    p.maps.weights[e] = p.weights[e];
-  }
+  const int addresses = p.args.weights != nullptr ? min_of(p.maps.experts, kAddresses) : 0;
+  by_thread(addresses, [&](int e) { p.maps.weights[e] = p.weights[e]; });
   __syncthreads();
   router.count();
   __syncthreads();
+  if (!router.check()) return;
   router.sum_up();
   const int tiles = router.cut();
   __syncthreads();
   router.place();
   __syncthreads();
-  router.fill();
-  router.group();
-  __syncthreads();
+  router.fill(tiles);
   p.args.gathers != 0 ? router.list_gather(tiles) : router.list_sums(tiles);
   if (p.args.parallel == 0) return;
   p.args.gathers != 0 ? router.list_pushes() : router.list_shares();
 }
 
-// Of experts whose weights' addresses the launch of route_kernel has no room for.
+// Of experts whose weights' addresses the launch of route_kernel has no room for, or did not know.
 struct Addresses {
   const void* from[kAddresses];
   const void** to;
@@ -69,20 +69,15 @@ static __global__ void __launch_bounds__(kAddresses)
   if (thread < p.count) p.to[thread] = p.from[thread];
 }
 
-// Zeros behind the routed rows.
+// Zeros behind the routed rows, which are multiples of 16 bytes, as kernels want them.
 static __global__ void __launch_bounds__(kTailThreads)
     tail_kernel(char* to, std::int64_t row_bytes, int max_rows, const int* rows) {
   const std::int64_t end = max_rows * row_bytes;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kTailThreads;
   const std::int64_t begin = *rows * row_bytes, first = blockIdx.x * kTailThreads + threadIdx.x;
-  const bool wide = (reinterpret_cast<std::uintptr_t>(to) | row_bytes) % sizeof(uint4) == 0;
-  if (wide) {
-    for (std::int64_t at = begin + first * 16; at < end; at += step * 16) {
-      *reinterpret_cast<uint4*>(to + at) = make_uint4(0, 0, 0, 0);
-    }
-    return;
+  for (std::int64_t at = begin + first * 16; at < end; at += step * 16) {
+    *reinterpret_cast<uint4*>(to + at) = make_uint4(0, 0, 0, 0);
   }
-  for (std::int64_t at = begin + first; at < end; at += step) to[at] = 0;
 }
 
 inline RouteParams route_params(FluxRouteArgs const& args) {
@@ -108,7 +103,14 @@ inline RouteParams route_params(FluxRouteArgs const& args) {
     }
   }
   p.order.sequence = nullptr;  // (host)
-  for (int e = 0; e < min_of(p.maps.experts, kAddresses); ++e) p.weights[e] = args.weights[e];
+  const int addresses = args.weights != nullptr ? min_of(p.maps.experts, kAddresses) : 0;
+  for (int e = 0; e < addresses; ++e) p.weights[e] = args.weights[e];
+  p.shared = scratch_words(p.maps.experts, p.maps.spans) <= kRouteSharedWords;
+  for (p.step = 1; 2 * p.step < p.maps.spans;) p.step *= 2;
+  // Rounded up, it is exact for choices below 2 ** 31: the error, times one, is less than 2 ** shift.
+  for (p.shift = 31; std::int64_t{1} << (p.shift - 31) < args.topk;) ++p.shift;
+  p.reciprocal =
+      static_cast<std::uint32_t>(((std::int64_t{1} << p.shift) + args.topk - 1) / args.topk);
   return p;
 }
 
@@ -124,10 +126,14 @@ inline int route(FluxRouteArgs const* args, void* stream) {
     return FLUX_REFUSED;
   }
   auto* const on = static_cast<cudaStream_t>(stream);
-  const bool few = args->m * args->topk <= kFewChoices;
-  route_kernel<<<1, few ? kFewRouteThreads : kRouteThreads, 0, on>>>(p);
-  for (int e = kAddresses; e < p.maps.experts; e += kAddresses) {
-    Addresses more{{}, p.maps.weights + e, min_of(kAddresses, p.maps.experts - e)};
+  const bool few = args->m * args->topk <= kFewChoices && p.maps.experts <= kFewExperts;
+  const std::size_t shared =
+      p.shared ? scratch_words(p.maps.experts, p.maps.spans) * sizeof(int) : 0;
+  const bool makes = args->experts != nullptr;
+  if (makes) route_kernel<<<1, few ? kFewRouteThreads : kRouteThreads, shared, on>>>(p);
+  const int addresses = args->weights != nullptr ? p.maps.experts : 0;
+  for (int e = makes ? kAddresses : 0; e < addresses; e += kAddresses) {
+    Addresses more{{}, p.maps.weights + e, min_of(kAddresses, addresses - e)};
     for (int i = 0; i < more.count; ++i) more.from[i] = args->weights[e + i];
     address_kernel<<<1, kAddresses, 0, on>>>(more);
   }
@@ -141,12 +147,9 @@ inline int route(FluxRouteArgs const* args, void* stream) {
   return static_cast<int>(cudaGetLastError());
 }
 
-inline int prepare_route() {
-  cudaFuncAttributes attributes;
-  cudaError_t status = cudaFuncGetAttributes(&attributes, route_kernel);
-  if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, address_kernel);
-  if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, tail_kernel);
-  return static_cast<int>(status);
+inline int prepare_route(int device) {
+  const auto others = [](int) { return load_code(address_kernel, tail_kernel); };
+  return prepare_on(device, route_kernel, kRouteSharedWords * sizeof(int), others);
 }
 
 }  // namespace flux

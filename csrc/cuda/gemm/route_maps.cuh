@@ -7,10 +7,15 @@
 namespace flux {
 
 constexpr int kAddresses = 256;  // of weights, in the parameters of one launch
+constexpr int kAhead = 4;        // choices of a lane that are loaded at once
 
 struct RouteParams {
   FluxRouteArgs args;
   RouteMaps maps;
+  bool shared;               // scratch memory
+  std::uint32_t reciprocal;  // choice / topk = choice * reciprocal >> shift
+  int shift;
+  int step;  // the first of a search among spans
   TileOrder order;
   CommTiling comm;
   int chunks[FLUX_MAX_WORLD];  // in the order of visits
@@ -21,6 +26,20 @@ struct RouteParams {
 __device__ __forceinline__ int lane_of() { return static_cast<int>(threadIdx.x) % 32; }
 __device__ __forceinline__ int warp_of() { return static_cast<int>(threadIdx.x) / 32; }
 __device__ __forceinline__ int warps_of() { return static_cast<int>(blockDim.x) / 32; }
+
+// each(i) for i < count, by all threads of the block.
+template <class Each>
+__device__ __forceinline__ void by_thread(int count, Each each) {
+  const int step = static_cast<int>(blockDim.x);
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += step) each(i);
+}
+
+// each(j) for j < kAhead, unrolled.
+template <class Each>
+__device__ __forceinline__ void ahead(Each each) {
+#pragma unroll
+  for (int j = 0; j < kAhead; ++j) each(j);
+}
 
 // Sum of the lanes up to this one.
 __device__ __forceinline__ int sum_of_lanes(int value) {
@@ -57,22 +76,49 @@ __device__ __forceinline__ int sum_by_block(int count, Get get, Put put) {
     const int sum = sum_of_lanes(value);
     if (lane_of() == 31) of_warps[warp_of()] = sum;
     __syncthreads();
-    int at = before + sum - value;
-    for (int warp = 0; warp < warps_of(); ++warp) {
-      if (warp < warp_of()) at += of_warps[warp];
-      before += of_warps[warp];
-    }
-    if (i < count) put(i, at);
+    const int of_lane = lane_of() < warps_of() ? of_warps[lane_of()] : 0;
+    const int sums = sum_of_lanes(of_lane);
+    const int below = __shfl_sync(~0u, sums - of_lane, warp_of());
+    if (i < count) put(i, before + below + sum - value);
+    before += __shfl_sync(~0u, sums, 31);
     __syncthreads();
   }
   return before;
 }
 
+// Bits that numbers below `count` have.
+__device__ __forceinline__ int bits_of(int count) { return count > 1 ? 32 - __clz(count - 1) : 0; }
+
+// The lanes of this warp with the same number, if it is not below 0. By ballots, which cost the same however
+// many numbers there are, of several numbers at once.
+__device__ __forceinline__ void lanes_alike(const int (&number)[kAhead], int bits,
+                                            unsigned (&lanes)[kAhead]) {
+  ahead([&](int j) { lanes[j] = __ballot_sync(~0u, number[j] >= 0); });
+  for (int bit = 0; bit < bits; ++bit) {
+    ahead([&](int j) {
+      const bool set = (number[j] >> bit & 1) != 0;
+      const unsigned ones = __ballot_sync(~0u, set);
+      lanes[j] &= set ? ones : ~ones;
+    });
+  }
+}
+
+// What all threads of the block know of the choices, in shared memory.
+struct Verdict {
+  int bad;  // the first choice of an expert that there is none of
+  int of_parts[FLUX_MAX_WORLD];
+};
+
 struct Router {
   const RouteParams& p;
   TileOrder order;
+  RouteScratch scratch;
+  Verdict& verdict;
 
   __device__ int choices() const { return p.args.m * p.args.topk; }
+  __device__ int token_of(int choice) const {
+    return static_cast<int>(std::uint64_t{p.reciprocal} * static_cast<unsigned>(choice) >> p.shift);
+  }
   __device__ int part_of(int expert) const { return owner_of(p.args.total, p.args.ep, expert); }
 
   // The expert of a choice, as it was passed.
@@ -81,10 +127,10 @@ struct Router {
                                     : static_cast<const std::int32_t*>(p.args.experts)[choice];
   }
 
-  // This rank's number of the expert of a choice; -1: none here.
-  __device__ int expert_here(int choice) const {
-    const std::int64_t expert = choice < choices() ? passed(choice) - p.maps.first : -1;
-    return expert >= 0 && expert < p.maps.experts ? static_cast<int>(expert) : -1;
+  // This rank's number of an expert; -1: it has none such.
+  __device__ int number_here(std::int64_t expert) const {
+    const std::uint64_t number = static_cast<std::uint64_t>(expert) - p.maps.first;
+    return number < static_cast<std::uint64_t>(p.maps.experts) ? static_cast<int>(number) : -1;
   }
 
   __device__ int span_of(int token) const {
@@ -92,84 +138,50 @@ struct Router {
                                : token / p.args.tile_m;
   }
 
-  // Calls each(choice, expert, lanes of this warp with the same expert) for choices that this rank has,
-  // those of a warp in order.
-  template <class Each>
-  __device__ void each_choice(Each each) const {
+  // The choices of a warp, in order.
+  __device__ Range run_of_warp() const {
     const int run = ceil_div(ceil_div(choices(), warps_of()), 32) * 32;
-    const int begin = warp_of() * run, end = min_of(choices(), begin + run);
-    for (int first = begin; first < end; first += 32) {
-      const int choice = first + lane_of();
-      const int expert = expert_here(choice);
-      each(choice, expert, __match_any_sync(~0u, expert));
-      __syncwarp();  // another lane may lead next
-    }
+    const int begin = min_of(choices(), warp_of() * run);
+    return {begin, min_of(choices(), begin + run)};
+  }
+  __device__ int* of_warp() const {
+    return scratch.of_warps + warp_of() * odd_stride(p.maps.experts);
   }
 
-  // Whether lane is the first of some.
-  __device__ static bool leads(unsigned lanes) {
-    return __ffs(static_cast<int>(lanes)) - 1 == lane_of();
-  }
-
-  // Tiles of an expert that are computed with the first `place` spans, or before.
-  __device__ int tiles_with(int expert, int place) const {
-    const RouteMaps& m = p.maps;
-    if (place == 0) return 0;
-    const int rows = m.past[expert * m.spans + place - 1], all = m.of_expert[expert];
+  // Tiles of an expert with `all` rows that are computed when `rows` of them are there.
+  __device__ int tiles_with(int rows, int all) const {
     const bool whole = p.args.gathers != 0 && rows < all;  // a tile comes with its last row
     return whole ? rows / p.args.tile_m : ceil_div(rows, p.args.tile_m);
   }
 
-  // Whether there is a result; the same on all ranks.
-  __device__ bool check() const {
-    __shared__ int of_parts[FLUX_MAX_WORLD], bad;
-    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-    for (int part = thread; part < p.args.ep; part += threads) of_parts[part] = 0;
-    if (thread == 0) bad = choices();
-    __syncthreads();
-    for (int first = 0; first < choices(); first += threads) {
-      const int choice = first + thread;
-      const std::int64_t expert = choice < choices() ? passed(choice) : -1;
-      const bool exists = expert < p.args.total;
-      if (!exists) atomicMin(&bad, choice);
-      const int part = expert >= 0 && exists ? part_of(static_cast<int>(expert)) : -1;
-      const unsigned lanes = __match_any_sync(~0u, part);
-      if (part >= 0 && leads(lanes)) atomicAdd(of_parts + part, __popc(lanes));
+  // The place of the span of an expert's row, by visit.
+  __device__ int place_of(int expert, int row) const {
+    const int* const past = scratch.past + expert * p.maps.spans;
+    int place = 0;
+    for (int step = p.step; step > 0; step /= 2) {
+      const int next = min_of(place + step, p.maps.spans);
+      if (past[next - 1] <= row) place = next;
     }
-    __syncthreads();
-    if (bad < choices()) {
-      const std::int64_t expert = passed(bad), most = 0x7fffffff;
-      if (thread == 0) {
-        record_failure(p.args.sync, FLUX_BAD_EXPERT, bad / p.args.topk,
-                       static_cast<int>(expert < most ? expert : most), 0);
-      }
-      return false;
-    }
-    for (int part = 0; part < p.args.ep; ++part) {
-      if (of_parts[part] <= p.args.max_rows) continue;
-      if (thread == 0) {
-        record_failure(p.args.sync, FLUX_MANY_ROWS, p.args.max_rows, part,
-                       static_cast<std::uint32_t>(of_parts[part]));
-      }
-      return false;
-    }
-    return true;
+    return place;
+  }
+  // Of an expert's rows, by visit, those before a place.
+  __device__ int before_place(int expert, int place) const {
+    return place == 0 ? 0 : scratch.past[expert * p.maps.spans + place - 1];
   }
 
   __device__ void clear() const {
     const RouteMaps& m = p.maps;
-    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-    for (int i = thread; i < warps_of() * m.experts; i += threads) m.of_warps[i] = 0;
-    for (int i = thread; i < m.experts * m.spans; i += threads) m.of_span[i] = 0;
-    for (int i = thread; i < m.spans; i += threads) {
-      int span = tile_row_of(i);
-      m.visit[span] = i;
-      m.span_at[i] = span;
-      if (p.args.gathers == 0) {
-        m.last[i] = -1;
-        m.count[i] = 0;
-      }
-    }
+    by_thread(warps_of() * odd_stride(m.experts), [&](int i) { scratch.of_warps[i] = 0; });
+    by_thread(m.experts * m.spans, [&](int i) { scratch.of_span[i] = 0; });
+    by_thread(p.args.m, [&](int token) { m.span_of[token] = span_of(token); });
+    by_thread(p.args.ep, [&](int part) { verdict.of_parts[part] = 0; });
+    if (threadIdx.x == 0) verdict.bad = choices();
+    by_thread(m.spans, [&](int i) {
+      scratch.span_at[i] = tile_row_of(i);
+      if (p.args.gathers != 0) return;
+      m.last[i] = -1;
+      m.count[i] = 0;
+    });
   }
 
   __device__ int tile_row_of(int place) const {
@@ -178,134 +190,193 @@ struct Router {
     return signal_index(p.comm, order.sequence[place / per_chunk], place % per_chunk);
   }
 
+  // Leaves in `position` how many choices before one, of those of the warp, are of its expert. Finds experts
+  // that there are none of, and counts the rows of parts if one may have too many.
   __device__ void count() const {
     const RouteMaps& m = p.maps;
-    each_choice([&](int choice, int expert, unsigned lanes) {
-      const int at = expert < 0 ? -1 : expert * m.spans + span_of(choice / p.args.topk);
-      const unsigned beside = __match_any_sync(~0u, at);
-      if (expert < 0) return;
-      if (leads(lanes)) m.of_warps[warp_of() * m.experts + expert] += __popc(lanes);
-      if (leads(beside)) atomicAdd(m.of_span + at, __popc(beside));
-    });
+    const Range run = run_of_warp();
+    const int bits = bits_of(m.experts);
+    for (int first = run.begin; first < run.end; first += 32 * kAhead) {
+      std::int64_t expert[kAhead];
+      int number[kAhead], span[kAhead];
+      unsigned lanes[kAhead];
+      ahead([&](int j) {
+        const int choice = first + 32 * j + lane_of();
+        expert[j] = choice < run.end ? passed(choice) : -1;
+        span[j] = choice < run.end ? m.span_of[token_of(choice)] : 0;
+      });
+      ahead([&](int j) { number[j] = number_here(expert[j]); });
+      lanes_alike(number, bits, lanes);
+      ahead([&](int j) {
+        const int e = number[j], choice = first + 32 * j + lane_of();
+        const int leader = e < 0 ? 0 : __ffs(static_cast<int>(lanes[j])) - 1;
+        int before = 0;
+        if (e >= 0 && leader == lane_of()) {
+          before = of_warp()[e];
+          of_warp()[e] = before + __popc(lanes[j]);
+        }
+        before = __shfl_sync(~0u, before, leader);
+        __syncwarp();  // another lane may lead next
+        if (p.args.max_rows < choices()) count_parts(expert[j]);
+        if (choice >= run.end) return;
+        m.position[choice] = before + __popc(lanes[j] & ((1u << lane_of()) - 1));
+        if (e >= 0) atomicAdd(scratch.of_span + e * m.spans + span[j], 1);
+        if (expert[j] >= p.args.total) atomicMin(&verdict.bad, choice);
+      });
+    }
+  }
+
+  // By a warp.
+  __device__ void count_parts(std::int64_t expert) const {
+    const bool exists = expert >= 0 && expert < p.args.total;
+    const int part = exists ? part_of(static_cast<int>(expert)) : -1;
+    const unsigned lanes = __match_any_sync(~0u, part);
+    const bool leads = __ffs(static_cast<int>(lanes)) - 1 == lane_of();
+    if (exists && leads) atomicAdd(verdict.of_parts + part, __popc(lanes));
+  }
+
+  // Whether there is a result; the same on all ranks.
+  __device__ bool check() const {
+    if (verdict.bad < choices()) {
+      const std::int64_t expert = passed(verdict.bad), most = 0x7fffffff;
+      refuse(FLUX_BAD_EXPERT, verdict.bad / p.args.topk,
+             static_cast<int>(expert < most ? expert : most), 0);
+      return false;
+    }
+    for (int part = 0; part < p.args.ep; ++part) {
+      const int rows = verdict.of_parts[part];
+      if (rows <= p.args.max_rows) continue;
+      refuse(FLUX_MANY_ROWS, p.args.max_rows, part, rows);
+      return false;
+    }
+    return true;
+  }
+
+  // Without a status the host reads the totals.
+  __device__ void refuse(int code, int tile, int signal, int observed) const {
+    by_thread(kRouteTotals, [&](int i) { p.maps.totals[i] = i == kRouteRefused ? 1 : 0; });
+    if (threadIdx.x != 0 || p.args.sync.status == nullptr) return;
+    record_failure(p.args.sync, code, tile, signal, static_cast<std::uint32_t>(observed));
   }
 
   // By warp and expert.
   __device__ void sum_up() const {
     const RouteMaps& m = p.maps;
+    const int stride = odd_stride(m.experts);
     for (int e = warp_of(); e < m.experts; e += warps_of()) {
-      const int rows = sum_by_warp(
-          warps_of(), [&](int warp) { return m.of_warps[warp * m.experts + e]; },
-          [&](int warp, int before) { m.of_warps[warp * m.experts + e] = before; });
-      if (lane_of() == 0) m.of_expert[e] = rows;
-      const int first = e * m.spans;
+      const int all = sum_by_warp(
+          warps_of(), [&](int warp) { return scratch.of_warps[warp * stride + e]; },
+          [&](int warp, int before) { scratch.of_warps[warp * stride + e] = before; });
+      if (lane_of() == 0) scratch.of_expert[e] = all;
+      int* const begin = scratch.of_span + e * m.spans;
       sum_by_warp(
-          m.spans, [&](int span) { return m.of_span[first + span]; },
-          [&](int span, int before) { m.shift[first + span] = -before; });
+          m.spans, [&](int span) { return begin[span]; },
+          [&](int span, int before) { begin[span] = before; });
       __syncwarp();
-      sum_by_warp(
-          m.spans, [&](int place) { return m.of_span[first + m.span_at[place]]; },
-          [&](int place, int before) {
-            const int span = m.span_at[place];
-            m.past[first + place] = before + m.of_span[first + span];
-            m.shift[first + span] += before;
-          });
+      const auto rows_at = [&](int place) {
+        const int span = scratch.span_at[place];
+        return (span + 1 < m.spans ? begin[span + 1] : all) - begin[span];
+      };
+      sum_by_warp(m.spans, rows_at, [&](int place, int before) {
+        const int past = before + rows_at(place);
+        scratch.past[e * m.spans + place] = past;
+        scratch.group[place * m.experts + e] = tiles_with(past, all) - tiles_with(before, all);
+      });
     }
     __syncthreads();
     sum_by_block(
-        m.experts, [&](int e) { return m.of_expert[e]; },
-        [&](int e, int before) { m.first_row[e] = before; });
+        m.experts, [&](int e) { return scratch.of_expert[e]; },
+        [&](int e, int before) { scratch.first_row[e] = before; });
   }
 
-  // Returns how many tiles there are.
+  // The experts of tiles. Returns how many of these there are.
   __device__ int cut() const {
-    const RouteMaps& m = p.maps;
-    return sum_by_block(
-        m.experts, [&](int e) { return ceil_div(m.of_expert[e], p.args.tile_m); },
-        [&](int e, int before) { m.first_tile[e] = before; });
+    const int tiles = sum_by_block(
+        p.maps.experts, [&](int e) { return ceil_div(scratch.of_expert[e], p.args.tile_m); },
+        [&](int e, int before) {
+          scratch.first_tile[e] = before;
+          const int own = ceil_div(scratch.of_expert[e], p.args.tile_m);
+          for (int i = 0; i < own; ++i) p.maps.expert[before + i] = e;
+        });
+    // Of (span, expert): those before them.
+    sum_by_block(
+        p.maps.spans * p.maps.experts, [&](int i) { return scratch.group[i]; },
+        [&](int i, int before) { scratch.group[i] = before; });
+    return tiles;
   }
 
   __device__ void place() const {
     const RouteMaps& m = p.maps;
-    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-    each_choice([&](int choice, int expert, unsigned lanes) {
-      int* const next = m.of_warps + warp_of() * m.experts + expert;
-      const int in_expert = expert < 0 ? 0 : *next + __popc(lanes & ((1u << lane_of()) - 1));
-      __syncwarp();
-      if (expert >= 0 && leads(lanes)) *next += __popc(lanes);
-      __syncwarp();
-      if (choice < choices())
-        m.position[choice] = expert < 0 ? -1 : m.first_row[expert] + in_expert;
-      if (expert < 0) return;
-      const int token = choice / p.args.topk, row = m.first_row[expert] + in_expert;
-      const int at = m.first_tile[expert] * p.args.tile_m + in_expert +
-                     m.shift[expert * m.spans + span_of(token)];
-      m.routed[row] = token;
-      m.row[at] = row;
-      m.token[at] = token;
-      if (p.args.gathers == 0) m.source[at] = row;
-    });
-    const int rows = m.experts > 0 ? m.first_row[m.experts - 1] + m.of_expert[m.experts - 1] : 0;
-    for (int row = rows + thread; row < p.args.max_rows; row += threads) m.routed[row] = 0;
-    if (thread == 0) m.totals[kRouteRows] = rows;
+    const Range run = run_of_warp();
+    for (int first = run.begin; first < run.end; first += 32 * kAhead) {
+      int e[kAhead], before[kAhead];
+      ahead([&](int j) {
+        const int choice = first + 32 * j + lane_of();
+        e[j] = choice < run.end ? number_here(passed(choice)) : -1;
+        before[j] = choice < run.end ? m.position[choice] : 0;
+      });
+      ahead([&](int j) {
+        const int choice = first + 32 * j + lane_of();
+        const int row = e[j] < 0 ? -1 : scratch.first_row[e[j]] + of_warp()[e[j]] + before[j];
+        if (choice < run.end) m.position[choice] = row;
+        if (row >= 0) m.routed[row] = token_of(choice);
+      });
+    }
+    const int last = m.experts - 1;
+    const int rows = m.experts > 0 ? scratch.first_row[last] + scratch.of_expert[last] : 0;
+    by_thread(p.args.max_rows - rows, [&](int i) { m.routed[rows + i] = 0; });
+    by_thread(kRouteTotals, [&](int i) { m.totals[i] = i == kRouteRows ? rows : 0; });
   }
 
-  // The experts of tiles, and the rows behind the last one of an expert.
-  __device__ void fill() const {
+  // The rows of tiles, by visit, by warp and tile. Those behind the last one of an expert have a place, too.
+  __device__ void fill(int tiles) const {
     const RouteMaps& m = p.maps;
-    for (int e = warp_of(); e < m.experts; e += warps_of()) {
-      const int rows = m.of_expert[e], tiles = ceil_div(rows, p.args.tile_m);
-      for (int tile = lane_of(); tile < tiles; tile += 32) m.expert[m.first_tile[e] + tile] = e;
-      const int last = (m.first_tile[e] + tiles - 1) * p.args.tile_m;
-      const int behind = m.first_tile[e] * p.args.tile_m + rows;
-      for (int at = behind + lane_of(); at < last + p.args.tile_m && rows > 0; at += 32) {
-        m.row[at] = -1;
-        m.token[at] = m.token[last];
-        if (p.args.gathers == 0) m.source[at] = m.source[last];
+    for (int tile = warp_of(); tile < tiles; tile += warps_of()) {
+      const int e = m.expert[tile], rows = scratch.of_expert[e];
+      const int first = (tile - scratch.first_tile[e]) * p.args.tile_m;
+      for (int i = lane_of(); i < p.args.tile_m; i += 32) {
+        const bool routed = first + i < rows;
+        const int in_expert = routed ? first + i : first;
+        const int place = place_of(e, in_expert);
+        const int before = before_place(e, place);
+        const int row = scratch.first_row[e] + in_expert - before +
+                        scratch.of_span[e * m.spans + scratch.span_at[place]];
+        const int at = tile * p.args.tile_m + i;
+        m.row[at] = routed ? row : -1;
+        m.token[at] = m.routed[row];
+        if (p.args.gathers == 0) m.source[at] = row;
       }
     }
-  }
-
-  // Tiles by (key, expert): group[key, expert] are before those.
-  __device__ void group() const {
-    const RouteMaps& m = p.maps;
-    sum_by_block(
-        m.spans * m.experts,
-        [&](int i) {
-          const int place = i / m.experts, e = i % m.experts;
-          return tiles_with(e, place + 1) - tiles_with(e, place);
-        },
-        [&](int i, int before) { m.group[i] = before; });
   }
 
   // put(item's number, tile, column) for all tiles of the GEMM; done(tile, number of its last item).
   template <class Put, class Done>
   __device__ void each_product(int tiles, Put put, Done done) const {
     const RouteMaps& m = p.maps;
-    for (int tile = static_cast<int>(threadIdx.x); tile < tiles;
-         tile += static_cast<int>(blockDim.x)) {
-      const int e = m.expert[tile], number = tile - m.first_tile[e];
-      const int rows = min_of(p.args.tile_m, m.of_expert[e] - number * p.args.tile_m);
-      const int of_key = p.args.gathers != 0 ? rows - 1 : 0;
-      const int place = m.visit[span_of(m.token[tile * p.args.tile_m + of_key])];
-      const int before = tiles_with(e, place), beside = tiles_with(e, place + 1) - before;
-      const int first = m.group[place * m.experts + e] * m.columns + number - before;
+    by_thread(tiles, [&](int tile) {
+      const int e = m.expert[tile], number = tile - scratch.first_tile[e];
+      const int first_row = number * p.args.tile_m, all = scratch.of_expert[e];
+      const int last_row = min_of(first_row + p.args.tile_m, all) - 1;
+      const int place = place_of(e, p.args.gathers != 0 ? last_row : first_row);
+      const int before = tiles_with(before_place(e, place), all);
+      const int beside = tiles_with(before_place(e, place + 1), all) - before;
+      const int first = scratch.group[place * m.experts + e] * m.columns + number - before;
       for (int column = 0; column < m.columns; ++column) {
         put(first + column * beside, tile, column);
       }
       done(tile, first + (m.columns - 1) * beside);
-    }
+    });
   }
 
   __device__ void list_gather(int tiles) const {
     const RouteMaps& m = p.maps;
-    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-    for (int i = thread; i < m.pushes; i += threads) m.item[i] = -2 - i;
+    by_thread(m.pushes, [&](int i) { m.item[i] = -2 - i; });
     each_product(
         tiles,
         [&](int at, int tile, int column) { m.item[m.pushes + at] = tile * m.columns + column; },
         [](int, int) {});
     const int all = m.pushes + tiles * m.columns;
-    if (thread != 0) return;
+    if (threadIdx.x != 0) return;
     m.item[all] = -1;
     m.totals[kRouteItems] = all + 1;
   }
@@ -313,20 +384,19 @@ struct Router {
   // A sum comes `ahead` items behind the last product that it awaits.
   __device__ void list_sums(int tiles) const {
     const RouteMaps& m = p.maps;
-    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     each_product(tiles, [](int, int, int) {}, [&](int tile, int last) { m.of_tile[tile] = last; });
     __syncthreads();
-    for (int i = thread; i < m.experts * m.spans; i += threads) {
-      const int e = i / m.spans, place = i % m.spans, span = m.span_at[place];
-      const int rows = m.of_span[e * m.spans + span];
-      if (rows == 0) continue;
-      atomicAdd(m.count + span, rows);
-      const int tile = m.first_tile[e] + (m.past[i] - 1) / p.args.tile_m;
+    by_thread(m.experts * m.spans, [&](int i) {
+      const int e = i / m.spans, place = i % m.spans;
+      const int past = scratch.past[i], rows = past - before_place(e, place);
+      if (rows == 0) return;
+      atomicAdd(m.count + scratch.span_at[place], rows);
+      const int tile = scratch.first_tile[e] + (past - 1) / p.args.tile_m;
       atomicMax(m.last + place, m.of_tile[tile]);
-    }
+    });
     __syncthreads();
     const int products = tiles * m.columns;
-    for (int i = thread; i < m.spans; i += threads) {
+    by_thread(m.spans, [&](int i) {
       const int last = m.last[i];
       int before = 0;
       for (int j = 0; j < m.spans; ++j) {
@@ -335,9 +405,9 @@ struct Router {
       m.sorted_last[before] = last;
       const int at = min_of(products, last + p.args.ahead + 1) + before * m.columns;
       for (int column = 0; column < m.columns; ++column) {
-        m.item[at + column] = -1 - (m.span_at[i] * m.columns + column);
+        m.item[at + column] = -1 - (scratch.span_at[i] * m.columns + column);
       }
-    }
+    });
     __syncthreads();
     each_product(
         tiles,
@@ -345,7 +415,7 @@ struct Router {
           m.item[at + sums_before(at) * m.columns] = tile * m.columns + column;
         },
         [](int, int) {});
-    if (thread == 0) m.totals[kRouteItems] = products + m.spans * m.columns;
+    if (threadIdx.x == 0) m.totals[kRouteItems] = products + m.spans * m.columns;
   }
 
   // Sums that are claimed before a product.
@@ -403,15 +473,14 @@ struct Router {
     const int world = p.comm.world, per_part = world / p.args.ep;
     const Range own{row_begin(p.args.m, world, order.rank), row_end(p.args.m, world, order.rank)};
     const auto ranks = static_cast<std::uint32_t>((std::uint64_t{1} << per_part) - 1);
-    for (int row = own.begin + static_cast<int>(threadIdx.x); row < own.end;
-         row += static_cast<int>(blockDim.x)) {
+    by_thread(own.end - own.begin, [&](int i) {
       std::uint32_t bits = 0;
-      const std::uint32_t parts = parts_of(row);
+      const std::uint32_t parts = parts_of(own.begin + i);
       for (int part = 0; part < p.args.ep; ++part) {
         if ((parts >> part & 1u) != 0) bits |= ranks << (part * per_part);
       }
-      p.maps.share[row - own.begin] = bits;
-    }
+      p.maps.share[i] = bits;
+    });
   }
 };
 
