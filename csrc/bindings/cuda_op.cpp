@@ -152,34 +152,6 @@ void bind_op(py::module_& m) {
              int k) { return op.workspace_bytes(schedule, operands_of(operands), k); },
           py::arg("schedule"), py::arg("operands"), py::arg("k"))
       .def(
-          "set_groups",
-          [](CudaOp& op, const std::vector<Address>& maps, Address bias, Address probs, int items,
-             int experts, int topk, const std::array<Address, 3>& parallel) {
-            FluxGroups g{};
-            const std::int32_t** ints[] = {&g.items,   &g.experts, &g.rows,     &g.tokens,
-                                           &g.sources, &g.counts,  &g.positions};
-            const auto& [pushes, pushed, shares] = parallel;
-            g.pushes = pointer<const std::int32_t>(pushes);
-            g.pushed = pointer<const std::int32_t>(pushed);
-            g.shares = pointer<const std::uint32_t>(shares);
-            if (maps.size() != std::size(ints) + 1) {
-              throw std::invalid_argument("set_groups takes " +
-                                          std::to_string(std::size(ints) + 1) + " maps");
-            }
-            for (std::size_t i = 0; i < std::size(ints); ++i) {
-              *ints[i] = pointer<const std::int32_t>(maps[i]);
-            }
-            g.weights = pointer<const void* const>(maps.back());
-            g.bias = pointer<const void>(bias);
-            g.probs = pointer<const float>(probs);
-            g.item_count = items;
-            g.experts_count = experts;
-            g.topk = topk;
-            op.set_groups(g);
-          },
-          py::kw_only(), py::arg("maps"), py::arg("bias"), py::arg("probs"), py::arg("items"),
-          py::arg("experts"), py::arg("topk"), py::arg("parallel"))
-      .def(
           "set_route",
           [](CudaOp& op, std::shared_ptr<Route> route, Address bias, Address probs) {
             FluxGroups groups = route->groups();

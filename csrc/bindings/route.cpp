@@ -14,15 +14,17 @@ namespace py = pybind11;
 namespace flux::host {
 namespace {
 
-// Where the maps begin in the memory that they lie in, in words.
+// Where one of the maps begins in the memory that they lie in, in words.
+std::int64_t words_to(const void* map, const Route& route) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(route.maps().weights);
+  return static_cast<std::int64_t>((reinterpret_cast<std::uintptr_t>(map) - begin) /
+                                   sizeof(std::int32_t));
+}
+
 std::map<std::string, std::int64_t> offsets_of(const Route& route) {
   const RouteMaps maps = route.maps();
-  const auto begin = reinterpret_cast<std::uintptr_t>(maps.weights);
   std::map<std::string, std::int64_t> offsets;
-  const auto add = [&](const char* name, const void* at) {
-    offsets[name] = static_cast<std::int64_t>((reinterpret_cast<std::uintptr_t>(at) - begin) /
-                                              sizeof(std::int32_t));
-  };
+  const auto add = [&](const char* name, const void* at) { offsets[name] = words_to(at, route); };
   add("weights", maps.weights);
   add("items", maps.item);
   add("experts", maps.expert);
@@ -55,6 +57,11 @@ void bind_route(py::module_& m) {
            py::keep_alive<1, 2>())
       .def_property_readonly("words", &Route::words)
       .def_property_readonly("offsets", &offsets_of)
+      .def_property_readonly(
+          "totals", [](const Route& route) { return words_to(route.maps().totals, route); })
+      .def_property_readonly(
+          "routed", [](const Route& route) { return words_to(route.maps().routed, route); })
+      .def("make", &Route::make, py::arg("kernel"), py::arg("room"), py::arg("stream"))
       .def("use", &Route::use, py::arg("room"), py::arg("weights"), py::arg("tail"),
            py::arg("element_bytes"))
       .def(

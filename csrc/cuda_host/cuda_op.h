@@ -211,8 +211,9 @@ class CudaOp {
   void require_room(const Schedule& schedule) const;
 
   // The maps of the next call of an op of experts, whose kernels are grouped. Its operands have the
-  // address of a result or of products as `out`, and no bias. `route` makes the maps in the call, or null.
-  void set_groups(const FluxGroups& groups, std::shared_ptr<const Route> route = nullptr) {
+  // address of a result or of products as `out`, and no bias. `route` makes the maps in the call, or what
+  // is left of them.
+  void set_groups(const FluxGroups& groups, std::shared_ptr<const Route> route) {
     groups_ = groups;
     route_ = std::move(route);
   }

@@ -60,6 +60,12 @@ std::int64_t Route::words() const {
                                    sizeof(std::int32_t));
 }
 
+void Route::make(const Kernel& kernel, Address room, Stream stream) {
+  args_.room = reinterpret_cast<std::int32_t*>(room);
+  kernel.route(args_, stream);
+  args_.experts = nullptr;
+}
+
 void Route::use(Address room, const std::vector<Address>& weights, Address tail,
                 int element_bytes) {
   if (static_cast<int>(weights.size()) != maps().experts) {

@@ -36,6 +36,9 @@ class Route {
   RouteMaps maps() const { return route_maps(args_); }
   FluxGroups groups() const { return route_groups(args_); }
 
+  // Makes the maps now, before the call, whose launch() then adds the weights. What has no result is not
+  // reported: the totals say so. `room`: of words().
+  void make(const Kernel& kernel, Address room, Stream stream);
   // `room`: of words(). `weights`: by expert of this rank. `tail`: FluxRouteArgs.tail.
   void use(Address room, const std::vector<Address>& weights, Address tail, int element_bytes);
   void launch(const Kernel& kernel, const FluxSync& sync, Stream stream) const;

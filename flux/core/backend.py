@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from flux.core.call import Call
+from flux.core.call import Call, DeviceChoices, MadeMaps
 from flux.core.knobs import ClusterTile
 from flux.core.schedule import TileSchedule
 
@@ -150,4 +150,20 @@ class Backend(Protocol):
         Args:
             failed: a call failed; peers that wait for this rank are told.
             culprit: the rank that caused it.
+        """
+
+
+class RoutingBackend(Backend, Protocol):
+    """Executor whose kernels can make the maps of routed rows."""
+
+    def make_maps(self, schedule: TileSchedule, choices: DeviceChoices, columns: int) -> MadeMaps:
+        """Have a kernel begin to make the maps of the next call.
+
+        Args:
+            schedule: of the call.
+            choices: of its router.
+            columns: of an expert's product on this rank.
+
+        Raises:
+            ValueError: the call is impossible, as of a CUDA graph: the host waits for the maps.
         """

@@ -31,12 +31,20 @@ Gemm = Callable[[torch.Tensor], torch.Tensor]
 class RoutedRows(Protocol):
     """The routed rows of a call, on the host: ``flux.moe.Routing``."""
 
+    rows: int
     topk: int
     total: int
     experts: torch.Tensor
     tokens: torch.Tensor
     positions: torch.Tensor
     native: _C.Routing
+
+
+class MadeMaps(Protocol):
+    """Maps of routed rows that a kernel makes before the rest of the call."""
+
+    def rows(self) -> int:
+        """Wait for them; return this rank's routed rows, -1 if there is none of some expert."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +54,21 @@ class DeviceChoices:
     Attributes:
         experts: [M, topk], int32 or int64, dense.
         total: experts of all ranks.
-        rows: routed rows that a rank may have.
+        most: routed rows that a rank may have.
+        made: the maps, if a kernel makes them ahead; None: within the call.
         checksum: in place of one of the choices.
     """
 
     experts: torch.Tensor
     total: int
-    rows: int
+    most: int
+    made: MadeMaps | None = None
     checksum: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of the call's own matrix: R if the maps are made ahead, else as many as may be."""
+        return self.most if self.made is None else self.made.rows()
 
 
 class GroupedProduct(Protocol):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from flux.core.call import Call, CallChecker, DeviceChoices, rows_of_call
+from flux.core.call import (
+    Call,
+    CallChecker,
+    DeviceChoices,
+    MadeMaps,
+    RoutedRows,
+    rows_of_call,
+)
 from flux.core.spec import OpSpec
 from flux.moe.product import Experts, GatherProduct, SumProduct
 from flux.moe.routing import Needed, Routing, check_integers
@@ -28,6 +36,7 @@ class Operands:
         keeps: whether the tokens that are multiplied are kept.
         max_rows: routed rows that there is room for; None: as many as there are.
         on_device: whether kernels make the maps, of experts that the host does not read.
+        make_maps: has a kernel make the maps ahead of the call.
         routed: tokens that are kept, [R, K], once the call has been checked.
         rows: R, if the host knows it and there is room for more.
     """
@@ -48,6 +57,7 @@ class Operands:
         self.keeps = keeps
         self.max_rows = max_rows
         self.on_device = False
+        self.make_maps: Callable[[DeviceChoices], MadeMaps] | None = None
         self.routed: torch.Tensor | None = None
         self.rows: int | None = None
 
@@ -85,7 +95,7 @@ class GroupedChecker(CallChecker):
             x = x if rows == x.shape[0] else x[:rows]
         else:
             rows_of_call(spec, self.world, self.rank, m, m)
-            wanted = operands.max_rows or routing.rows
+            wanted = operands.max_rows or self._rows(routing, operands)
             if x.shape[0] != wanted:
                 what = "max_rows rows" if operands.max_rows else "one row for each token's expert"
                 raise ValueError(
@@ -99,7 +109,7 @@ class GroupedChecker(CallChecker):
         x = x if x.stride(1) == 1 or x.numel() == 0 else x.contiguous()
         digest = (routing.checksum ^ (probs is not None)) & 0x7FFFFFFF
         if spec.op.gathers:
-            rows = operands.max_rows or routing.rows
+            rows = operands.max_rows or self._rows(routing, operands)
             if operands.keeps:
                 operands.routed = x.new_empty(rows, self.k)
             of_experts = Experts(ready, bias, routing)
@@ -114,14 +124,13 @@ class GroupedChecker(CallChecker):
         """Return the routed rows: as the host knows them, or (``on_device``) ``DeviceChoices``."""
         most, experts = operands.max_rows, operands.experts
         if most is None:
-            return self._routing(experts)
+            make_maps = operands.make_maps if operands.on_device else None
+            return self._routing(experts) if make_maps is None else self._made(experts, make_maps)
         label = self.spec.label
         if isinstance(most, bool) or not isinstance(most, int) or not 0 < most <= MOST_ROWS:
             raise ValueError(f"{label}: max_rows must be in [1, {MOST_ROWS}], got {most!r}")
         if operands.on_device:
-            experts = self._check_experts(experts)
-            kind = experts.dtype if experts.dtype in DEVICE_INTEGERS else torch.int64
-            return DeviceChoices(experts.to(kind).contiguous(), self.total, most)
+            return DeviceChoices(self._readable(experts), self.total, most)
         routing = self._routing(experts)
         rows = routing.rows_of_parts(self.spec.ep)
         if max(rows) > most:  # alike on all ranks
@@ -132,6 +141,24 @@ class GroupedChecker(CallChecker):
             )
         operands.rows = routing.rows
         return routing
+
+    def _made(
+        self, experts: torch.Tensor, make_maps: Callable[[DeviceChoices], MadeMaps]
+    ) -> DeviceChoices:
+        """Return the choices, with maps that a kernel begins to make."""
+        choices = DeviceChoices(self._readable(experts), self.total, experts.numel())
+        return replace(choices, made=make_maps(choices))
+
+    def _readable(self, experts: object) -> torch.Tensor:
+        """Return the experts as kernels read them."""
+        checked = self._check_experts(experts)
+        kind = checked.dtype if checked.dtype in DEVICE_INTEGERS else torch.int64
+        return checked.to(kind).contiguous()
+
+    def _rows(self, routing: RoutedRows | DeviceChoices, operands: Operands) -> int:
+        """Return how many routed rows there are; what kernels refuse, the host says why."""
+        rows = routing.rows
+        return rows if rows >= 0 else self._routing(operands.experts).rows
 
     def _check_experts(self, experts: object) -> torch.Tensor:
         label, spec = self.spec.label, self.spec

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from flux import _C
-from flux.core.backend import OverlapHooks
-from flux.core.call import rows_of_call
+from flux.core.backend import OverlapHooks, RoutingBackend
+from flux.core.call import DeviceChoices, MadeMaps, rows_of_call
 from flux.core.knobs import Knobs, Op, Topology
 from flux.moe.checks import GroupedChecker, Operands
 from flux.moe.routing import Routing, check_integers
@@ -208,8 +208,16 @@ class GroupedOp(TensorParallelOp):
 
     def _call(self, x: torch.Tensor, weights: Any, *rest: Any) -> list[torch.Tensor]:
         operands: Operands = weights
-        operands.on_device = operands.max_rows is not None and self._kernels_route(operands.experts)
+        operands.on_device = self._kernels_route(operands.experts)
+        operands.make_maps = self._make_maps
         return super()._call(x, weights, *rest)
+
+    def _make_maps(self, choices: DeviceChoices) -> MadeMaps:
+        """Have a kernel make the maps of a call now."""
+        checker, backend = cast(GroupedChecker, self._checker), cast(RoutingBackend, self._backend)
+        self._begun = True  # what goes wrong from here on, but for arguments, ends the op
+        schedule = self.schedule(choices.experts.shape[0])
+        return backend.make_maps(schedule, choices, checker.rows_of_weight)
 
     def _kernels_route(self, experts: object) -> bool:
         """Return whether kernels of this call make their maps."""
@@ -261,8 +269,8 @@ class AGGroupedGemm(GroupedOp):
                 that choice is dropped.
             bias: [E, N/tp], or None.
             return_gathered: return the gathered tokens too.
-            max_rows: routed rows that a rank has at most, the same on all ranks. On GPUs kernels
-                then read ``experts``, and the host does not; M * topk always suffices.
+            max_rows: routed rows that a rank has at most, the same on all ranks; M * topk always
+                suffices. On GPUs the host then waits for nothing; else for the number R.
 
         Returns:
             y [R, N/tp], sorted by expert, then by token (``routing`` has the maps); with

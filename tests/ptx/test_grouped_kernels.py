@@ -145,6 +145,59 @@ def test_a_peer_that_makes_no_call_is_reported(ptx: Any, op: str) -> None:
             built[0].wait()
 
 
+@pytest.mark.parametrize("op", MOE_OPS)
+def test_the_host_reads_how_many_rows_there_are_alone(a100: Any, op: str) -> None:
+    """It makes no maps, and results have as many rows, of ranks that have none too."""
+    case = replace(CASE, op=op, ep=2 if MOE_OPS[op].dispatches else 1)
+    with mock.patch.object(_C, "Routing", side_effect=AssertionError):
+        for kind in ("dropped", "none", "one"):
+            calls(a100, case, MoeInputs(case, 40, 2, kind, 3))
+
+
+@pytest.mark.parametrize("op", MOE_OPS)
+def test_what_kernels_cannot_route_is_refused_before_the_call(a100: Any, op: str) -> None:
+    """By all ranks, with the host's words; ops can be used afterwards."""
+    case = replace(CASE, op=op, ep=2 if MOE_OPS[op].dispatches else 1)
+    inputs = MoeInputs(case, 40, 2, "dropped", 3)
+    with VirtualWorld(2, a100) as ranks, ExitStack() as closing:
+        ops = [closing.enter_context(case.build(group=ranks.rank(r))) for r in range(2)]
+        given = [inputs.arguments(r) for r in range(2)]
+        beyond = inputs.experts.clone()
+        beyond[7, 1] = 5
+
+        def refused(r: int) -> None:
+            x, weights, experts, options = given[r]
+            with pytest.raises(ValueError, match=r"must be below 5, got 5 for token 7"):
+                ops[r](x, weights, beyond, **options)
+            if not case.gathers:
+                with pytest.raises(ValueError, match=f"expert: {len(x)}, got {len(x) - 1}"):
+                    ops[r](x[1:], weights, experts, **options)
+
+        ranks.run(refused)
+        outs = ranks.run(lambda r: ops[r](*given[r][:3], **given[r][3]))
+        a100.finish()
+        for r, each in enumerate(ops):
+            each.wait()
+            inputs.compare(outs[r], r)
+
+
+def test_maps_behind_a_call_that_never_ends_are_not_awaited_for_ever(a100: Any) -> None:
+    x, weights, experts, options = MoeInputs(CASE, 40, 2, "random", 1).arguments(0)
+    with VirtualWorld(2, a100) as ranks, ExitStack() as closing:
+        ops = [CASE.build(group=ranks.rank(r), timeout_s=0.2) for r in range(2)]
+        for each in ops:
+            closing.callback(each.close)
+
+        def twice(r: int) -> None:
+            if r == 0:
+                ops[0](x, weights, experts, **options)
+                with pytest.raises(PeerTimeoutError, match=r"waited more than 0\.2 s"):
+                    ops[0](x, weights, experts, **options)
+
+        ranks.run(twice)
+        assert ops[0].closed
+
+
 def _padded(x: torch.Tensor, rows: int, case: MoeCase) -> torch.Tensor:
     return x if case.gathers else torch.cat([x, x.new_full((rows - len(x), x.shape[1]), torch.nan)])
 
@@ -224,7 +277,7 @@ def test_calls_that_are_impossible_are_refused(a100: Any) -> None:
         x, weights, experts, options = inputs.arguments(0)
 
         def refused(r: int) -> None:
-            with pytest.raises(ValueError, match=r"without max_rows .* reads the tokens' experts"):
+            with pytest.raises(ValueError, match=r"without max_rows .* reads how many rows"):
                 ops[r](x, weights, experts, **options)
 
         with a100.capture() as graph:

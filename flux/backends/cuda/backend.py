@@ -38,7 +38,7 @@ from flux.backends.cuda.waits import StreamWaits
 from flux.backends.cuda.workspaces import Workspaces
 from flux.backends.epilogue import ACTIVATE, spoil
 from flux.core.backend import OverlapHooks, nothing
-from flux.core.call import CachedCall, CachedCalls, Call, DeviceChoices
+from flux.core.call import CachedCall, CachedCalls, Call, DeviceChoices, MadeMaps
 from flux.core.env import GRAPH_OVERLAP, POISON
 from flux.core.errors import PeerTimeoutError
 from flux.core.forked import abandon_in_children
@@ -267,10 +267,7 @@ class CudaBackend:
     ) -> list[torch.Tensor]:
         """Put a call on the current stream: see ``Backend.run``."""
         if self.spec.experts:
-            rows = self._rows_of(call.m)
-            assert call.grouped is not None
-            on_device = isinstance(call.grouped.routing, DeviceChoices)
-            stream = self._begin(schedule, on_device)
+            rows, stream = self._rows_of(call.m), self._begin(schedule, awaits_maps=False)
             outs = self._grouped.run(schedule, stream, call, rows, gather, self._empty)
         elif self._exchange is not None:
             outs = self._exchange.run(schedule, self._begin(schedule), call, self._empty)
@@ -281,6 +278,12 @@ class CudaBackend:
         if hooks is not None:
             hooks.both()  # behind the kernels on the caller's stream, which it does not wait for
         return outs
+
+    @on_its_device
+    def make_maps(self, schedule: TileSchedule, choices: DeviceChoices, columns: int) -> MadeMaps:
+        """Have a kernel begin to make the maps of the next call: see ``RoutingBackend``."""
+        stream = self._begin(schedule)
+        return self._grouped.make_maps(schedule, stream, choices, columns, self._waits)
 
     def _ag_gemm(self, schedule: TileSchedule, call: Call, gather: bool) -> list[torch.Tensor]:
         stream = self._begin(schedule)
@@ -388,7 +391,7 @@ class CudaBackend:
         """The number of the next call."""
         return (self.native.epoch + 1) & 0xFFFFFFFF
 
-    def _begin(self, schedule: TileSchedule, routed_on_device: bool = False) -> int:
+    def _begin(self, schedule: TileSchedule, awaits_maps: bool = True) -> int:
         """Raise failures of earlier calls, note the call in a trace, and return its stream.
 
         Raises:
@@ -402,7 +405,7 @@ class CudaBackend:
         self._waits.look()
         stream = self.device.current_stream()
         try:
-            check_possible(self, schedule, routed_on_device)
+            check_possible(self, schedule, awaits_maps)
         except ValueError:
             self.refusals += 1
             raise

@@ -1,26 +1,75 @@
 """Calls of the ops of experts on GPUs: maps of routed rows, operands, and what follows the kernel.
 
-The host makes the maps (csrc/schedule/grouped.h), from experts that it has read: a call waits for
-the router's result. With ``DeviceChoices`` a kernel makes them (csrc/cuda/gemm/route.cuh), and the
-host waits for nothing. Kernels take them from device memory.
+A kernel makes the maps (csrc/cuda/gemm/route.cuh): within the call, of ``max_rows``, and the host
+waits for nothing; else ahead of it, and the host reads how many routed rows there are, which shapes
+depend on. Of unfused calls the host makes them (csrc/schedule/grouped.h).
 """
 
 from __future__ import annotations
 
+import time
 from functools import partial
-from itertools import accumulate
 
 import torch
 
 from flux import _C
 from flux.backends.cuda.op_calls import Empty, OpCalls, OpParts
 from flux.backends.cuda.operands import row_step
+from flux.backends.cuda.waits import StreamWaits
 from flux.backends.epilogue import ACTIVATE
-from flux.core.call import Call, DeviceChoices, GroupedProduct, RoutedRows
+from flux.core.call import Call, DeviceChoices, GroupedProduct
 from flux.core.schedule import TileSchedule
 from flux.core.tensors import address_of
+from flux.transport.device import Device
 
-POINTER_WORDS = 2  # int32 words of an address
+SPIN_S = 2e-3
+"""How long the host looks for maps again and again, before it sleeps in between."""
+
+
+class Maps:
+    """``MadeMaps`` of one call, which a kernel makes ahead of it.
+
+    Args:
+        route: of the call.
+        room: memory that it fills.
+        device: the GPU.
+        stream: the current one.
+        totals: pinned, for what the host reads of them.
+        waits: of the op.
+    """
+
+    def __init__(
+        self,
+        route: _C.Route,
+        room: torch.Tensor,
+        device: Device,
+        stream: int,
+        totals: torch.Tensor,
+        waits: StreamWaits,
+    ) -> None:
+        self.route, self.room = route, room
+        self._driver, self._stream = device.driver, stream
+        self._totals, self._waits = totals, waits
+        self._rows: int | None = None
+        begin = address_of(room) + route.totals * room.itemsize
+        self._driver.copy(stream, address_of(totals), begin, totals.nbytes)
+
+    def rows(self) -> int:
+        """Wait for the maps and return how many routed rows there are: see ``MadeMaps.rows``."""
+        if self._rows is None:
+            self._await()
+            _, rows, refused = self._totals.tolist()
+            self._rows = -1 if refused else rows
+        return self._rows
+
+    def _await(self) -> None:
+        """Wait for what is on the stream: peers may never do what earlier calls on it wait for."""
+        until = time.monotonic() + SPIN_S
+        while not self._driver.ready(self._stream):
+            if time.monotonic() > until:
+                if not self._waits.drain(self._stream):
+                    self._waits.check(wait=False)
+                return
 
 
 class GroupedCalls(OpCalls):
@@ -47,6 +96,22 @@ class GroupedCalls(OpCalls):
         self._tile = tile
         self._items = items
         self._activates = activates
+        self._totals: torch.Tensor | None = None
+
+    def make_maps(
+        self,
+        schedule: TileSchedule,
+        stream: int,
+        choices: DeviceChoices,
+        columns: int,
+        waits: StreamWaits,
+    ) -> Maps:
+        """Put the kernel on a stream that makes a call's maps: see ``RoutingBackend``."""
+        if self._totals is None:
+            self._totals = self._device.pinned(3, torch.int32)
+        route, room = self._route_of(schedule, choices, columns)
+        route.make(self._kernel, self._address(room), stream)
+        return Maps(route, room, self._device, stream, self._totals, waits)
 
     def run(
         self,
@@ -83,7 +148,7 @@ class GroupedCalls(OpCalls):
         to = 0 if full is None else address_of(full)
         self._native.ag_gemm(schedule.native, stream, rows, [operand], to, [])
         if full is not None and kept is not None:
-            self._device.enqueue(partial(self._keep, full, *self._kept_tokens(product), kept))
+            self._device.enqueue(partial(self._keep, full, *self._routed, kept))
         if spec.gated:
             wide, out = out, empty(product.rows, call.columns[0])
             self._device.enqueue(partial(self._gate, wide, out))
@@ -111,23 +176,6 @@ class GroupedCalls(OpCalls):
         self._native.gemm_rs(schedule.native, stream, a, operand, address_of(out))
         return out
 
-    def _work(self, schedule: TileSchedule, routing: RoutedRows, columns: int) -> _C.GroupedWork:
-        """Make the maps of a call on the host."""
-        (tile_m, tile_n), native = self._tile, routing.native
-        if self._spec.op.gathers:
-            work = native.gather_work(schedule.native, tile_m, -(-columns // tile_n))
-            add = work.dispatch
-        else:
-            work = native.sum_work(schedule.native, tile_m, tile_n, self._items)
-            add = work.combine
-        if self._spec.dispatches:
-            add(schedule.native, *self._choices(routing))
-        return work
-
-    def _choices(self, routing: RoutedRows) -> tuple[int, int, int, int]:
-        """Return the experts of all tokens, and the parts that experts are split into."""
-        return address_of(routing.experts), routing.topk, routing.total, self._spec.ep
-
     def _zeros(self, rows: int, columns: int) -> torch.Tensor:
         itemsize = self._spec.dtype.itemsize
         some = self._device.zeros(max(rows, 1) * columns * itemsize, torch.uint8)
@@ -153,97 +201,48 @@ class GroupedCalls(OpCalls):
         out: torch.Tensor,
     ) -> _C.Operand:
         """Give the kernel its maps; return the weights, and where products go."""
-        routing, bias, probs = product.routing, product.biases, product.probs
+        choices, bias, probs = product.routing, product.biases, product.probs
+        assert isinstance(choices, DeviceChoices)
         bias = None if bias is None else self._fit.tensor(bias.contiguous())
         probs = None if probs is None else probs.to(torch.float32).contiguous()
         at_bias = 0 if bias is None else self._address(bias)
         at_probs = 0 if probs is None else self._address(probs)
-        if isinstance(routing, DeviceChoices):
-            maps = self._route(schedule, routing, weights, columns, out, at_bias, at_probs)
+        made = choices.made
+        if isinstance(made, Maps):
+            route, maps, tail = made.route, made.room, 0
         else:
-            work = self._work(schedule, routing, columns)
-            maps = self._set_groups(routing, work, weights, at_bias, at_probs)
+            route, maps = self._route_of(schedule, choices, columns)
+            tail = address_of(out) if self._spec.op.gathers else 0
+        addresses = [self._address(weight) for weight in weights]
+        route.use(self._address(maps), addresses, tail, out.itemsize)
+        self._native.set_route(route, at_bias, at_probs)
+        rows = None if made is not None else maps[route.totals + 1]
+        self._routed = maps[route.routed :][: choices.rows], rows
         self._kept = (bias, probs, maps)  # until the call is on the stream
         step = row_step(weights[0].shape, weights[0].stride()) if weights else columns
         first = address_of(weights[0] if weights else maps)
         return (first, step, columns, address_of(out), columns, 0, 0)
 
-    def _route(
-        self,
-        schedule: TileSchedule,
-        routing: DeviceChoices,
-        weights: list[torch.Tensor],
-        columns: int,
-        out: torch.Tensor,
-        bias: int,
-        probs: int,
-    ) -> torch.Tensor:
-        """Have a kernel make the maps within the call; return the memory that it fills."""
+    def _route_of(
+        self, schedule: TileSchedule, choices: DeviceChoices, columns: int
+    ) -> tuple[_C.Route, torch.Tensor]:
+        """Return what makes the maps of a call, and memory that it fills."""
         spec = self._spec
         route = _C.Route(
             schedule=schedule.native,
             kernel=self._kernel,
-            experts=self._address(routing.experts),
-            expert_bytes=routing.experts.itemsize,
-            topk=routing.experts.shape[1],
-            total=routing.total,
+            experts=self._address(choices.experts),
+            expert_bytes=choices.experts.itemsize,
+            topk=choices.experts.shape[1],
+            total=choices.total,
             ep=spec.ep,
-            max_rows=routing.rows,
+            max_rows=choices.most,
             n=columns,
             ahead=self._items,
             parallel=spec.dispatches,
         )
         room = torch.empty(route.words, dtype=torch.int32, device=self._device.torch_device)
-        addresses = [self._address(weight) for weight in weights]
-        tail = address_of(out) if spec.op.gathers else 0
-        route.use(self._address(room), addresses, tail, out.itemsize)
-        self._native.set_route(route, bias, probs)
-        offsets = route.offsets
-        self._routed = room[offsets["routed"] :][: routing.rows], room[offsets["totals"] + 1]
-        return room
-
-    def _set_groups(
-        self,
-        routing: RoutedRows,
-        work: _C.GroupedWork,
-        weights: list[torch.Tensor],
-        bias: int,
-        probs: int,
-    ) -> torch.Tensor:
-        """Copy maps of the host to the device; return the memory that they are in."""
-        sizes = work.sizes
-        pointers = POINTER_WORDS * len(weights)
-        maps = self._device.pinned(pointers + sum(sizes) + routing.positions.numel(), torch.int32)
-        addresses = [self._address(weight) for weight in weights]
-        maps[:pointers].view(torch.int64).copy_(torch.tensor(addresses, dtype=torch.int64))
-        work.fill(address_of(maps) + pointers * maps.itemsize)
-        maps[pointers + sum(sizes) :] = routing.positions.view(-1)
-        on_device = maps.to(self._device.torch_device, non_blocking=True)
-        at = self._address(on_device)
-        places = [at + (pointers + s) * maps.itemsize for s in accumulate(sizes, initial=0)]
-        items, experts, rows, tokens, sources, counts, pushes, pushed, shares, positions = places
-        if not (self._spec.dispatches and self._spec.op.gathers):
-            pushes = pushed = 0
-        if not (self._spec.dispatches and self._spec.op.scatters):
-            shares = 0
-        if self._spec.op.gathers:
-            sources = tokens
-        self._native.set_groups(
-            maps=[items, experts, rows, tokens, sources, counts, positions, at],
-            bias=bias,
-            probs=probs,
-            items=sizes[0],
-            experts=len(weights),
-            topk=routing.topk,
-            parallel=(pushes, pushed, shares),
-        )
-        return on_device
-
-    def _kept_tokens(self, product: GroupedProduct) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the token of each routed row, and on the device how many rows there are."""
-        if isinstance(product.routing, DeviceChoices):
-            return self._routed
-        return product.routing.tokens.to(self._device.torch_device), None
+        return route, room
 
     def _keep(
         self,

@@ -23,13 +23,13 @@ class _Backend(Protocol):
     def capturing(self) -> bool: ...
 
 
-def check_possible(backend: _Backend, schedule: TileSchedule, routed_on_device: bool) -> None:
-    """Raise if a backend cannot make a call, whose experts the host may not have read.
+def check_possible(backend: _Backend, schedule: TileSchedule, awaits_maps: bool) -> None:
+    """Raise if a backend cannot make a call, in which the host may wait for maps of experts.
 
     Raises:
         ValueError: it is traced or captured, and cannot be.
     """
-    reason = reason_not_grouped(backend, routed_on_device) if backend.spec.experts else None
+    reason = reason_not_grouped(backend, awaits_maps) if backend.spec.experts else None
     if backend.spec.op.exchanges and not backend.peers.idle:
         reason = "heads need peers with a GPU of their own, not loopback"
     if reason is not None:
@@ -51,12 +51,12 @@ def check_possible(backend: _Backend, schedule: TileSchedule, routed_on_device: 
         backend.peers.check(schedule.shape[0])
 
 
-def reason_not_grouped(backend: _Backend, routed_on_device: bool) -> str | None:
+def reason_not_grouped(backend: _Backend, awaits_maps: bool) -> str | None:
     """Return why a call of an op of experts is impossible, None if it is possible."""
-    if backend.capturing() and not routed_on_device:
+    if backend.capturing() and awaits_maps:
         return (
-            "calls without max_rows cannot be captured into a CUDA graph: the host reads the "
-            "tokens' experts"
+            "calls without max_rows cannot be captured into a CUDA graph: the host reads how many "
+            "rows there are"
         )
     if not backend.peers.idle:
         return "experts need peers with a GPU of their own, not loopback"
