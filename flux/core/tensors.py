@@ -99,6 +99,26 @@ def address_of(tensor: torch.Tensor) -> int:
     return at
 
 
+class Matrices(Sequence[torch.Tensor]):
+    """The matrices of a tensor, which are made once one of them is asked for.
+
+    Attributes:
+        whole: the tensor, [count, rows, columns].
+    """
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole = whole
+        self._each: tuple[torch.Tensor, ...] | None = None
+
+    def __len__(self) -> int:
+        return self.whole.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._each is None:
+            self._each = self.whole.unbind()
+        return self._each[index]
+
+
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return [count, N, K] over the memory of weights that lie at equal distances, or None."""
     first, *others = weights

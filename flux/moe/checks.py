@@ -17,6 +17,7 @@ from flux.core.call import (
     rows_of_call,
 )
 from flux.core.spec import OpSpec
+from flux.core.tensors import Matrices
 from flux.moe.product import Experts, GatherProduct, SumProduct
 from flux.moe.routing import Needed, Routing, check_integers
 
@@ -184,7 +185,7 @@ class GroupedChecker(CallChecker):
 
     def _weights(
         self, weights: Sequence[torch.Tensor], sizes: tuple[int, int] | None = None
-    ) -> list[torch.Tensor]:
+    ) -> Sequence[torch.Tensor]:
         """Return each expert's weight as [N, K]; ``sizes``: N and K, if not the op's."""
         spec = self.spec
         shape = list(sizes or (self.rows_of_weight, self.k))
@@ -206,8 +207,11 @@ class GroupedChecker(CallChecker):
                     f"{' (transpose_weight)' if spec.transpose_weight else ''}, "
                     f"got {list(weight.shape)}"
                 )
-            ready += weight.unbind() if one else [weight]
-        return [weight.t() for weight in ready] if spec.transpose_weight else ready
+            weight = weight.mT if spec.transpose_weight else weight
+            if one:
+                return Matrices(weight)
+            ready.append(weight)
+        return ready
 
     def _expert_bias(self, bias: torch.Tensor, columns: int | None = None) -> torch.Tensor:
         bias = self._tensor("bias", bias, self.spec.out_dtype)

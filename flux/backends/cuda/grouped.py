@@ -19,7 +19,7 @@ from flux.backends.cuda.waits import StreamWaits
 from flux.backends.epilogue import ACTIVATE
 from flux.core.call import Call, DeviceChoices, GroupedProduct
 from flux.core.schedule import TileSchedule
-from flux.core.tensors import address_of
+from flux.core.tensors import Matrices, address_of
 from flux.transport.device import Device
 
 SPIN_S = 2e-3
@@ -141,7 +141,7 @@ class GroupedCalls(OpCalls):
         out = empty(product.rows, columns)
         kept = product.routed
         full = empty(call.m, spec.k, spec.dtype) if gather or kept is not None else None
-        weights = self._weights(product, call, x.shape[1])
+        weights = self._weights(product, call, x.shape[1], columns)
         operand = self._operand(schedule, product, weights, columns, out)
         self._workspaces.make_room(self._native, schedule, stream, [operand], spec.k)
         rows = (self._address(x), spec.k, spec.k, 0)
@@ -169,7 +169,7 @@ class GroupedCalls(OpCalls):
         if x.shape[1] == 0:  # a rank without a part of K: zeros, as wide as one load
             x = self._zeros(product.rows, self._fit.elements)
         depth = x.shape[1]
-        weights = self._weights(product, call, depth)
+        weights = self._weights(product, call, depth, columns)
         operand = self._operand(schedule, product, weights, columns, products)
         self._workspaces.make_room(self._native, schedule, stream, [operand], depth)
         a = (self._address(x), row_step(x.shape, x.stride()), depth, 0)
@@ -181,22 +181,38 @@ class GroupedCalls(OpCalls):
         some = self._device.zeros(max(rows, 1) * columns * itemsize, torch.uint8)
         return some.view(self._spec.dtype).view(-1, columns)[:rows]
 
-    def _weights(self, product: GroupedProduct, call: Call, depth: int) -> list[torch.Tensor]:
-        """Return the experts' weights as the kernel loads them, all with one distance of rows."""
-        kn = self._spec.transpose_weight
+    def _weights(
+        self, product: GroupedProduct, call: Call, depth: int, columns: int
+    ) -> tuple[list[int], int, object]:
+        """Return where the kernel loads the experts' weights, and the one distance of their rows.
+
+        The last one is to be kept until the call is on the stream.
+        """
+        kn, weights = self._spec.transpose_weight, product.weights
+        if len(weights) == 0:
+            return [], columns, None
         if depth != call.x.shape[1]:
             rows = (depth, self._spec.n[0]) if kn else (self._spec.n[0], depth)
-            return [self._zeros(*rows)] * len(product.weights)
-        each = [self._fit.tensor(w.t() if kn else w) for w in product.weights]
+            zeros = self._zeros(*rows)
+            return [self._address(zeros)] * len(weights), rows[1], zeros
+        if isinstance(weights, Matrices):
+            whole = weights.whole.mT if kn else weights.whole
+            first, step = whole[0], whole.stride(0) * whole.itemsize
+            if self._fit.fits(first) and step % self._fit.unit(first) == 0:
+                at = self._address(whole)
+                places = [at + expert * step for expert in range(len(weights))]
+                return places, row_step(first.shape, first.stride()), whole
+        each = [self._fit.tensor(w.t() if kn else w) for w in weights]
         if len({row_step(w.shape, w.stride()) for w in each}) > 1:
             each = [w.contiguous() for w in each]
-        return each
+        places = [self._address(weight) for weight in each]
+        return places, row_step(each[0].shape, each[0].stride()), each
 
     def _operand(
         self,
         schedule: TileSchedule,
         product: GroupedProduct,
-        weights: list[torch.Tensor],
+        weights: tuple[list[int], int, object],
         columns: int,
         out: torch.Tensor,
     ) -> _C.Operand:
@@ -213,14 +229,13 @@ class GroupedCalls(OpCalls):
         else:
             route, maps = self._route_of(schedule, choices, columns)
             tail = address_of(out) if self._spec.op.gathers else 0
-        addresses = [self._address(weight) for weight in weights]
+        addresses, step, _ = weights
         route.use(self._address(maps), addresses, tail, out.itemsize)
         self._native.set_route(route, at_bias, at_probs)
         rows = None if made is not None else maps[route.totals + 1]
         self._routed = maps[route.routed :][: choices.rows], rows
         self._kept = (bias, probs, maps)  # until the call is on the stream
-        step = row_step(weights[0].shape, weights[0].stride()) if weights else columns
-        first = address_of(weights[0] if weights else maps)
+        first = addresses[0] if addresses else address_of(maps)
         return (first, step, columns, address_of(out), columns, 0, 0)
 
     def _route_of(
