@@ -27,9 +27,11 @@ rank, CPU time; `benchmarks/one_host.py --parts slabs`):
   a copy between GPUs costs about 3 us before its first byte (tuning/clusters), in which NVLink at
   450 GB/s moves 1.3 MB. That decides between nodes, where tiles are passed on. Inside a node an
   AllGather has tiles of 32 MiB or more, mostly whole chunks, since streams pause some 10 us between
-  copies: over PCIe four tiles of 12 MiB took 2% more than one to 2% less, and 16 took 15% more (an
-  H100, benchmarks/results/h100/loopback*.json); on NVLink copies of 16 MB reached four fifths of
-  the speed of 64 MB (QuACK, on B300).
+  copies: on NVLink copies of 16 MB reached four fifths of the speed of 64 MB (QuACK, on B300).
+* On PCIe an AllGather takes longer than its GEMM, and what is multiplied behind the last copy comes
+  on top: tiles are halves or quarters of 8 MiB or more there, and bands no higher than they. With
+  bands of whole chunks smaller tiles win nothing (an H200, W = 4, M = 8192: 4.0 ms with whole
+  chunks, 3.7 with quarters, 3.4 with bands of quarters; benchmarks/results/h200/loopback.json).
 * Raster: with N = K = 12288 a wave of 132 tiles of 128 x 256 covers less than three rows of tiles.
   So with raster 1 all of B (302 MB) streams through in every wave of about 142 us: 2.2 TB/s, half
   of the memory bandwidth of an H200. Bands of 8 rows of clusters of 256 x 256 share columns of B:
@@ -92,6 +94,8 @@ ONE_SHOTS = (
 GPU_COMM_TILE_BYTES = 2 << 20
 GPU_GATHERED_TILE_BYTES = 32 << 20
 """The least size of an AllGather's communication tile, if all ranks share a node."""
+GPU_RING_TILE_BYTES = 8 << 20
+"""The same around a ring, which is for links that are slower than the GEMM."""
 GPU_COMM_TILE_COUNTS = (4, 2)
 """Communication tiles per chunk to try, largest first; each must have the least size."""
 MAX_RASTER = 8
@@ -460,17 +464,21 @@ def _gpu_defaults(
     op, m, nodes = sizes.op, sizes.m, sizes.nodes
     chunk = ceil_div(m, sizes.world)
     comm_rows = knobs.comm_tile_rows
+    near, whole = op.gathers and nodes == 1, knobs.path in ("medium", "in_kernel")
+    ring = near and knobs.order == "ring1d" and not whole
     if comm_rows is None:
-        whole = knobs.path in ("medium", "in_kernel")
-        near = op.gathers and nodes == 1
         least = GPU_GATHERED_TILE_BYTES if near else GPU_COMM_TILE_BYTES
+        least = GPU_RING_TILE_BYTES if ring else least
         comm_rows = chunk if whole else gpu_comm_tile_rows(chunk, row_bytes, cluster.rows, least)
+    band = raster(op, m, chunk, cluster.rows, nodes, copied=knobs.sends == "copies")
+    if ring and m > FEW_GATHERED_ROWS:
+        band = min(band, max(1, min(comm_rows, chunk) // cluster.rows))
     # In a schedule with direct stores, each GEMM tile lies inside one owner's rows. The kernel
     # itself has no such limit: it stores a tile once per owner.
     tile = knobs.tile or (chunk if knobs.store == "direct" else cluster.rows, cluster.columns)
     return Knobs(
         tile=(min(tile[0], m), min(tile[1], sizes.local[0])),
-        raster=raster(op, m, chunk, cluster.rows, nodes, copied=knobs.sends == "copies"),
+        raster=band,
         comm_tile_rows=min(comm_rows, chunk),
         store="staged",
         copy_streams=1,

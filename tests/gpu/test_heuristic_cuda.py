@@ -72,6 +72,15 @@ def test_default_knobs_for_the_shapes_of_the_flux_paper(
     assert (knobs.path, knobs.reduce, knobs.store) == ("fused", "local", "staged")
 
 
+def test_around_a_ring_bands_are_no_higher_than_tiles() -> None:
+    """Its links are slower than the GEMM. Few rows are one band, which reads B once."""
+    for m, rows, band in ((8192, 512, 2), (65536, 2048, 8), (2048, 256, 1)):
+        ring = knobs_of("ag_gemm", m, given=Knobs(order="ring1d"))
+        assert (ring.comm_tile_rows, ring.raster) == (rows, band)
+    few = knobs_of("ag_gemm", 256, given=Knobs(order="ring1d"))
+    assert few.raster == knobs_of("ag_gemm", 256).raster == 1
+
+
 def test_between_nodes_every_row_crosses_once() -> None:
     knobs = knobs_of("ag_gemm", 8192, given=Knobs(), nodes=2)
     assert (knobs.order, knobs.direction) == ("hierarchical", "push")

@@ -89,5 +89,5 @@ def test_blocks_that_claim_tiles_multiply_on_the_margin_while_rows_come_in_time(
     assert fast[1].total_ms < 0.9 * fast[0].total_ms
     slow = replace(LINK, link=replace(LINK.link, gbs=5.0))
     spans = simulate(shape, slow, kernel=claims)._log.spans
-    ends = {lane: end for rank, lane, kind, _, _, end, _ in spans if (rank, kind) == (0, Kind.gemm)}
-    assert max(ends[f"SM {block}"] for block in range(62, 66)) < 0.5 * max(ends.values())
+    lanes = {lane for rank, lane, kind, *_ in spans if (rank, kind) == (0, Kind.gemm)}
+    assert lanes == {f"SM {block}" for block in range(62)}  # the own rows are 48 tiles
