@@ -292,7 +292,7 @@ def test_more_micro_batches_at_a_time_only_where_memory_is() -> None:
 @pytest.mark.parametrize(
     "name, micro_batches, sizes",
     [
-        ("flux-h800", 4, {"sequence": 2048, "layers": 2}),
+        ("flux-h800", 4, {"sequence": 1024, "layers": 4, "zero": 0}),
         ("flux-h800", 8, {"sequence": 2048, "layers": 2}),
         ("centauri-b", 8, {"sequence": 1024, "layers": 2, "zero": 0}),
     ],
@@ -301,9 +301,12 @@ def test_more_micro_batches_at_a_time_only_where_memory_is() -> None:
 def test_a_better_network_makes_no_plan_slower(
     name: str, micro_batches: int, sizes: dict[str, Any]
 ) -> None:
-    """Eq. 2 asks for fewer micro-batches together where collectives are shorter; all are tried."""
+    """Eq. 2 asks for fewer micro-batches together where collectives are shorter; all are tried.
+
+    The best plan is ordered for slower links, too: a list schedule for better ones can be slower.
+    """
     cluster = replace(load_cluster(name), hosts=4)
-    parallel = Parallel(tp=8, dp=2, sequence=name == "centauri-b")
+    parallel = Parallel(tp=8, dp=2, sequence="zero" in sizes)
     step = step_of("gpt-6.7b", parallel, micro_batches=micro_batches, **sizes)
     times = []
     for speed in (1.0, 1.25, 1.5):

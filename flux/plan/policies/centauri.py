@@ -13,8 +13,8 @@ closed forms, those are candidates among others, and the simulator takes the bes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import chain, product
 from math import ceil, inf, log2
 
 from flux.core.problem import checked_integer
@@ -49,6 +49,9 @@ layers, and two micro-batches."""
 _TOGETHER = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64)
 """Micro-batches that run together at both ends of the step. Eq. 2 asks for fewer the faster links
 are, so with its numbers a better link could make a plan slower; candidates are all alike for it."""
+_OCTAVES, _SLOWER = (0.0, 0.5, 1.0), (("intra",), ("inter",), RESOURCES)
+"""The best plan is ordered for links that are slower, too, by so much, within hosts or between: a
+list schedule for better links can make a slower step."""
 _WORSE = 2
 """Numbers of these that are tried after the best one."""
 
@@ -149,7 +152,13 @@ class Centauri:
                 plans.append((*self._best(tried, cost, self.model and not large), base, how))
         rating, options, best, base, how = min(plans, key=lambda plan: plan[0])
         if large:
-            best, _ = self._ordered(partitioned(base, how, fabric), cost, *options)
+            return rating, self._ordered(partitioned(base, how, fabric), cost, *options)[0]
+        for octaves, which in product(_OCTAVES, _SLOWER):
+            links = _Slower(best.graph, cost, octaves, which)
+            schedule, _ = self._ordered(best.graph, links, *options)
+            if schedule.lanes != best.lanes:
+                rated = self._rating(simulate(schedule, cost), cost)
+                rating, best = min((rating, best), (rated, schedule), key=lambda plan: plan[0])
         return rating, best
 
     # -- operation tier ----------------------------------------------------------------------------
@@ -310,20 +319,28 @@ def even_chunks(inner: float, comm: float, most: int) -> int:
 
 
 class _Slower:
-    """Times on links so slow that communication takes 2**k of the time of compute.
+    """Times on links so slow that communication takes 2**k of the time of compute, or octaves more.
 
     What is planned for such links is the same for all links between two of them. With times of the
     links themselves, partitions for a better link could make a slower step.
     """
 
-    def __init__(self, graph: Graph, cost: CostModel) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        cost: CostModel,
+        octaves: float = 0.0,
+        slower: Sequence[str] = RESOURCES,
+    ) -> None:
         self.cost, self.oef = cost, cost.oef
         sums = dict.fromkeys(RESOURCES, 0.0)
         for op in window(graph).ops:
             sums[op.resource] += cost.solo(op)
         shares = {name: time / sums["comp"] if sums["comp"] else 0.0 for name, time in sums.items()}
         self.longer = {
-            name: 2.0 ** ceil(log2(share)) / share if share and name != "comp" else 1.0
+            name: 2.0 ** (ceil(log2(share)) + octaves) / share
+            if share and name != "comp" and name in slower
+            else 1.0
             for name, share in shares.items()
         }
 
