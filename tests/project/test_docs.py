@@ -267,6 +267,13 @@ def test_pages_are_short_and_the_index_lists_every_page() -> None:
     assert linked == pages | {"contribute/results/index.md"}
 
 
+def test_the_benchmarks_page_lists_every_script() -> None:
+    page = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
+    files = {file.name: file.read_text(encoding="utf-8") for file in ROOT.glob("benchmarks/*.py")}
+    scripts = {name for name, text in files.items() if '__name__ == "__main__"' in text}
+    assert scripts - {"soak_rank.py"} <= set(re.findall(r"`(\w+\.py)`", page))
+
+
 def test_a_name_means_one_thing() -> None:
     """Two packages may give their classes one name only if the glossary explains it."""
     packages: dict[str, set[str]] = {}
