@@ -96,7 +96,8 @@ class GroupedCalls(OpCalls):
         self._tile = tile
         self._items = items
         self._activates = activates
-        self._totals: torch.Tensor | None = None
+        # Now: to get pinned memory may wait for kernels, which in a call wait for peers.
+        self._totals = self._device.pinned(3, torch.int32) if self._spec.experts else None
 
     def make_maps(
         self,
@@ -107,8 +108,7 @@ class GroupedCalls(OpCalls):
         waits: StreamWaits,
     ) -> Maps:
         """Put the kernel on a stream that makes a call's maps: see ``RoutingBackend``."""
-        if self._totals is None:
-            self._totals = self._device.pinned(3, torch.int32)
+        assert self._totals is not None
         route, room = self._route_of(schedule, choices, columns)
         route.make(self._kernel, self._address(room), stream)
         return Maps(route, room, self._device, stream, self._totals, waits)
