@@ -115,7 +115,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "hosts": hosts,
     "gpu_kernels": of(gpu_kernels.table, gpu_kernels.RESULT),
     "gpu_kernels_e4m3": of(gpu_kernels.table, GPU / "kernels_e4m3.json"),
-    "gpu_loopback": of(gpu_loopback.best_table, GPU / "loopback.json"),
+    "gpu_loopback": of(gpu_loopback.best_table, LATER_GPU / "loopback.json"),
     "gpu_streams": of(gpu_streams.table, GPU / "streams.json"),
     "gpu_kernels_h200": of(gpu_kernels.table, LATER_GPU / "kernels.json"),
     "gpu_schedulers": of(gpu_schedulers.table, LATER_GPU / "tile_scheduler.json"),

@@ -164,8 +164,9 @@ class Knobs:
         copy_streams: 1 moves tiles on a thread beside the GEMM, 0 on the calling thread, which is
             faster for small transfers.
         sm_margin: CUDA: multiprocessors that kernels that wait for peers leave to other streams'
-            kernels; None: 8, or a 16th of fewer than 128. With 0 two streams can wait for each
-            other through a peer, and the reduction of GemmRS begins while the GEMM ends.
+            kernels; None: 8, or a 16th of fewer than 128, on which blocks that claim tiles multiply
+            until they would wait for long. With 0 two streams can wait for each other through a
+            peer, and the reduction of GemmRS begins while the GEMM ends.
         buffers: AGGemm on GPUs of one node, direction push: of gathered rows, 1 or 2. With 2 a call
             waits for no peer's entry, and takes twice the memory; None: 2 up to 64 MiB of rows.
         sends: GemmRS and GemmAR on GPUs of one node: ``stores`` (tiles are stored at their owners)
