@@ -124,9 +124,9 @@ void bind_op(py::module_& m) {
            py::arg("nodes") = 1, py::arg("remote") = nullptr, py::arg("beside") = 0,
            py::arg("strips") = 0, py::arg("boxes") = 0, py::arg("dtype") = 0,
            py::arg("shared") = false, py::arg("graph_overlap") = false, py::arg("lane") = 0,
-           py::arg("margin") = 0, py::arg("lends_margin") = false, py::arg("pushed_bytes") = 0, py::arg("sum_flags") = 0,
-           py::arg("sum_words") = 0, py::arg("second_offset") = 0, py::arg("copied_offset") = 0,
-           py::arg("scaled_rows") = false, py::arg("x_bytes") = 2)
+           py::arg("margin") = 0, py::arg("lends_margin") = false, py::arg("pushed_bytes") = 0,
+           py::arg("sum_flags") = 0, py::arg("sum_words") = 0, py::arg("second_offset") = 0,
+           py::arg("copied_offset") = 0, py::arg("scaled_rows") = false, py::arg("x_bytes") = 2)
       .def_static("pad_words", &CudaOp::pad_words, py::arg("world"), py::arg("signals"),
                   py::arg("offers"), py::arg("sum_words") = 0, py::arg("two_buffers") = false)
       .def("require_room", &CudaOp::require_room, py::arg("schedule"))

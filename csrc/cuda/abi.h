@@ -248,7 +248,8 @@ typedef struct FluxGemmArgs {
   void* slots[FLUX_MAX_WORLD];
   int64_t slot_ld;
   int32_t guard_rows;
-  int32_t waiting; /* dynamic tile schedulers: SMs whose blocks may wait, of sm_count. Blocks beyond leave
+  int32_t
+      waiting; /* dynamic tile schedulers: SMs whose blocks may wait, of sm_count. Blocks beyond leave
                       rather than wait for long (cuda/gemm/tile_counter.cuh). 0: all may */
   uint32_t* flags[FLUX_MAX_WORLD];
   const uint32_t* entries;

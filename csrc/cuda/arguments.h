@@ -88,8 +88,8 @@ inline ScatterTargets scatter_targets(FluxGemmArgs const& args, int tile_m, int 
 // What tiles wait for: signals of their rows (AllGather), or entries of the rows' owners (ReduceScatter).
 struct Needs {
   const std::uint32_t* words = nullptr;  // null: nothing
-  CommTiling tiling{};                   // a word for each communication tile; of owners, for each chunk
-  Range own{};                           // rows that need nothing
+  CommTiling tiling{};  // a word for each communication tile; of owners, for each chunk
+  Range own{};          // rows that need nothing
   bool entries = false;
   std::uint32_t epoch = 0;
   const std::uint32_t* count = nullptr;  // where the epoch of entries is, in a captured call

@@ -17,7 +17,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -537,21 +539,37 @@ def test_too_much_shared_memory_raises_on_all_ranks() -> None:
 
 
 class Awaited:
-    """Work of a collective that notes which threads wait for it."""
+    """Work of a collective that notes which threads wait for it, and for how long."""
 
     def __init__(self) -> None:
-        self.threads: list[threading.Thread] = []
+        self.waits: list[tuple[threading.Thread, object]] = []
 
-    def wait(self, timeout: object) -> None:
-        self.threads.append(threading.current_thread())
+    def wait(self, *timeout: object) -> None:
+        self.waits.append((threading.current_thread(), *timeout))  # type: ignore[arg-type]
 
 
-def test_the_calling_thread_waits_for_collectives_of_gpus() -> None:
-    """Such a wait is of the thread's current stream; GPU backends watch no peers by it."""
+class GroupOf:
+    """A group whose collectives on GPUs are of a library."""
+
+    def __init__(self, library: str) -> None:
+        self._library = library
+        self._device_types = [torch.device("cuda" if library else "cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(name=lambda: self._library)
+
+
+@pytest.mark.parametrize("library", ["nccl", "gloo", ""])
+def test_the_calling_thread_waits_for_collectives_of_gpus(library: str) -> None:
+    """Such a wait is of the thread's current stream; GPU backends watch no peers by it. NCCL's has
+    no timeout: it would hold the host until the collective has ended."""
     spec = OpSpec(Op.gemm_ar, 8, (8,), 8, torch.float32, False, "sum")
-    backend, work = UnfusedBackend(spec, None, 0, 2, 1.0), Awaited()
+    exchange: Any = SimpleNamespace(group=GroupOf(library))
+    backend, work = UnfusedBackend(spec, exchange, 0, 2, 1.0), Awaited()
     backend._wait(work)  # type: ignore[arg-type]
-    assert work.threads == [threading.current_thread()]
+    limits = () if library == "nccl" else (timedelta(seconds=1),)
+    assert work.waits == [(threading.current_thread(), *limits)]
+    assert backend.waits_on_streams() == (library == "nccl")
 
 
 CLONE_FS, CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x200, 0x20000, 0x4000, 0x40000

@@ -96,7 +96,8 @@ struct GroupedLauncher {
     p.tiling = comm_tiling(args);
     p.targets = scatter_targets(args, C::kTileM, C::kTileN);
     p.counter = static_cast<TileCounter*>(args.workspace);
-    p.finished = static_cast<std::uint32_t*>(args.workspace) + kCounterBytes / sizeof(std::uint32_t);
+    p.finished =
+        static_cast<std::uint32_t*>(args.workspace) + kCounterBytes / sizeof(std::uint32_t);
     p.sync = args.sync;
     return p;
   }
