@@ -220,15 +220,13 @@ class TensorParallelOp:
     def _schedule_of(self, call: Call) -> TileSchedule:
         return self.schedule(call.m)
 
-    def _capturable(self, schedule: TileSchedule, call: Call) -> TileSchedule:
-        """Return a call's schedule, or in a capture that of a path that a CUDA graph can contain.
+    def _capturable(self, schedule: TileSchedule, call: Call, backend: Backend) -> TileSchedule:
+        """Return an unfused schedule, or in a capture one that a CUDA graph can contain.
 
         Raises:
             ValueError: the op has no such path.
         """
-        if schedule.knobs.path != "unfused" or self._backend is None:
-            return schedule
-        if not self._backend.capturing() or self._unfused.waits_on_streams():
+        if not backend.capturing() or self._unfused.waits_on_streams():
             return schedule
         fused = next((k for k in self._choice.variants if k.path in ("fused", "medium")), None)
         if fused is None:
@@ -390,7 +388,9 @@ class TensorParallelOp:
         # about to make the same call, so a refusal is shared with them.
         try:
             call = self._checker.check(x, weights, biases, m, scales)
-            schedule = self._capturable(self._schedule_of(call), call)
+            schedule = self._schedule_of(call)
+            if schedule.knobs.path == "unfused" and backend is not None:
+                schedule = self._capturable(schedule, call, backend)
         except (TypeError, ValueError) as error:
             self._refuse(error)
             raise
