@@ -278,9 +278,9 @@ class AGGroupedGemm(GroupedOp):
             rows, and zeros behind R.
 
         Raises:
-            As for AGGemm. Ranks that pass different ``experts`` all get a ValueError; all ranks
-            get one if a rank has more than ``max_rows``. GPUs raise a RuntimeError for that later,
-            as for what kernels wait for.
+            As for AGGemm. All ranks get a ValueError if a rank has more than ``max_rows``, and on
+            CPUs if ranks pass different ``experts``, which no rank of a GPU compares. GPUs raise a
+            RuntimeError for too many rows later, as for what kernels wait for.
         """
         outs = self._run(x_shard, weights, bias, experts, None, max_rows, return_gathered)
         return (outs[0], outs[1]) if return_gathered else outs[0]
