@@ -11,6 +11,7 @@ import torch
 import torch._higher_order_ops.effects as _effects
 import torch.distributed as dist
 from torch._C import _functorch, _TorchDispatchModeKey
+from torch._C._dynamo import eval_frame
 from torch._library.autograd import Info, make_autograd_impl
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -181,6 +182,18 @@ def constant_in_graphs(function: F) -> F:
     This is torch.compiler.assume_constant_result, whose import takes a second.
     """
     cast(Any, function)._dynamo_marked_constant = True
+    return function
+
+
+def never_compiled(function: F) -> F:
+    """Have torch.compile run a function, and what that calls, as Python does.
+
+    Behind a graph break the interpreter still hands frames to the compiler. This is
+    torch.compiler.disable, at no cost to calls, and without its import.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(cast(Any, function).__code__, strategy)
     return function
 
 

@@ -73,6 +73,7 @@ def define(
         torch_internals.register_ordered(getattr(torch.ops.flux, name).default)
     FORMULAS[name] = formula or no_formula(name)
 
+    @torch_internals.never_compiled
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any, **options: Any) -> None:
         FORMULAS[name].setup(ctx, inputs, output)
 
@@ -146,6 +147,7 @@ class _Transformed(torch.autograd.Function):
         )
 
 
+@torch_internals.never_compiled
 def run_once(name: str, ctx: Any, *grads: Any, needs: Sequence[Any] | None = None) -> Any:
     """Return the gradients of an op, which raise when they are differentiated.
 
@@ -228,6 +230,7 @@ def plain_kernel(name: str, kernel: Callable[..., object]) -> Callable[..., obje
     """
 
     @wraps(kernel)
+    @torch_internals.never_compiled
     def run(*args: Any, **options: Any) -> object:
         check_no_forward_mode(f"flux::{name}")
         for kind in ("cpu", "cuda"):
