@@ -62,6 +62,7 @@ class GemmProblem:
         n: columns: of this rank for ag_gemm, of all for gemm_rs.
         k: depth: of all ranks for ag_gemm, of this one for gemm_rs.
         world: number of ranks.
+        experts: weights, which have about as many of the rows each; a tile has rows of one.
         aligned_bytes: power of two that all addresses and row strides are known to be multiples of:
             16 for contiguous tensors that PyTorch allocates (n and k are checked in any case).
     """
@@ -71,9 +72,10 @@ class GemmProblem:
     k: int
     world: int = 1
     aligned_bytes: int = TMA_BYTES
+    experts: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("m", "n", "k", "world", "aligned_bytes"):
+        for name in ("m", "n", "k", "world", "aligned_bytes", "experts"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value < 2**31:
                 raise ValueError(f"{name} must be an integer in [1, 2**31), got {value!r}")

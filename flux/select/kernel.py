@@ -183,9 +183,13 @@ def problems(spec: OpSpec, world: int, n: int) -> list[GemmProblem]:
     if spec.op.exchanges:  # a GEMM of the own rows
         return [GemmProblem(ceil_div(spec.max_m, world), n, spec.k, 1)]
     depths = {max(spec.local_k(world, rank), 1) for rank in range(world)}
-    rows = spec.max_m * max(spec.topk, 1)
+    rows, experts = spec.max_m, 1
+    if spec.experts:
+        rows, experts = ceil_div(rows * spec.topk, spec.ep), ceil_div(spec.experts, spec.ep)
     columns = max(n, 1) * (2 if spec.gated else 1)
-    return [GemmProblem(rows, columns, k, world) for k in sorted(depths, reverse=True)]
+    return [
+        GemmProblem(rows, columns, k, world, experts=experts) for k in sorted(depths, reverse=True)
+    ]
 
 
 def _scheduler(knobs: Knobs, preferred: GemmConfig | None, *, either: bool) -> str | None:

@@ -277,6 +277,32 @@ def test_a_margin_that_nobody_needs_is_lent(op: str, nodes: int, knobs: Knobs, l
     assert lends_margin(Op[op], nodes, knobs) == lent
 
 
+@pytest.mark.parametrize("ep", [1, 8])
+def test_tiles_are_as_high_as_experts_have_rows(ep: int) -> None:
+    """Up to 32 rows of an expert three quarters of a high tile would stay empty."""
+    configs = config_set("default", ["90a"])
+    kernels = {kernel.symbol: kernel for kernel in built(configs)}
+    device: Any = SimpleNamespace(registry=Registry((), kernels, (), (), ()), capability=(9, 0))
+    heights = {}
+    for rows in (4, 16, 32, 128, 1024):
+        sizes = (rows * 16, (3072,), 4096, torch.bfloat16)
+        spec = OpSpec(Op.ag_gemm, *sizes, False, "sum", experts=128, topk=8, ep=ep)
+        heights[rows] = op_kernel(spec, 8, 3072, device, Knobs(), SMS).built.config.tile[0]
+    assert heights == {4: 64, 16: 64, 32: 64, 128: 128, 1024: 128}
+
+
+@pytest.mark.parametrize("rows", [1, 100, 300, 2000, 9000])
+def test_tiles_of_experts_are_those_of_a_skewed_router(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    popular = torch.randn(32, generator=generator).mul(0.5).softmax(0)
+    counts = torch.multinomial(popular, rows, replacement=True, generator=generator).bincount()
+    for height in (64, 128):
+        config = replace(TALL, tile=(height, 256, 64), cluster=(1, 1))
+        tiles = int((counts + height - 1).div(height, rounding_mode="floor").sum())
+        modelled = divide(config, GemmProblem(rows, 256, 64, experts=32), SMS).tiles
+        assert abs(modelled - tiles) <= 0.2 * tiles
+
+
 def test_claims_cost_little_and_late_blocks_a_whole_wave() -> None:
     problem = GemmProblem(8192, *PAPER["ag_gemm"])
     dynamic = replace(TALL, tile_scheduler="dynamic")
