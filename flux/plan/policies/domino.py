@@ -23,7 +23,7 @@ from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import FUSED, RING, Graph, Operator, replaced
-from flux.plan.policies.fuse import CHOICES, LINEARS, first_layers, fuse
+from flux.plan.policies.fuse import CHOICES, LINEARS, fastest, first_layers, fuse
 from flux.plan.policies.passes import pieces, sequences
 from flux.plan.schedule import StepSchedule, on_lanes
 from flux.plan.simulate import simulate
@@ -32,11 +32,6 @@ ORDERS = ("staggered", "grouped", "blocks")
 _TRIED = (2, 4)
 """Layers in which orders are compared: on the line through them lie those of the stage, of which
 the ends of a pass are a smaller part."""
-_CLOSE = 1.03
-"""Orders that take at most so many times the fastest one's time in few layers are compared in the
-whole step."""
-_MOST_OPS = 20_000
-"""Operators of a step in which they are; of larger ones few layers decide."""
 _ROW_PARALLEL = ("proj", "fc2")
 _BEHIND_ROW = ("ar1", "ar2", "rs1", "rs2")
 _MIDDLE = {"bda1", "ln2"}  # between attention and MLP: their collectives come before them
@@ -95,10 +90,7 @@ class DominoPolicy:
             layers = len({op.layer for op in graph.ops if op.stage == 0 and op.layer >= 0})
             short = [first_layers(graph, count) for count in _TRIED]
             times = {order: self._time(order, short, layers, cost) for order in ORDERS}
-            close = [order for order in ORDERS if times[order] <= _CLOSE * min(times.values())]
-            if len(close) > 1 and len(graph.ops) <= _MOST_OPS:
-                times = {order: self._time(order, [graph], layers, cost) for order in close}
-            self.turns = min(times, key=times.__getitem__)
+            self.turns = fastest(times, lambda o: self._time(o, [graph], layers, cost), graph)
         graph, fuses = self._fuse(graph, cost)
         self.chosen = {"fused": fuses} | ({"order": self.turns} if self.slices > 1 else {})
         return graph

@@ -12,7 +12,7 @@ no other operator helps. Which is better depends on the step, so policies take `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from flux.plan.cost import CostModel
 from flux.plan.graph import Builder, Graph, Operator, part_of
@@ -29,6 +29,11 @@ _KINDS["all_to_all"] = "expert_gemm"
 _BEFORE = (("all_gather", "tp"), ("all_to_all", "ep"))
 _BEHIND = (("all_reduce", "tp"), ("reduce_scatter", "tp"), ("all_to_all", "ep"))
 """Kind and group of collectives before and behind the GEMM that they are fused with."""
+_CLOSE = 1.03
+"""Choices that take at most so many times the fastest one's time in few layers are compared in the
+whole step: with a better link, another one may be the fastest in few layers and slower in all."""
+MOST_OPS = 20_000
+"""Operators of a step in which choices are compared; of larger ones a part decides."""
 
 
 def fuse(
@@ -40,7 +45,7 @@ def fuse(
     """Return the graph with fused ops, and which linear layers have them.
 
     ``choice`` is one of CHOICES; "auto" takes the linear layers whose schedule is the fastest in a
-    simulation of the first two layers. ``order`` schedules a graph as the policy does.
+    simulation. ``order`` schedules a graph as the policy does.
     """
     if choice == "none":
         return graph, choice
@@ -51,12 +56,21 @@ def fuse(
                 raise ValueError(f"fused = {choice}: {_reason(graph, kind)}")
         return fused(graph, WHICH[choice]), choice
     small = first_layers(graph)
-    options = [name for name, kinds in WHICH.items() if usable.issuperset(kinds)]
-    times = {
-        name: simulate(order(fused(small, WHICH[name])), cost).iteration_ms for name in options
-    }
-    best = min(times, key=times.__getitem__)
+
+    def time(of: Graph, name: str) -> float:
+        return simulate(order(fused(of, WHICH[name])), cost).iteration_ms
+
+    times = {name: time(small, name) for name in WHICH if usable.issuperset(WHICH[name])}
+    best = fastest(times, lambda name: time(graph, name), graph)
     return fused(graph, WHICH[best]), best
+
+
+def fastest(few: Mapping[str, float], whole: Callable[[str], float], graph: Graph) -> str:
+    """Return the fastest choice of a step, from times in few layers and in the whole step."""
+    close = [name for name, time in few.items() if time <= _CLOSE * min(few.values())]
+    if len(close) > 1 and len(graph.ops) <= MOST_OPS:
+        few = {name: whole(name) for name in close}
+    return min(few, key=few.__getitem__)
 
 
 def fused(graph: Graph, linears: Collection[str]) -> Graph:

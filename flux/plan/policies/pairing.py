@@ -43,6 +43,8 @@ _Table = tuple[tuple[float, ...], ...]
 
 EXACT = 1_000_000
 """Pairs of orders that are tried at most, where segments may have any length."""
+_SHORTER = 1 - 1e-9
+"""Times that differ by less are equal, and the first one counts: rounding must not choose."""
 LONGEST = 4
 """Operators of a segment of graphs with more orders. The two orders found so, and those of the
 graphs themselves, are then cut into segments of any length: under a collective that takes longer
@@ -174,7 +176,8 @@ def _best(
     best = found(_Downsets(forward, LONGEST), _Downsets(backward, LONGEST))
     for cut in (best[1], ((range(len(forward)), range(len(backward))),)):
         chains = (_chain([n for both in cut for n in both[side]]) for side in (0, 1))
-        best = min(best, found(*(_Downsets(needs, len(needs)) for needs in chains)))
+        other_best = found(*(_Downsets(needs, len(needs)) for needs in chains))
+        best = other_best if other_best[0] < best[0] * _SHORTER else best
     return best
 
 
@@ -359,13 +362,12 @@ def _shortest(
         """Return the least time of two segments in any order, and these orders."""
         known = best.get((f, b))
         if known is None:
-            known = min(
-                [
-                    (price(op, other), op, other)
-                    for op in forward.orders[f]
-                    for other in backward.orders[b]
-                ]
-            )
+            known = (math.inf, (), ())
+            for op in forward.orders[f]:
+                for other in backward.orders[b]:
+                    priced = price(op, other)
+                    if priced < known[0] * _SHORTER:
+                        known = priced, op, other
             best[f, b] = known
         return known
 
@@ -395,7 +397,7 @@ def _shortest(
                     continue
                 priced = best.get((f_segment, b_segment)) or cheapest(f_segment, b_segment)
                 then = now + priced[0]
-                if then < time[state]:
+                if then < time[state] * _SHORTER:
                     time[state] = then
                     came[state] = f, b
     if not time[states[-1]] < math.inf:
