@@ -55,15 +55,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What Transformers takes for keys that a file leaves out, as its saved parts of models do; with
 heads of keys, and their width, where these are neither those of queries nor their share."""
-TORCHTITAN = {
-    "llama3_8b": "llama3-8b",
-    "llama3_70b": "llama3-70b",
-    "llama3_405b": "llama3-405b",
-    "qwen3_30b_a3b": "qwen3-30b-a3b",
-    "deepseek_v3_671b": "deepseek-v3",
-    "gpt_oss_20b": "gpt-oss-20b",
-}
-"""Models of torchtitan, by its name of their configuration: sizes are in its code."""
 _ALIASES = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers"),
@@ -98,8 +89,9 @@ def model_of(name: str | Path) -> Model:
     """Return a model.
 
     Args:
-        name: of a file in `tuning/shapes` or `tuning/hub`; or a file: with a [layer] as there, a
-            config.json of Transformers, a configuration of torchtitan, or Megatron's options.
+        name: of a file in `tuning/shapes` or `tuning/hub`, or of a flavor of torchtitan, such as
+            llama3_8B; or a file: with a [layer] as there, a config.json of Transformers, a
+            configuration of torchtitan, or Megatron's options.
 
     Raises:
         ValueError: no such file, wrong contents, or something that plans do not know; the message
@@ -107,6 +99,8 @@ def model_of(name: str | Path) -> Model:
     """
     hub = data_root() / "hub"
     shipped = str(name) in {file.stem for file in hub.glob("*.json")}
+    if not shipped and (flavor := str(name).lower()) in torchtitan_models():
+        return torchtitan_model(flavor, str(name))
     file = hub / f"{name}.json" if shipped else find("shapes", name)
     if file.suffix == ".json":
         return from_config(file)
@@ -124,11 +118,16 @@ def from_config(file: Path) -> Model:
     Raises:
         ValueError: as ``model_of``.
     """
-    what = "a config.json of Transformers"
     try:
         content = load_json(file)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+    return _from_keys(content, file)
+
+
+def _from_keys(content: Any, file: Path) -> Model:
+    """Return the model that keys of Transformers describe."""
+    what = "a config.json of Transformers"
     if isinstance(content, dict):
         for key, others in _ALIASES.items():
             used = [other for other in others if other in content]
@@ -268,22 +267,40 @@ def from_torchtitan(file: Path) -> Model:
     top = Table.load(file)
     table = top.table("model")
     name, flavor = table.text("name"), table.text("flavor")
-    model = model_of(torchtitan_model(f"{name}_{flavor}", str(file)))
-    return replace(model, sequence=top.table("training").integer("seq_len", model.sequence))
+    model = torchtitan_model(f"{name}_{flavor}", str(file))
+    length = top.flat().get("training.seq_len", "")
+    return replace(model, sequence=int(length)) if length.isdecimal() else model
 
 
-def torchtitan_model(config: str, where: str) -> str:
-    """Return the name here of the model of torchtitan's configuration.
+def torchtitan_models() -> dict[str, dict[str, Any]]:
+    """Return torchtitan's flavors, such as llama3_8b, as keys of Transformers."""
+    table = Table.load(data_root() / "torchtitan.toml").table("models")
+    return {
+        f"{module}_{flavor}".lower(): content | {"_name_or_path": f"{module}_{flavor}"}
+        for module in table.keys
+        for flavor, content in table.objects(module).items()
+    }
+
+
+def torchtitan_configs() -> dict[str, dict[str, str]]:
+    """Return what torchtitan's configurations choose, as texts of options, by name."""
+    return Table.load(data_root() / "torchtitan.toml").objects("configs")
+
+
+def torchtitan_model(flavor: str, where: str) -> Model:
+    """Return the model of a flavor of torchtitan, such as llama3_8B.
 
     Raises:
         ValueError: it is not known.
     """
-    known = TORCHTITAN.get(config.lower().replace("-", "_"))
-    if known is None:
+    models = torchtitan_models()
+    content = models.get(flavor.lower())
+    if content is None:
+        known = ", ".join(content["_name_or_path"] for content in models.values())
         raise ValueError(
-            f"{where}: {shown(config)} is not known; known are {', '.join(TORCHTITAN)}"
+            f"{where}: {shown(flavor)} is not known; give --model FILE, or one of {known}"
         )
-    return known
+    return _from_keys(content, Path(flavor))
 
 
 def from_megatron(file: Path) -> Model:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flux.core.datafile import read_bytes, shown
 
-LISTS = ("recompute-modules", "parallelism.module-fqns-per-model-part")
+LISTS = (*("recompute-modules", "parallelism.module-fqns-per-model-part", "compile.components"),)
 """Options with several values, which are kept with blanks between."""
 _CHECKPOINTS = ("activation-checkpoint:", "activation_checkpoint:")
 _VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")

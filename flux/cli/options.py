@@ -125,11 +125,15 @@ def integers(name: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command in which options take the place of parameters that are dataclasses.
 
     Each field of such a dataclass is annotated as an option. So several commands share a group of
-    options, with their texts and defaults; a subclass changes some defaults.
+    options, with their texts and defaults; a subclass changes some defaults. A field ``given`` is
+    no option: it gets the names of those that the command line has.
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
@@ -138,17 +142,27 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             group: Any = parameter.annotation
             groups[name] = group
             hints = get_type_hints(group, include_extras=True)  # each in its class's module
-            options = inspect.signature(group).parameters.values()
-            parameters += [option.replace(annotation=hints[option.name]) for option in options]
+            options = dict(inspect.signature(group).parameters)
+            if options.pop("given", None):
+                parameters.append(inspect.Parameter("context", _KEYWORD, annotation=typer.Context))
+            parameters += [one.replace(annotation=hints[name]) for name, one in options.items()]
         else:
             parameters.append(parameter)
 
     def run(**values: Any) -> None:
+        if "context" in values:
+            values["given"] = _given(values.pop("context"))
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         command(**values)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
-    keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    keyword_only = [p.replace(kind=_KEYWORD) for p in parameters]
     run.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
     return run
+
+
+def _given(context: typer.Context) -> frozenset[str]:
+    """Return the names of the parameters that a command line sets."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return frozenset(name for name, it in sources.items() if it and it.name == "COMMANDLINE")

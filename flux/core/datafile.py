@@ -378,6 +378,19 @@ class Table:
             for name, value in list(rest._values.items())
         }
 
+    def flat(self) -> dict[str, str]:
+        """Return all values as texts, by names with dots; lists with blanks between."""
+        texts: dict[str, str] = {}
+        for name, value in self._values.items():
+            if isinstance(value, dict):
+                texts |= Table(self.file, value, f"{self._prefix}{name}.").flat()
+            else:
+                words = value if isinstance(value, list) else [value]
+                texts[self._prefix + name] = " ".join(
+                    str(word).lower() if isinstance(word, bool) else str(word) for word in words
+                )
+        return texts
+
     def table(self, key: str) -> Table:
         """Return a table inside this one."""
         value = self._take(key, None)

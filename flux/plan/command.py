@@ -129,7 +129,8 @@ def _draw_steps(
 def step_of_options(options: StepOptions, default: Policies) -> tuple[TrainingStep, Policies]:
     """Return the step of options, or of a plan's file, and the policies; exit for bad input.
 
-    Without --policy they are the plan's, or else ``default``.
+    Options on the command line replace a plan's. Without --policy they are the plan's, or else
+    ``default``.
     """
     try:
         policies = tuple(map(parse_policy, options.policy or ()))
@@ -137,8 +138,12 @@ def step_of_options(options: StepOptions, default: Policies) -> tuple[TrainingSt
             return step_with(options), policies or default
         from flux.plan.files import read_plan
 
-        plan = read_plan(options.plan, options.row, options.gpus)
-        step = step_with(replace(options, **plan.options))
+        model = options.model if "model" in options.given else None
+        plan = read_plan(options.plan, options.row, options.gpus, model)
+        others = {name: it for name, it in plan.options.items() if name not in options.given}
+        if model is None and "model" not in others:
+            raise ValueError(f"{options.plan} does not say which model: give --model")
+        step = step_with(replace(options, **others))
     except OSError as error:
         refuse(f"{options.plan}: {error.strerror}")
     except ValueError as error:

@@ -25,16 +25,19 @@ class FilePlan(NamedTuple):
         return (serial,) if self.policy == serial else (serial, self.policy)
 
 
-def read_plan(path: str, row: int = 1, gpus: int | None = None) -> FilePlan:
+def read_plan(
+    path: str, row: int = 1, gpus: int | None = None, model: str | None = None
+) -> FilePlan:
     """Return the plan in a file.
 
     Args:
         path: of `flux plan search`, or of a program with a reader.
         row: of a search's plans, from 1 on.
         gpus: ranks of the step, if the file does not say it.
+        model: name or file, in place of the file's.
     """
     file = Path(path)
-    of_others = (read(file, gpus) for read in READERS)
+    of_others = (read(file, gpus, model) for read in READERS)
     plan = next((plan for plan in of_others if plan is not None), None) or _searched(file, row)
     world = prod(plan.options[degree] for degree in ("tp", "cp", "dp", "pp"))
     if gpus not in (None, world):

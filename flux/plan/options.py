@@ -12,9 +12,10 @@ import typer
 if TYPE_CHECKING:
     from flux.plan.model import TrainingStep
 
-READERS: list[Callable[[Path, int | None], Any]] = []
-"""Of other programs' files, for --plan; ``flux.trainers`` adds one. Each gets a file, and the ranks
-of the step if the user says so. It returns a ``FilePlan``, or None for files of a search."""
+READERS: list[Callable[[Path, int | None, str | None], Any]] = []
+"""Of other programs' files, for --plan; ``flux.trainers`` adds one. Each gets a file, the ranks of
+the step and its model, if the user says so. It returns a ``FilePlan``, or None for files of a
+search."""
 
 Model = Annotated[
     str, typer.Option(help="Model in tuning/shapes or tuning/hub; or a file (plan.md).")
@@ -150,6 +151,7 @@ class StepOptions(RankStepOptions):
     plan: PlanFile = None
     row: Row = 1
     gpus: Gpus = None
+    given: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

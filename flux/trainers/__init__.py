@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from flux.plan.files import FilePlan
 
 
-def _read(file: Path, gpus: int | None) -> FilePlan | None:
+def _read(file: Path, gpus: int | None, model: str | None) -> FilePlan | None:
     from flux.trainers.files import imported  # few commands read files
 
-    return imported(file, gpus)
+    return imported(file, gpus, model)
 
 
 READERS.append(_read)

@@ -83,6 +83,9 @@ def _differences(plan: Planned) -> list[str]:
         f"start: {start} YOUR_SCRIPT --deepspeed --deepspeed_config FILE",
         f"the script makes the model, with sequences of {step.sequence}",
     ]
+    if step.layer.window and step.layer.window < step.sequence:
+        kind = "chunks" if step.layer.chunked else "windows"
+        notes.append(f"attention is planned in {kind} of {step.layer.window} tokens")
     if p.pp > 1:
         split = (
             f", and these layers of each stage: {step.stages}" if len(set(step.stages)) > 1 else ""

@@ -26,15 +26,16 @@ def exported(trainer: str, plan: Planned) -> Exported:
     return makers[trainer](plan)
 
 
-def imported(file: Path, gpus: int | None) -> FilePlan | None:
+def imported(file: Path, gpus: int | None, model: str | None = None) -> FilePlan | None:
     """Return the plan in a trainer's file, or a script that starts one; None: of a search.
 
     Args:
         file: DeepSpeed's configuration (``.json``), torchtitan's (``.toml``), or a script.
         gpus: ranks of the step, if the file does not say it.
+        model: name or file, in place of the file's.
     """
     if file.suffix == ".toml":
-        return torchtitan.imported(torchtitan.from_toml(file), gpus)
+        return torchtitan.imported(torchtitan.from_toml(file), gpus, model)
     if file.suffix == ".json":
         top = Table.load_json(file, "an outcome of flux plan search")
         of_deepspeed = any(key.startswith("train_") for key in top.keys)
@@ -43,5 +44,5 @@ def imported(file: Path, gpus: int | None) -> FilePlan | None:
         raise ValueError(f"{file}: a plan's file ends in .json, .toml or {', '.join(SCRIPTS)}")
     options = options_in(file)
     if any(name.startswith(("training.", "parallelism.")) for name in options):
-        return torchtitan.imported(options, gpus)
+        return torchtitan.imported(options, gpus, model)
     return megatron.imported(options, str(file), gpus)

@@ -6,7 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flux.bench.model_files import TORCHTITAN, model_of, torchtitan_model
+from flux.bench.model_files import (
+    model_of,
+    torchtitan_configs,
+    torchtitan_model,
+    torchtitan_models,
+)
 from flux.bench.scripts import CommandOptions
 from flux.core.datafile import Table, shown
 from flux.plan.files import FilePlan
@@ -21,12 +26,48 @@ _SCHEDULES = {
     "dualpipev": "DualPipeV",
 }
 _RECOMPUTE = {"none": "none", "ops": "selective", "full": "full"}
-_FLOAT8 = ("llama3_405b",)
-"""Configurations that multiply in float8 and with async tensor parallelism."""
-_IGNORED = {
-    "training.enable-cpu-offload": "offloading to CPUs",
-    "parallelism.pipeline-parallel-schedule-csv": "a schedule of its own",
+_RENAMED = {
+    "training.batch-size": "training.local-batch-size",
+    "training.compile": "compile.enable",
+    "activation-checkpoint.mode": "activation-checkpoint",
+    "parallelism.enable-async-tensor-parallel": "compile.enable-async-tensor-parallel",
+    "experimental.enable-async-tensor-parallel": "compile.enable-async-tensor-parallel",
 }
+"""Settings of older releases, and what they are called in 0.3; degrees were in other sections."""
+_PLANNED = (
+    *("module", "config", "model.name", "model.flavor", "model.converters", "compile.components"),
+    *("training.global-batch-size", "training.local-batch-size", "training.seq-len"),
+    *("compile.enable", "compile.enable-async-tensor-parallel", "optimizer.implementation"),
+    *("activation-checkpoint", "activation-checkpoint.selective-ac-option"),
+    *(f"parallelism.{word}-parallel-degree" for word in _DEGREES.values()),
+    *(f"parallelism.data-parallel-{word}-degree" for word in ("shard", "replicate")),
+    *("parallelism.no-enable-sequence-parallel", "parallelism.enable-sequence-parallel"),
+    *("parallelism.fsdp-reshard-after-forward", "parallelism.module-fqns-per-model-part"),
+    *(f"parallelism.pipeline-parallel-{end}-stage-less-layers" for end in ("first", "last")),
+    *(f"parallelism.pipeline-parallel-{word}" for word in ("schedule", "microbatch-size")),
+    "parallelism.pipeline-parallel-layers-per-stage",
+)
+"""Settings that make a plan."""
+_TIMELESS = (
+    *("job", "profiling", "profiler", "metrics", "checkpoint", "lr-scheduler", "validation"),
+    *("validator", "comm", "debug", "dataloader", "tokenizer", "memory-estimation"),
+    *(f"training.{word}" for word in ("dataset", "dataset-path", "steps", "gc-freq", "gc-debug")),
+    *(f"training.{word}" for word in ("max-norm", "seed", "deterministic", "warmup-steps")),
+    *("training.disable-cuda-graphs", "training.mixed-precision-reduce"),
+    *(f"optimizer.{word}" for word in ("lr", "eps", "beta1", "beta2", "weight-decay")),
+    *("model.tokenizer-path", "model.hf-assets-path", "model.norm-type", "compile.backend"),
+    *("model.print-after-conversion", "activation-checkpoint.early-stop"),
+)
+"""Settings, and whole sections, that do not change a step's time and memory."""
+_DEFAULTS = {
+    *(("optimizer.name", "AdamW"), ("optimizer.name", "Adam"), ("training.dtype", "float32")),
+    *(("training.mixed-precision-param", "bfloat16"), ("parallelism.spmd-backend", "default")),
+    *(("parallelism.expert-tensor-parallel-degree", "1"), ("optimizer.implementation", "fused")),
+    *(("parallelism.context-parallel-rotate-method", "allgather"),),
+    *(("parallelism.context-parallel-load-balancer", "headtail"),),
+    *(("parallelism.pipeline-parallel-schedule-csv", ""),),
+}
+"""Settings that plans do not know, with the values that they are planned for."""
 
 
 def exported(plan: Planned) -> Exported:
@@ -34,10 +75,12 @@ def exported(plan: Planned) -> Exported:
     step, p = plan.step, plan.step.parallel
     _check(plan)
     plan, notes = plan.for_trainer("torchtitan", _SCHEDULES)
-    config = next((name for name in TORCHTITAN if _same(name, step)), None)
+    config, chosen = _config_of(step)
     if config is None:
+        flavor = next((name for name in torchtitan_models() if _same(name, step)), None)
+        sizes = "these sizes" if flavor is None else torchtitan_models()[flavor]["_name_or_path"]
         notes.append(
-            "torchtitan has no configuration of these sizes: write one; add --module and --config"
+            f"torchtitan has no configuration of {sizes}: write one; add --module and --config"
         )
     shard = (step.shard or p.dp) if step.zero else 1
     options: dict[str, Any] = {
@@ -65,13 +108,25 @@ def exported(plan: Planned) -> Exported:
         words.append("--optimizer.implementation fused_opt_states_bf16")
     words.append(f"activation-checkpoint:{_RECOMPUTE.get(step.recompute, 'full')}")
     if config is not None:
-        words.insert(0, f"--module {config.rpartition('_')[0].split('_30b')[0]} --config {config}")
-    notes += _differences(plan, config)
+        words.insert(0, f"--module {chosen['module']} --config {config}")
+    notes += _differences(plan, config, bool(chosen.get("model.converters")))
     return Exported(" \\\n  ".join([plan.launch("-m torchtitan.train"), *words]), notes)
 
 
+def _config_of(step: TrainingStep) -> tuple[str | None, dict[str, str]]:
+    """Return torchtitan's first configuration of these sizes, and what it chooses."""
+    same: dict[str, bool] = {}
+    for config, chosen in torchtitan_configs().items():
+        flavor = f"{chosen['module']}_{chosen['flavor']}"
+        if flavor not in same:
+            same[flavor] = _same(flavor, step)
+        if same[flavor]:
+            return config, chosen
+    return None, {}
+
+
 def _same(name: str, step: TrainingStep) -> bool:
-    model = model_of(TORCHTITAN[name])
+    model = torchtitan_model(name, name)
     same = replace(model.layer, dropout=step.layer.dropout) == step.layer
     return same and model.layers == step.layers and step.vocabulary in (0, model.vocabulary)
 
@@ -93,7 +148,7 @@ def _check(plan: Planned) -> None:
         raise ValueError(f"torchtitan cannot run {problem}")
 
 
-def _differences(plan: Planned, config: str | None) -> list[str]:
+def _differences(plan: Planned, config: str | None, converts: bool) -> list[str]:
     step, p = plan.step, plan.step.parallel
     notes = []
     if step.zero in (1, 2) and p.dp > 1:
@@ -111,8 +166,8 @@ def _differences(plan: Planned, config: str | None) -> list[str]:
         notes.append("inputs of column-parallel layers stay in memory: more than planned")
     if not step.fp32_gradients:
         notes.append("gradients are summed and reduced in float32: more memory and traffic")
-    if bool(step.gemm_dtype) != (config in _FLOAT8):
-        kind = f"{config} multiplies in float8" if config in _FLOAT8 else "float8 is chosen in code"
+    if bool(step.gemm_dtype) != converts:
+        kind = f"{config} multiplies in float8" if converts else "float8 is chosen in code"
         notes.append(
             f"{kind}: model_registry(..., converters=) in a configuration of your own changes it"
         )
@@ -154,24 +209,71 @@ def _split(plan: Planned) -> dict[str, Any]:
 
 def from_toml(file: Path) -> CommandOptions:
     """Return the options of a job configuration, as on the command line."""
-    top, options = Table.load(file), CommandOptions(str(file))
-    for section in ("model", "training", "parallelism", "activation_checkpoint", "compile"):
-        for name, value in (top.scalars(section) if section in top.keys else {}).items():
-            if value is not False:
-                text = "" if value is True else str(value)
-                options[f"{section}.{name}".replace("_", "-")] = text
-            elif name == "enable_sequence_parallel":
-                options["parallelism.no-enable-sequence-parallel"] = ""
-    options["activation-checkpoint"] = options.pop("activation-checkpoint.mode", "selective")
-    if "model.name" in options:
-        options["config"] = f"{options['model.name']}_{options.get('model.flavor', '')}"
+    options = CommandOptions(str(file))
+    for name, value in Table.load(file).flat().items():
+        name = _renamed(name.replace("_", "-"))
+        if value != "false":
+            options[name] = "" if value == "true" else value
+        elif name == "parallelism.enable-sequence-parallel":
+            options["parallelism.no-enable-sequence-parallel"] = ""
+    options.setdefault("activation-checkpoint", "selective")
+    options.setdefault("activation-checkpoint.selective-ac-option", "2")
     return options
 
 
-def imported(options: CommandOptions, gpus: int | None) -> FilePlan:
-    """Return the plan of a command line, or of a job configuration."""
-    where = options.where
-    notes = [f"{name}: {what}: not planned" for name, what in _IGNORED.items() if name in options]
+def _renamed(name: str) -> str:
+    section, _, word = name.partition(".")
+    if section in ("training", "experimental") and word.endswith("-degree"):
+        return f"parallelism.{word}"
+    return _RENAMED.get(name, name)
+
+
+def _chosen(options: CommandOptions, notes: list[str], model: str | None) -> CommandOptions:
+    """Return the options with those that torchtitan's configuration chooses."""
+    config = options.get("config", "")
+    if "model.name" in options:  # of TOML, which has all options
+        return options
+    known = torchtitan_configs().get(config)
+    if known is None and model is None:
+        names = ", ".join(torchtitan_configs())
+        what = f"{shown(config)} is not known" if config else "no --config"
+        raise ValueError(f"{options.where}: {what}; give --model FILE, or one of {names}")
+    merged = CommandOptions(options.where)
+    merged |= {key: value for key, value in (known or {}).items() if "." in key or "-" in key}
+    merged |= options
+    for name in options:
+        section, dot, word = name.partition(".")
+        opposite = word[3:] if word.startswith("no-") else f"no-{word}"
+        merged.pop(f"{section}.{opposite}" if dot else "", None)
+    if known is None:
+        notes.append(f"{shown(config)} is not known: what it chooses is planned as the defaults")
+    else:
+        merged |= {"model.name": known["module"], "model.flavor": known["flavor"]}
+    return merged
+
+
+def _unplanned(options: CommandOptions) -> list[str]:
+    """Return the settings of a job that plans do not know."""
+    known = {*_PLANNED, *_TIMELESS, *(f"compile.no-{word}" for word in ("enable",))}
+    return sorted(
+        name
+        for name, value in options.items()
+        if "." in name
+        and not known & {name, name.partition(".")[0]}
+        and (name, value) not in _DEFAULTS
+    )
+
+
+def imported(options: CommandOptions, gpus: int | None, model: str | None = None) -> FilePlan:
+    """Return the plan of a command line, or of a job configuration.
+
+    Args:
+        options: of the command line.
+        gpus: ranks of the step, if the options do not say it.
+        model: name or file, in place of torchtitan's.
+    """
+    where, notes = options.where, list[str]()
+    options = _chosen(options, notes, model)
 
     def degree(name: str, default: int = 1) -> int:
         return options.size(f"parallelism.{name}", default)
@@ -186,12 +288,12 @@ def imported(options: CommandOptions, gpus: int | None) -> FilePlan:
         shard = quotient(gpus_in(options, gpus, where), "GPUs", others, "degrees", where)
     else:
         shard = degree("data-parallel-shard-degree")
-    config = options.get("config", "")
-    if not config:
-        raise ValueError(f"{where}: no --config: torchtitan has the model's sizes there")
-    taken["model"] = torchtitan_model(config, where)
+    if model is None:
+        flavor = f"{options['model.name']}_{options.get('model.flavor', '')}"
+        model = torchtitan_model(flavor, where).name
+    taken["model"] = model
     dp = taken["dp"] = replicas * shard
-    size, local = options.size, options.size("training.local-batch-size")
+    size, local = options.size, options.size("training.local-batch-size", 8)
     whole = size("training.global-batch-size", local * dp)
     if options.get("training.global-batch-size") == "-1":
         whole = local * dp
@@ -203,27 +305,42 @@ def imported(options: CommandOptions, gpus: int | None) -> FilePlan:
     taken["micro_batches"] = passes * quotient(
         local, "local_batch_size", each, "microbatch_size", where
     )
-    taken["sequence"] = size("training.seq-len")
+    taken["sequence"] = size("training.seq-len", 2048)
     taken["sequence_parallel"] = tp > 1 and "parallelism.no-enable-sequence-parallel" not in options
     taken["regather"] = False
     taken["zero"] = _zero(options, shard, pp) if dp > 1 else 1
     taken["shard"] = shard if replicas > 1 and taken["zero"] == 3 else 0
     taken["fp32_gradients"] = True
-    taken["eager"] = "compile.enable" not in options
+    parts = options.get("compile.components", "model").split()
+    taken["eager"] = "compile.enable" not in options or "model" not in parts
     states = options.get("optimizer.implementation")
     taken["optimizer"] = "adam-bf16" if states == "fused_opt_states_bf16" else "adam"
-    taken["gemm_dtype"] = "float8_e4m3fn" if config in _FLOAT8 else ""
-    needed = {f"parallelism.{word}-parallel-degree" for word in ("tensor", "pipeline", "context")}
-    missing = sorted((needed | {"activation-checkpoint"}) - set(options))
-    if missing and not where.endswith(".toml"):
-        notes.append(f"{', '.join(missing)}: planned as torchtitan's defaults, not {config}'s")
-    if options.get("activation-checkpoint.selective-ac-option", "op") != "op":
-        notes.append("selective_ac_option: planned as op")
+    taken["gemm_dtype"] = _gemm_dtype(options.get("model.converters", "").split(), notes)
+    taken["recompute"] = _recomputed(options, model_of(model).layers // pp, notes)
+    if unplanned := _unplanned(options):
+        notes.append(f"{', '.join(unplanned)}: not planned")
+    return _pipeline(options, taken, notes)
+
+
+def _gemm_dtype(converters: list[str], notes: list[str]) -> str:
+    """Return the type of layers' GEMMs."""
+    floats = [word for word in converters if "float8" in word or "mx" in word]
+    others = [word for word in converters if "float8" not in word]
+    if others:
+        how = "float8_e4m3fn" if floats else "bfloat16"
+        notes.append(f"{', '.join(map(shown, others))} of model.converters: planned in {how}")
+    return "float8_e4m3fn" if floats else ""
+
+
+def _recomputed(options: CommandOptions, layers: int, notes: list[str]) -> str:
+    """Return what backward computes again, of a stage with so many layers."""
     chosen = options.get("activation-checkpoint", "selective")
-    taken["recompute"] = {word: name for name, word in _RECOMPUTE.items()}.get(chosen, "full")
+    every = options.get("activation-checkpoint.selective-ac-option", "op")
+    if chosen == "selective" and every.isdecimal() and int(every):
+        return str(layers // int(every)) if layers >= int(every) else "none"
     if chosen not in _RECOMPUTE.values():
         notes.append(f"activation checkpoints {shown(chosen)}: planned as full")
-    return _pipeline(options, taken, notes)
+    return {word: name for name, word in _RECOMPUTE.items()}.get(chosen, "full")
 
 
 def _zero(options: CommandOptions, shard: int, pp: int) -> int:

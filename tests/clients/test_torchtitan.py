@@ -27,6 +27,7 @@ else:
     harness.PRELOAD += ["torchtitan.models.llama3.config_registry"]
 
 M, N, K = 24, 20, 12
+_MODULES = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss", "kimi_k2_7")
 
 
 def _part(t: torch.Tensor, dim: int, rank: int, world: int) -> torch.Tensor:
@@ -203,3 +204,37 @@ def test_processes_that_a_program_spawns_have_the_ops(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout.startswith("(('cpu',), ['argument'], 'enabled with float32"), done
+
+
+def test_plans_know_the_sizes_and_settings_of_its_configurations() -> None:
+    from importlib import import_module
+
+    from flux.bench.model_files import torchtitan_configs, torchtitan_model, torchtitan_models
+
+    for content in torchtitan_models().values():
+        name = content["_name_or_path"]
+        module = next(m for m in _MODULES if name.startswith(f"{m}_"))
+        if "parameters" not in content or "kimi" in module:
+            continue  # of an earlier release; torchvision
+        built = import_module(f"torchtitan.models.{module}").model_registry(name[len(module) + 1 :])
+        with torch.device("meta"):
+            model = built.model.build()
+        assert sum(p.numel() for p in model.parameters()) == content["parameters"], name
+        assert len(model.layers) == torchtitan_model(name, name).layers
+    for name, chosen in torchtitan_configs().items():
+        if "model.converters" in chosen:
+            continue  # looks for a GPU
+        registry = import_module(f"torchtitan.models.{chosen['module']}.config_registry")
+        made = getattr(registry, name)()
+        batch = int(chosen.get("training.local-batch-size", 8))
+        wanted = (chosen["flavor"], batch, int(chosen.get("training.seq-len", 2048)))
+        sizes = made.training.local_batch_size, made.training.seq_len
+        assert (made.model_spec.flavor, *sizes) == wanted, name
+        kinds = {"none": "NoneType", "selective": "SelectiveAC.Config", "full": "FullAC.Config"}
+        kind = type(made.activation_checkpoint).__qualname__
+        assert kind == kinds[chosen["activation-checkpoint"]], name
+        assert made.compile.enable == ("compile.enable" in chosen), name
+        degrees = made.parallelism
+        for word in ("tensor", "expert"):
+            degree = int(chosen.get(f"parallelism.{word}-parallel-degree", 1))
+            assert getattr(degrees, f"{word}_parallel_degree") == degree, name

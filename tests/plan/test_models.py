@@ -12,7 +12,7 @@ from typing import Any
 import published_runs
 import pytest
 
-from flux.bench.model_files import model_of
+from flux.bench.model_files import model_of, torchtitan_configs, torchtitan_models
 from flux.bench.shapes import Latent, Layer, Moe
 from flux.core.datafile import data_root
 from flux.machine.cluster import load_cluster
@@ -221,10 +221,27 @@ def test_options_of_megatron_and_torchtitan_are_models(tmp_path: Path) -> None:
         model_of(script)
     job = tmp_path / "job.toml"
     job.write_text('[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 2048\n')
-    assert model_of(job) == replace(model_of("llama3-8b"), sequence=2048)
+    assert model_of(job) == replace(model_of("llama3_8B"), sequence=2048)
     job.write_text('[model]\nname = "llama3"\nflavor = "9B"\n[training]\n')
-    with pytest.raises(ValueError, match="'llama3_9B' is not known; known are llama3_8b"):
+    with pytest.raises(
+        ValueError, match="'llama3_9B' is not known; give --model FILE, or one of ll"
+    ):
         model_of(job)
+
+
+def test_flavors_of_torchtitan_have_its_parameters() -> None:
+    """tests/clients compares them with torchtitan, where it is installed."""
+    flavors = torchtitan_models()
+    for name, content in flavors.items():
+        if "parameters" in content:
+            bound = 0.003 if "debug" in name else 0.0006  # biases and norms are not counted
+            assert model_of(name).parameters == pytest.approx(content["parameters"], rel=bound)
+    for config in torchtitan_configs().values():
+        assert f"{config['module']}_{config['flavor']}".lower() in flavors
+    maverick, scout = model_of("llama4_17bx128e_irope"), model_of("llama4_17bx16e")
+    known = model_of("llama-4-maverick")
+    assert replace(maverick, name="", sequence=0) == replace(known, name="", sequence=0)
+    assert scout.parameters == pytest.approx(107.77e9, rel=0.001) and not scout.layer.window
 
 
 # -- graphs ----------------------------------------------------------------------------------------

@@ -340,7 +340,7 @@ def test_what_other_files_say_becomes_a_plan(tmp_path: Path) -> None:
     )
     found = read_plan(str(job), gpus=32)
     names = ("model", "tp", "pp", "dp", "micro_batches", "zero", "recompute", "sequence", "eager")
-    wanted = ["llama3-8b", 2, 4, 4, 4, 2, "full", 4096, True]
+    wanted = ["llama3_8B", 2, 4, 4, 4, 2, "full", 4096, True]
     assert [found.options[name] for name in names] == wanted
     assert found.policy == ("interleaved", {"chunks": 2})
     script = tmp_path / "train.sh"
@@ -351,10 +351,6 @@ def test_what_other_files_say_becomes_a_plan(tmp_path: Path) -> None:
         '"--optimizer-cpu-offload" "--fp8-format hybrid" '
     )
     less = "--account-for-loss-in-pipeline-split --account-for-embedding-in-pipeline-split"
-    flags = "--module llama3 --config llama3_70b --training.local_batch_size 1 --training.seq_len 8"
-    script.write_text(f"{flags} --parallelism.tensor_parallel_degree 8")
-    (note,) = read_plan(str(script), gpus=16).notes
-    assert note.startswith("activation-checkpoint, parallelism.context-parallel-degree, ")
     script.write_text(text + less)
     found = read_plan(str(script))
     names = ("dp", "pp", "micro_batches", "zero", "recompute", "gemm_dtype", "split")
@@ -380,3 +376,55 @@ def test_what_other_files_say_becomes_a_plan(tmp_path: Path) -> None:
     config.write_text('{"train_batch_size": 16}')
     with pytest.raises(ValueError, match="is a plan for 16 GPUs, and --gpus says 8"):
         read_plan(str(config), gpus=8)
+
+
+JOB = """
+[model]
+name = "qwen3"
+flavor = "4B"
+converters = ["quantize.linear.float8"]
+[training]
+steps = 10
+enable_cpu_offload = true
+[parallelism]
+tensor_parallel_degree = 2
+[compile]
+enable = true
+components = ["loss"]
+[quantize.linear.float8]
+filter_fqns = ["output"]
+"""
+
+
+def test_every_setting_of_a_torchtitan_job_is_planned_or_named(tmp_path: Path) -> None:
+    job, script = tmp_path / "job.toml", tmp_path / "train.sh"
+    job.write_text(JOB)
+    found = read_plan(str(job), gpus=8)
+    names = ("model", "dp", "micro_batch", "sequence", "eager", "gemm_dtype", "recompute")
+    wanted = ["qwen3_4B", 4, 8, 2048, True, "float8_e4m3fn", "18"]  # every second layer of 36
+    assert [found.options[name] for name in names] == wanted
+    unplanned = "quantize.linear.float8.filter-fqns, training.enable-cpu-offload: not planned"
+    assert found.notes == [unplanned]
+    job.write_text(JOB.replace("4B", "5B"))
+    with pytest.raises(ValueError, match="'qwen3_5B' is not known; give --model FILE"):
+        read_plan(str(job), gpus=8)
+    assert read_plan(str(job), gpus=8, model="gpt2").options["model"] == "gpt2"
+    line = "torchrun --nproc-per-node 8 -m torchtitan.train --module {} --config {} {}"
+    script.write_text(line.format("llama3", "llama3_70b", "--training.local_batch_size 1"))
+    found = read_plan(str(script))
+    names = ("model", "tp", "dp", "micro_batch", "sequence", "eager", "recompute")
+    assert [found.options[name] for name in names] == ["llama3_70B", 8, 1, 1, 8192, True, "full"]
+    assert not found.notes
+    more = "--compile.no-enable --parallelism.enable_fsdp_symm_mem"
+    script.write_text(line.format("llama3", "llama3_405b", more))
+    found = read_plan(str(script))
+    assert found.options["eager"] and found.options["gemm_dtype"] == "float8_e4m3fn"
+    assert found.notes == ["parallelism.enable-fsdp-symm-mem: not planned"]
+    script.write_text(line.format("mine", "my_job", "--training.seq_len 4096"))
+    with pytest.raises(ValueError, match="'my_job' is not known; give --model FILE"):
+        read_plan(str(script))
+    asked = ("simulate", "--plan", str(script), "--model", "llama3_1B", "--dp", "4")
+    priced = run(*asked, "--policy", "serial", "--layers", "1", "--json", "-")
+    row = json.loads(priced.stdout)
+    assert priced.exit_code == 0 and "'my_job' is not known: what it chooses" in priced.stderr
+    assert [row[key] for key in ("model", "dp")] == ["llama3_1B", 4]
