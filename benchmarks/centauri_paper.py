@@ -1,6 +1,6 @@
 """The experiments of the Centauri paper, simulated: clusters A and B, models of its Table 4.
 
-    python benchmarks/centauri_paper.py        # three minutes; nothing is run
+    python benchmarks/centauri_paper.py        # four minutes; nothing is run
 
 C. Chen et al., ASPLOS 2024, section 5. Its figures are pictures; what can be compared is what its
 text says in numbers. Baselines:
@@ -270,6 +270,7 @@ def measured(case: Case) -> dict[str, Any]:
         "fits": by_policy["centauri"].peak_memory_bytes < 1e9 * limit,
         "ddp_fits": ddp_fits,
         "tflops": {n: flops / t.iteration_ms / 1e9 for n, t in by_policy.items()},
+        "memory_gb": {n: t.peak_memory_bytes / 1e9 for n, t in by_policy.items()},
         **{f"{name}_ms": timeline.iteration_ms for name, timeline in by_policy.items()},
         **{f"over_{name}": by_policy[name].iteration_ms / best for name in by_policy},
     }
@@ -430,6 +431,35 @@ def orders_table(content: Mapping[str, Any]) -> str:
     return markdown([*header, "over DDP", "over out of order", "over ZeRO-1"], lines)
 
 
+FIGURES = {
+    "8": ("FSDP", ("direct", "coarse", "centauri")),
+    "9": ("DP", ("direct", "ooo", "zero1", "centauri")),
+    "10": ("FSDP+DP", ("direct", "coarse", "centauri")),
+    "11": ("TP+PP+DP", ("direct", "centauri")),
+}
+"""Kind of parallelism of the figures of section 5.1 and 5.2, and policies whose memory is shown."""
+
+
+def memory_table(content: Mapping[str, Any]) -> str:
+    """Return GB of a device in figures 8 to 11, by batch; bold where it has less."""
+    lines: dict[tuple[str, ...], dict[int, str]] = {}
+    for figure, (group, names) in FIGURES.items():
+        labels = ["DDP" if group == "DP" and n == "direct" else LABELS.get(n, n) for n in names]
+        for row in content["rows"]:
+            if row["group"] == group:
+                limit = load_cluster(row["cluster"]).device.memory_gb
+                sizes = [row["memory_gb"][name] for name in names]
+                cells = [f"**{gb:.0f}**" if gb > limit else f"{gb:.0f}" for gb in sizes]
+                layout = _name(row).partition(", batch")[0]
+                key = figure, layout, ", ".join(labels)
+                lines.setdefault(key, {})[row["batch"]] = ", ".join(cells)
+    header = ["figure", "layout", "GB of", *(f"batch {batch}" for batch in BATCHES)]
+    rows = [[*key, *(cells.get(b, "") for b in BATCHES)] for key, cells in lines.items()]
+    return markdown(header, rows)
+
+
+LABELS = {"ooo": "out of order", "zero1": "ZeRO-1", "centauri": "Centauri"}
+
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "centauri_paper": table,
     "centauri_paper_tiers": tiers_table,
@@ -437,6 +467,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "centauri_paper_fsdp": lambda content: scales_table(content, "FSDP"),
     "centauri_paper_hybrid": lambda content: scales_table(content, "FSDP16+DP"),
     "centauri_paper_orders": orders_table,
+    "centauri_paper_memory": memory_table,
 }
 
 

@@ -18,39 +18,52 @@ from flux.core.datafile import Table, data_root, find, load_json, shown
 DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo"),
     *("olmo2", "granite", "cohere", "cohere2", "stablelm", "smollm3", "glm", "glm4", "seed_oss"),
+    *("ernie4_5", "hunyuan_v1_dense", "olmo3", "exaone4", "helium", "hyperclovax", "vaultgemma"),
+    *("ministral", "minicpm3", "youtu"),
 )
 """Kinds of config.json whose layers have attention and a gated MLP."""
-UNGATED = ("gpt2", "gpt_neox", "gpt_bigcode", "starcoder2", "phi", "opt", "bloom", "gptj")
-"""Those with a plain MLP."""
+_DROPOUT = ("gpt2", "gpt_neox", "gpt_bigcode", "starcoder2", "phi", "opt", "bloom", "gptj")
+UNGATED = (*_DROPOUT, "nemotron", "apertus", "arcee", "falcon")
+"""Those with a plain MLP; the first ones train with dropout."""
 EXPERTS = (
     *("mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"),
     *("olmoe", "granitemoe", "glm4_moe", "kimi_k2", "ernie4_5_moe", "minimax_m2", "llama4_text"),
+    *("dots1", "flex_olmo", "solar_open", "granitemoeshared", "glm4_moe_lite", "exaone_moe"),
 )
 """Those with experts."""
 TIED = (
     *("gemma", "gemma2", "gemma3_text", "gpt2", "opt", "bloom", "gpt_bigcode", "cohere"),
-    *("cohere2", "smollm3", "starcoder2", "ernie4_5_moe"),
+    *("cohere2", "smollm3", "starcoder2", "ernie4_5_moe", "ernie4_5", "vaultgemma", "minicpm3"),
+    *("youtu", "falcon"),
 )
 """Those whose head is the embedding if the file does not say it."""
-ALTERNATING = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6, "cohere2": 4, "llama4_text": 4}
+ALTERNATING = {
+    **{"gpt_oss": 2, "gemma2": 2, "vaultgemma": 2, "gemma3_text": 6},
+    **dict.fromkeys(("cohere2", "llama4_text", "olmo3", "exaone4", "exaone_moe"), 4),
+}
 """Of so many layers one has no window, if the file does not say it."""
+_LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "minicpm3", "youtu")
 _KV_HEADS = {
-    2: ("glm", "glm4", "starcoder2"),
-    4: ("gemma2", "gemma3_text", "smollm3", "qwen3_moe", "ernie4_5_moe"),
-    8: ("mistral", "mixtral", "phimoe", "gpt_oss", "glm4_moe", "seed_oss", "llama4_text"),
+    2: ("glm", "glm4", "starcoder2", "ernie4_5"),
+    4: ("gemma2", "gemma3_text", "smollm3", "qwen3_moe", "ernie4_5_moe", "vaultgemma"),
+    8: (
+        *("mistral", "mixtral", "phimoe", "gpt_oss", "glm4_moe", "seed_oss", "llama4_text"),
+        *("ministral", "solar_open"),
+    ),
     16: ("gemma", "qwen2_moe"),
-    32: ("qwen2", "qwen3"),
+    20: ("helium",),
+    32: ("qwen2", "qwen3", "stablelm", "exaone4", "exaone_moe"),
 }
 _HEAD_DIM = {
     64: ("gpt_oss",),
-    128: ("qwen3", "glm", "glm4", "seed_oss", "llama4_text"),
-    256: ("gemma", "gemma2", "gemma3_text"),
+    128: ("qwen3", "glm", "glm4", "seed_oss", "llama4_text", "ernie4_5", "helium", "solar_open"),
+    256: ("gemma", "gemma2", "gemma3_text", "vaultgemma"),
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_attention_heads": 8, "vocab_size": 262208, "sliding_window": 4096},
     "llama4_text": {"attention_chunk_size": 8192, "n_shared_experts": 1},
     "gemma2": {"sliding_window": 4096},
-    "mistral": {"sliding_window": 4096},
+    **{kind: {"sliding_window": 4096} for kind in ("mistral", "ministral", "olmo3", "vaultgemma")},
     "gpt_bigcode": {"multi_query": True},
 }
 """What Transformers takes for keys that a file leaves out, as its saved parts of models do; with
@@ -64,7 +77,8 @@ _ALIASES = {
     "max_position_embeddings": ("n_positions", "seq_length"),
     "num_local_experts": ("num_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": ("moe_k", "num_experts_per_token", "moe_topk"),
-    "n_shared_experts": ("moe_num_shared_experts",),
+    "n_shared_experts": ("moe_num_shared_experts", "num_shared_experts"),
+    "shared_expert_intermediate_size": ("shared_intermediate_size",),
     "first_k_dense_replace": ("moe_layer_start_index",),
     "dtype": ("torch_dtype",),
 }
@@ -76,6 +90,9 @@ _REFUSED = {
     "state_size": "state-space layers, and plans know attention",
     "ssm_cfg": "state-space layers, and plans know attention",
     "attn_layer_period": "state-space layers, and plans know attention",
+    "mamba_d_state": "state-space layers, and plans know attention",
+    "conv_L_cache": "convolutions, and plans know attention",
+    "index_topk": "attention to keys that an indexer chooses, and plans know windows",
     "linear_num_key_heads": "linear attention, and plans know softmax attention",
 }
 _ATTENTION = ("full_attention", "chunked_attention", "sliding_attention")
@@ -134,6 +151,8 @@ def _from_keys(content: Any, file: Path) -> Model:
             if key not in content and used:
                 content[key] = content[used[0]]
         content = _defaults(content.get("model_type")) | content
+        if content.get("model_type") == "falcon" and content.get("multi_query", True):
+            content |= {} if content.get("new_decoder_architecture") else {"num_key_value_heads": 1}
         content = {key: value for key, value in content.items() if value is not None}
     top = Table.of_json(file, content, what)
     for key, problem in _REFUSED.items():
@@ -175,7 +194,7 @@ def _layer_of(top: Table, content: dict[str, Any], kind: str) -> tuple[Layer, in
     hidden, heads = top.integer("hidden_size"), top.integer("num_attention_heads")
     if top.integer("word_embed_proj_dim", hidden) != hidden:
         top.fail("word_embed_proj_dim", f"an embedding must be as wide as hidden_size = {hidden}")
-    latent = _latent(top) if "kv_lora_rank" in content else None
+    latent = _latent(top) if "kv_lora_rank" in content or kind in _LATENT else None
     if latent is not None:
         head_dim, kv_heads = top.integer("qk_nope_head_dim") + latent.rope_dim, heads
     else:
@@ -195,7 +214,7 @@ def _layer_of(top: Table, content: dict[str, Any], kind: str) -> tuple[Layer, in
     return (
         Layer(
             *(hidden, intermediate, heads, kv_heads, head_dim, kind not in UNGATED),
-            *(moe, latent, window, full_every, kind in UNGATED),
+            *(moe, latent, window, full_every, kind in _DROPOUT),
             chunked="attention_chunk_size" in content and bool(window),
         ),
         dense_layers,
@@ -226,6 +245,9 @@ def _moe(top: Table, content: dict[str, Any], kind: str) -> tuple[Moe | None, in
             top.fail(key, "expected 1: the first of so many layers with experts is not known")
     every = top.integer("decoder_sparse_step", top.integer("interleave_moe_layer_step", 1))
     without = top.values("mlp_only_layers", empty=True) if "mlp_only_layers" in content else []
+    if "mlp_layer_types" in content:
+        types = top.values("mlp_layer_types")
+        without = [number for number, kind in enumerate(types) if kind == "dense"]
     if without != list(range(len(without))):
         top.fail("mlp_only_layers", f"expected leading layers alone, got {without}")
     dense = top.integer("first_k_dense_replace", len(without), least=0)
@@ -245,7 +267,13 @@ def _window(top: Table, content: dict[str, Any], kind: str) -> tuple[int, int]:
         return 0, 0
     if layers is None and kind == "llama4_text" and content.get("no_rope_layers"):
         layers = [_ATTENTION[bool(rotates)] for rotates in top.values("no_rope_layers")]
-    every = top.integer("sliding_window_pattern", ALTERNATING.get(kind, 0), least=0)
+    pattern = content.get("sliding_window_pattern")
+    if isinstance(pattern, str):  # such as LLLG: local three times, then global
+        if pattern.strip("L") not in ("", "G") or pattern[-1:] not in ("G", "L"):
+            top.fail("sliding_window_pattern", f"expected a pattern as LLLG, got {shown(pattern)}")
+        every = len(pattern) if pattern.endswith("G") else 0
+    else:
+        every = top.integer("sliding_window_pattern", ALTERNATING.get(kind, 0), least=0)
     if layers is not None:
         whole = [n for n, name in enumerate(layers) if name == "full_attention"]
         if len(whole) == len(layers):
