@@ -38,7 +38,8 @@ TIED = (
 )
 """Those whose head is the embedding if the file does not say it."""
 ALTERNATING = {
-    **{"gpt_oss": 2, "gemma2": 2, "vaultgemma": 2, "gemma3_text": 6},
+    **dict.fromkeys(("gpt_oss", "gemma2", "vaultgemma"), 2),
+    "gemma3_text": 6,
     **dict.fromkeys(("cohere2", "llama4_text", "olmo3", "exaone4", "exaone_moe"), 4),
 }
 """Of so many layers one has no window, if the file does not say it."""
@@ -269,7 +270,7 @@ def _window(top: Table, content: dict[str, Any], kind: str) -> tuple[int, int]:
         layers = [_ATTENTION[bool(rotates)] for rotates in top.values("no_rope_layers")]
     pattern = content.get("sliding_window_pattern")
     if isinstance(pattern, str):  # such as LLLG: local three times, then global
-        if pattern.strip("L") not in ("", "G") or pattern[-1:] not in ("G", "L"):
+        if not re.fullmatch("L*G?", pattern):
             top.fail("sliding_window_pattern", f"expected a pattern as LLLG, got {shown(pattern)}")
         every = len(pattern) if pattern.endswith("G") else 0
     else:

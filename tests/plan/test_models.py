@@ -113,7 +113,7 @@ def config(tmp_path: Path, **changes: Any) -> str:
         ({"conv_L_cache": 3}, "convolutions"), ({"index_topk": 8}, "an indexer chooses"),
         ({"model_type": "youtu"}, "kv_lora_rank: missing"),
         ({"sliding_window": 8, "sliding_window_pattern": "GL"}, "expected a pattern as LLLG"),
-        ({"model_type": "nobody"}, "'nobody' is not known; known are bloom"),
+        ({"model_type": "nobody"}, "'nobody' is not known; known are apertus"),
         ({"num_key_value_heads": 5}, "must divide 32 heads, got 5"),
         ({"hidden_size": "wide"}, "hidden_size: expected an integer"),
         ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 9}, "at most 8"),
@@ -125,7 +125,7 @@ def config(tmp_path: Path, **changes: Any) -> str:
         ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}, "expected 0"),
         ({"model_type": "opt", "word_embed_proj_dim": 512}, "as wide as hidden_size = 4096"),
         (
-            {"model_type": "deepseek_v2", "num_experts": 8, "num_experts_per_tok": 2,
+            {"model_type": "dots1", "num_experts": 8, "num_experts_per_tok": 2,
              "moe_layer_freq": 2}, "moe_layer_freq: expected 1",
         ),
     ],
