@@ -1,9 +1,11 @@
-"""What `flux bench op` and `flux tune` measure of ops of experts and heads, on CPUs.
+"""What `flux bench op` and `flux tune` measure of ops of experts and heads.
 
-    unfused   gloo's collective before or after the same grouped product: all_gather, reduce_scatter
-              and all_reduce of tokens; all_to_all of routed rows, sorted by expert, as Megatron's
-              dispatcher sends them; all_to_all of heads with the copies that order them
+    unfused   the library's collective (gloo, NCCL) before or after the same grouped product, on
+              GPUs torch's: all_gather, reduce_scatter and all_reduce of tokens; all_to_all of
+              routed rows, sorted by expert, as Megatron's dispatcher sends them; all_to_all of
+              heads with the copies that order them
     flux      the op
+    max_rows  the op of experts on GPUs, with room for all rows that a router could choose
 
 A call runs each of the configuration's routings once. Results are judged as those of dense ops are
 (flux/bench/sparse_reference.py), with all routings and packed tensors one after the other.
@@ -12,7 +14,7 @@ A call runs each of the configuration's routings once. Results are judged as tho
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from flux.bench.config import BenchConfig
 from flux.bench.methods import Fused, LibraryMethod
 from flux.core.sparse_problem import SparseProblem
 from flux.core.spec import OpSpec
+from flux.moe.product import LOADED, grouped_mm
 
 Blocks = list[torch.Tensor]
 
@@ -50,11 +53,22 @@ def draw_choices(
 
 @dataclass
 class Routed:
-    """One routing of a call on one rank: x as the op takes it, and what the router chose."""
+    """One routing of a call on one rank: x as the op takes it, and what the router chose.
 
-    x: torch.Tensor
+    ``room``: x, with all rows that a router could choose if it has routed ones. ``rows``: of x.
+    ``routed``: rows of this rank.
+    """
+
+    room: torch.Tensor
+    rows: int
+    routed: int
     experts: torch.Tensor
     probs: torch.Tensor
+
+    @property
+    def x(self) -> torch.Tensor:
+        """The rows that there are."""
+        return self.room[: self.rows]
 
 
 @dataclass
@@ -77,11 +91,25 @@ class SparseInputs:
         """All x."""
         return [case.x for case in self.routings] + self.heads
 
+    def to(self, device: torch.device) -> SparseInputs:
+        """Return the same inputs on a device."""
+        routings = [
+            replace(
+                c,
+                room=c.room.to(device),
+                experts=c.experts.to(device),
+                probs=c.probs.to(device),
+            )
+            for c in self.routings
+        ]
+        return SparseInputs(self.weight.to(device), routings, [x.to(device) for x in self.heads])
+
 
 class SparseShare:
-    """Sizes of a problem on one rank."""
+    """Sizes of a problem on one rank; ``gpus``: whether ranks have GPUs."""
 
-    def __init__(self, problem: SparseProblem, rank: int) -> None:
+    def __init__(self, problem: SparseProblem, rank: int, gpus: bool = False) -> None:
+        self.gpus = gpus
         self.problem, self.rank, self.world = problem, rank, problem.world
         self.spec: OpSpec = problem.spec()
         self.rows = [end - begin for begin, end in map(problem.rows, range(self.world))]
@@ -98,7 +126,10 @@ class SparseShare:
         return Routing(experts, self.problem.experts, self.first, self.count, self.world)
 
     def inputs(self, seed: int, skews: tuple[float, ...]) -> SparseInputs:
-        """Return fresh inputs; the router's choices are the same on all ranks."""
+        """Return fresh inputs; the router's choices are the same on all ranks.
+
+        On GPUs NaN is behind the routed rows, for calls with ``max_rows``.
+        """
         problem, dtype = self.problem, self.problem.torch_dtype
         generator = torch.Generator().manual_seed(seed * 1_000_003 + self.rank)
 
@@ -119,9 +150,13 @@ class SparseShare:
         for skew in skews:
             sizes = (problem.m, problem.experts, problem.topk)
             experts, probs = draw_choices(*sizes, skew, seed)
-            gathers = problem.op.gathers
-            rows = self.rows[self.rank] if gathers else self.routing(experts).rows
-            routings.append(Routed(random(rows, self.depth), experts, probs))
+            routed, rows = self.routing(experts).rows, self.rows[self.rank]
+            most = rows
+            if not problem.op.gathers:
+                rows, most = routed, problem.m * problem.topk
+            room = random(most if self.gpus else rows, self.depth)
+            room[rows:] = torch.nan
+            routings.append(Routed(room, rows, routed, experts, probs))
         return SparseInputs(weight, routings, [])
 
     def columns(self, rank: int) -> list[slice]:
@@ -136,20 +171,32 @@ def flat(results: Any, problem: SparseProblem) -> torch.Tensor:
 
 
 class FusedSparse(Fused):
-    """An op of experts or heads; ``tuning`` None: the op chooses its knobs."""
+    """An op of experts or heads; ``tuning`` None: the op chooses its knobs.
 
-    def __init__(self, name: str, config: BenchConfig, tuning: object | None) -> None:
+    ``most``: whether to pass ``max_rows``: what routers could choose at most.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: BenchConfig,
+        tuning: object | None,
+        group: Any = None,
+        most: bool = False,
+    ) -> None:
         from flux import moe, ulysses
 
         problem = config.problem
         assert isinstance(problem, SparseProblem)
         self.name, self._m, self._problem = name, problem.m, problem
+        self._max_rows = problem.m * problem.topk if most else None
         of_op = problem.sizes
         if not problem.op.exchanges:
             of_op |= {"n": problem.n, "k": problem.k}
         else:
             of_op |= {"k": problem.k} if problem.name == "gemm_all_to_all" else {"n": problem.n}
         self.op: Any = getattr(ulysses if problem.op.exchanges else moe, problem.label)(
+            group,
             max_m=problem.world * problem.chunk if problem.op.exchanges else problem.m,
             dtype=problem.torch_dtype,
             transport=config.transport,
@@ -166,11 +213,17 @@ class FusedSparse(Fused):
         if self._problem.op.exchanges:
             heads = self.op(inputs.heads[0], inputs.weight, None, self._lengths)
             return heads if isinstance(heads, tuple) else (heads,)
-        weighs = self._problem.op.reduces
-        return [
-            self.op(c.x, inputs.weight, c.experts, *([c.probs] if weighs else []))
-            for c in inputs.routings
-        ]
+        return [self.routed(inputs, case) for case in inputs.routings]
+
+    def routed(self, inputs: SparseInputs, case: Routed) -> torch.Tensor:
+        """Call the op for one routing."""
+        weight, most = inputs.weight, self._max_rows
+        if self._problem.op.reduces:
+            x = case.x if most is None else case.room
+            result: torch.Tensor = self.op(x, weight, case.experts, case.probs, max_rows=most)
+            return result
+        result = self.op(case.x, weight, case.experts, max_rows=most)
+        return result[: case.routed]
 
     def comm_only(self, inputs: Any) -> Callable[[], object] | None:
         """Return None: the library's time is used."""
@@ -262,7 +315,8 @@ class UnfusedSparse(LibraryMethod):
     def __init__(self, config: BenchConfig, rank: int) -> None:
         problem = config.problem
         assert isinstance(problem, SparseProblem)
-        self._layout, self._problem = SparseShare(problem, rank), problem
+        self._problem = problem
+        self._layout = SparseShare(problem, rank, gpus=config.backend == "cuda")
         self._prepared: tuple[object, list[Any]] = (None, [])
 
     def knobs(self) -> dict[str, Any]:
@@ -271,6 +325,8 @@ class UnfusedSparse(LibraryMethod):
         exchanges = problem.op.exchanges or problem.dispatches
         collective = "all_to_all" if exchanges else problem.op.collective
         gemm = "torch.mm" if problem.op.exchanges else "torch.mm for each expert"
+        if self._layout.gpus and not problem.op.exchanges:
+            gemm = "torch.nn.functional.grouped_mm"
         return {"path": "unfused", "collective": collective, "gemm": gemm}
 
     def prepare(self, inputs: SparseInputs) -> list[Any]:
@@ -297,10 +353,12 @@ class UnfusedSparse(LibraryMethod):
         own, padded = layout.rows[layout.rank], chunk * layout.world
         if problem.dispatches:
             rows = ChosenRows(layout, case.experts, case.probs)
-            product = grouped(weight, routing)
+            product = grouped(weight, routing, layout.gpus)
             if problem.op.gathers:
                 return lambda: product(rows.dispatch(case.x))
             return lambda: rows.combine(product(case.x))
+        if layout.gpus:
+            return self._on_gpu(weight, case, routing)
         if problem.op.gathers:
             gather = GatherProduct(layout.spec, experts)
 
@@ -330,6 +388,35 @@ class UnfusedSparse(LibraryMethod):
             return result[:own]
 
         return summed
+
+    def _on_gpu(
+        self, weight: torch.Tensor, case: Routed, routing: Any
+    ) -> Callable[[], torch.Tensor]:
+        """Return the computation by maps that the GPU has."""
+        layout, problem, m = self._layout, self._problem, self._problem.m
+        product = grouped(weight, routing, at_once=True)
+        tokens, choices = routing.on(weight.device)
+        own, chunk = layout.rows[layout.rank], problem.chunk
+        padded = chunk * layout.world
+
+        def gathered() -> torch.Tensor:
+            x = torch.nn.functional.pad(case.x, (0, 0, 0, chunk - own))
+            full = x.new_empty(padded, x.shape[1])
+            all_gather(full, x)
+            return product(full.index_select(0, tokens))
+
+        def summed() -> torch.Tensor:
+            weighted = product(case.x).float() * case.probs.view(-1, 1)[choices]
+            partial = weighted.new_zeros(padded, layout.width).index_add_(0, tokens, weighted)
+            partial = partial.to(weight.dtype)
+            if problem.op.all_reduces:
+                dist.all_reduce(partial)
+                return partial[:m]
+            result = partial.new_empty(chunk, layout.width)
+            reduce_scatter(result, partial)
+            return result[:own]
+
+        return gathered if problem.op.gathers else summed
 
     def exchange(self) -> SplitExchange:
         """Return the all-to-all of an op of heads."""
@@ -361,9 +448,33 @@ class UnfusedSparse(LibraryMethod):
         return torch.mm(full, inputs.weight.t()).unsqueeze(0)
 
 
-def grouped(weight: torch.Tensor, routing: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the product of routed rows with their experts' weights, one GEMM for each expert."""
+def grouped(
+    weight: torch.Tensor, routing: Any, at_once: bool = False
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the product of routed rows with their experts' weights.
+
+    One GEMM for each expert, or with ``at_once`` torch's grouped one.
+
+    Raises:
+        ValueError: torch's takes neither this dtype nor these sizes.
+    """
     groups = routing.groups(0, routing.positions.shape[0])
+    if at_once:
+        if (
+            grouped_mm is None
+            or weight.dtype != torch.bfloat16
+            or any(size * weight.itemsize % LOADED for size in weight.shape[1:])
+        ):
+            raise ValueError(
+                "on GPUs the unfused path is torch's grouped_mm, of torch 2.10, for bfloat16 and "
+                f"rows of 16 bytes: got {weight.dtype}, {list(weight.shape)}"
+            )
+        counts = torch.zeros(weight.shape[0], dtype=torch.int32)
+        for expert, begin, end in groups:
+            counts[expert] = end - begin
+        ends = counts.cumsum(0).to(weight.device, torch.int32)
+        turned = weight.transpose(1, 2)
+        return lambda rows: grouped_mm(rows, turned, offs=ends)
 
     def product(rows: torch.Tensor) -> torch.Tensor:
         out = rows.new_empty(rows.shape[0], weight.shape[1])
@@ -380,14 +491,14 @@ def grouped(weight: torch.Tensor, routing: Any) -> Callable[[torch.Tensor], torc
 def whole_products(layout: SparseShare, inputs: SparseInputs) -> dict[str, Callable[[], object]]:
     """Return the product alone, of all routings, on rows in place."""
     if layout.problem.op.exchanges:
-        rows = torch.randn(layout.rows[layout.rank], layout.depth).to(inputs.weight.dtype)
+        rows = torch.randn(layout.rows[layout.rank], layout.depth).to(inputs.weight)
         weight, x = inputs.weight.t(), rows
         return {"mm": lambda: torch.mm(x, weight)}
     calls = []
     for case in inputs.routings:
         routing = layout.routing(case.experts)
-        rows = torch.randn(routing.rows, layout.depth).to(inputs.weight.dtype)
-        calls.append((grouped(inputs.weight, routing), rows))
+        rows = torch.randn(routing.rows, layout.depth).to(inputs.weight)
+        calls.append((grouped(inputs.weight, routing, layout.gpus), rows))
     return {"grouped": lambda: [product(rows) for product, rows in calls]}
 
 
@@ -396,7 +507,7 @@ def collective(layout: SparseShare, inputs: SparseInputs) -> Callable[[], object
     problem, dtype = layout.problem, inputs.weight.dtype
 
     def touched(*shape: int) -> torch.Tensor:
-        return torch.ones(*shape, dtype=dtype).zero_()
+        return torch.ones(*shape, dtype=dtype, device=inputs.weight.device).zero_()
 
     if problem.op.exchanges:
         splits = UnfusedSparse(BenchConfig(problem=problem), layout.rank).exchange()

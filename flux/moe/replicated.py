@@ -32,6 +32,7 @@ def expand_tokens(
     weights: Weights,
     experts: torch.Tensor,
     bias: torch.Tensor | None = None,
+    max_rows: int | None = None,
 ) -> torch.Tensor:
     """Return the first product of the experts whose second one is ``op``. Local.
 
@@ -46,9 +47,10 @@ def expand_tokens(
             divides K.
         experts: as for AGGroupedGemm.
         bias: [E, C], or None.
+        max_rows: as for AGGroupedGemm; on GPUs the host reads ``experts`` all the same.
 
     Returns:
-        y [R, C], sorted by expert, then by token.
+        y [R, C], sorted by expert, then by token; with ``max_rows`` as many rows, zeros behind R.
 
     Raises:
         ValueError, TypeError: illegal input; the peers hear of it in their next call of ``op``.
@@ -57,21 +59,16 @@ def expand_tokens(
     x, cast, bias = op._as_autocast(x, listed, bias)
     listed, biases = list(cast), [] if bias is None else [bias]
     op._check_tensors(x, *listed, *biases, experts)
-    out: torch.Tensor = call("grouped_gemm", x, listed, biases, experts, op.handle)
+    out: torch.Tensor = call("grouped_gemm", x, listed, biases, experts, op.handle, max_rows)
     return out
 
 
-def _check(
-    op: GroupedGemmAR,
-    x: torch.Tensor,
-    weights: Tensors,
-    bias: torch.Tensor | None,
-    experts: torch.Tensor,
-) -> Routing:
+def _check(op: GroupedGemmAR, x: torch.Tensor, operands: Operands) -> Routing:
     """Check the arguments of a call; return the routed rows of this rank."""
     checker, spec = cast(GroupedChecker, op._checker), op.spec
     label, (width,) = f"{spec.label}, first product", spec.n
-    routing = checker._routing(experts)
+    weights, experts = operands.weights, operands.experts
+    routing: Routing = checker._routed(operands)
     x = checker._tensor("x", x, spec.dtype)
     expected = [experts.shape[0], width]
     if list(x.shape) != expected:
@@ -84,33 +81,47 @@ def _check(
         text = f"{checker.k} columns" + (" or a multiple of them" if equal else "")
         raise ValueError(f"{label}: weights must have {text}, got {shape}")
     checker._weights(weights, (own, width))
-    if bias is not None:
-        checker._expert_bias(bias, own)
+    if operands.bias is not None:
+        checker._expert_bias(operands.bias, own)
     return routing
 
 
 def _expand(
-    x: torch.Tensor, weights: Tensors, biases: Tensors, experts: torch.Tensor, handle: int
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Tensors,
+    experts: torch.Tensor,
+    handle: int,
+    max_rows: int | None,
 ) -> torch.Tensor:
     op = cast(GroupedGemmAR, _op(handle))
     bias = biases[0] if biases else None
     try:
-        routing = _check(op, x, weights, bias, experts)
+        routing = _check(op, x, Operands(weights, bias, experts, max_rows=max_rows))
     except (TypeError, ValueError) as error:
         op._guarded(op._refuse, error)
         raise
     each = _each(op, weights, transposed=False)
-    out = x.new_empty(routing.rows, each[0].shape[0])
+    out = x.new_empty(max_rows or routing.rows, each[0].shape[0])
     product = GatherProduct(op.spec, Experts(each, bias, routing))
     product(x, 0, x.shape[0], out, None)
+    out[routing.rows :].zero_()
     return out
 
 
 def _expand_fake(
-    x: torch.Tensor, weights: Tensors, biases: Tensors, experts: torch.Tensor, handle: int
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Tensors,
+    experts: torch.Tensor,
+    handle: int,
+    max_rows: int | None,
 ) -> torch.Tensor:
     columns = weights[0].shape[-1 if _op(handle).spec.transpose_weight else -2]
-    return x.new_empty(torch.library.get_ctx().new_dynamic_size(), columns)
+    rows: Any = max_rows
+    if max_rows is None:
+        rows = torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty(rows, columns)
 
 
 def _grads(
@@ -125,6 +136,7 @@ def _grads(
     op = _op(handle)
     need_x, need_w, need_b = needed
     routing = op.routing(experts)
+    dy = dy[: routing.rows]  # of a call with max_rows there are more
     dws: list[torch.Tensor] = []
 
     def multiply() -> None:
@@ -159,7 +171,7 @@ def _grads_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weights, biases, experts, ctx.handle = inputs
+    x, weights, biases, experts, ctx.handle, _ = inputs
     ctx.op = _op(ctx.handle)
     ctx.save_for_backward(x, experts, *weights)
     ctx.biased = len(biases)
@@ -175,12 +187,12 @@ def _backward(ctx: Any, saved: Tensors, needed: Sequence[Any], dy: torch.Tensor)
     dx = next(delivered) if needs[0] else None
     dws = _where(need_w, delivered)
     dbs = [next(delivered) if needs[2] else None] * ctx.biased
-    return dx, dws, dbs, None, None
+    return dx, dws, dbs, None, None, None
 
 
 define(
-    "grouped_gemm(Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, int handle) "
-    "-> Tensor",
+    "grouped_gemm(Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, int handle, "
+    "SymInt? max_rows) -> Tensor",
     _expand,
     _expand_fake,
     formula=Formula(_setup, _backward),

@@ -161,12 +161,11 @@ def _gradients(rank: int, world: int, ep: int, ends: str) -> None:
     def layer(*tensors: torch.Tensor, max_rows: int | None = None) -> torch.Tensor:
         xs, one, two, bias, last, weights = tensors
         if ends == "replicated":
-            hidden = expand_tokens(second, xs, one.transpose(1, 2), choices, bias).tanh()
+            hidden = expand_tokens(second, xs, one.mT, choices, bias, max_rows=max_rows).tanh()
         else:
             hidden = torch.tanh(first(xs, one, choices, bias, max_rows=max_rows))
-        room = None if ends == "replicated" else max_rows
         result: torch.Tensor = second(
-            hidden, list(two.unbind()), choices, weights, last, max_rows=room
+            hidden, list(two.unbind()), choices, weights, last, max_rows=max_rows
         )
         return result
 
@@ -317,6 +316,8 @@ def _refused_products(rank: int, world: int) -> None:
             arguments, said = (bad, text) if rank == 0 else ((x, up), "rank 0 refused")
             with pytest.raises((TypeError, ValueError), match=said):
                 layer(*arguments)
+        with pytest.raises(ValueError, match=r"chose 24 rows .* max_rows = 23"):  # on all ranks
+            expand_tokens(op, x, up, experts, max_rows=23)
         with mock.patch.object(_C, "Routing", wraps=_C.Routing) as built:
             assert layer(x, up).shape == (m, k)
         assert built.call_count == 2  # one for each product

@@ -5,14 +5,23 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
+import bench_gpus
 from emulated import EmulatedDevice
+from emulated_processes import emulate, run
 from flux import _C, Knobs, PeerTimeoutError
+from flux.bench.config import BenchConfig
+from flux.bench.op import measure
+from flux.bench.places import gpu
+from flux.bench.sparse import FusedSparse
+from flux.core.sparse_problem import DISPATCHING, SPARSE, make_problem
 from flux.kernels.config import GROUPED
 from flux.moe.checks import Operands
 from flux.transport.loopback import LoopbackWorld
@@ -268,6 +277,47 @@ def test_routings_without_a_result_are_reported_on_all_ranks(ptx: Any, op: str) 
             for each in ops:
                 with pytest.raises(RuntimeError, match=said):
                     each.wait()
+
+
+def bench_of(op: str, transport: str | None) -> tuple[BenchConfig, list[str]]:
+    """Return a small configuration of an op, and the methods of flux."""
+    heads = "all_to_all" in op
+    sizes: dict[str, Any] = {"heads": (4,), "head_dim": 32} if heads else {"experts": 4}
+    sizes |= {} if heads else {"topk": 2, "ep": 2 if op in DISPATCHING else 1}
+    n, k = (128, 128) if heads else (64, 64)
+    problem = make_problem(op, 40, n, k, "bfloat16", 2, sizes)
+    runs = {"repeats": 1, "warmup": 0, "skews": (0.0,) if heads else (0.0, 1.0)}
+    config = BenchConfig(problem=problem, backend="cuda", transport=transport, **runs)
+    return config, ["flux"] if heads else ["flux", "max_rows"]
+
+
+@pytest.mark.parametrize("op", ["grouped_gemm_rs", "dispatch_grouped_gemm", "all_to_all_gemm"])
+def test_bench_of_all_ranks_on_one_gpu(a100: Any, op: str, monkeypatch: Any) -> None:
+    """`flux bench op --transport virtual` compares with float64, and notices wrong results."""
+    bench_gpus.use(a100, monkeypatch)
+    config, names = bench_of(op, "virtual")
+    found = measure(config, 0)
+    assert found.complaints == [] and [method.name for method in found.methods] == names
+    assert all(m.metrics and m.metrics.speedup_vs_unfused is None for m in found.methods)
+    name = "__call__" if config.problem.op.exchanges else "routed"
+    right = getattr(FusedSparse, name)
+    with mock.patch.object(FusedSparse, name, lambda *a: tree_map(torch.neg, right(*a))):
+        assert len(measure(config, 0).complaints) == len(names)
+
+
+def _benches(rank: int, world: int, library: Path, kernels: Path) -> None:
+    device = emulate(rank, library, kernels)
+    gpu.open_machine = lambda index: bench_gpus.EmulatedMachine(device)  # type: ignore
+    for op in SPARSE:
+        config, names = bench_of(op, None)
+        found = measure(config, rank)
+        assert found.complaints == [] and [m.name for m in found.methods] == ["unfused", *names]
+        assert all(m.metrics and m.metrics.speedup_vs_unfused for m in found.methods)
+    device.close()
+
+
+def test_bench_of_a_process_and_a_gpu_per_rank(emulator: Path, ptx_kernels: Path) -> None:
+    run(2, _benches, emulator, ptx_kernels)
 
 
 def test_calls_that_are_impossible_are_refused(a100: Any) -> None:

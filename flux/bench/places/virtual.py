@@ -28,12 +28,17 @@ class OfAllRanks:
     """A flux op of every rank, called one after the other."""
 
     def __init__(
-        self, name: str, config: BenchConfig, tuning: object | None, ranks: VirtualWorld
+        self,
+        name: str,
+        config: BenchConfig,
+        tuning: object | None,
+        ranks: VirtualWorld,
+        make: Callable[..., Fused] = Fused,
     ) -> None:
         self.name = name
         self._ranks = ranks
         self._of = [
-            Fused(name, config, tuning, ranks.rank(rank)) for rank in range(config.problem.world)
+            make(name, config, tuning, ranks.rank(rank)) for rank in range(config.problem.world)
         ]
 
     @property
@@ -146,13 +151,17 @@ class Ranks:
         self.machine.synchronize()
         worst = Verdict(True, 0.0)
         for rank, (result, right) in enumerate(zip(got, reference, strict=True)):
-            verdict = judge(self.problem, rank, result, right)
+            verdict = self.verdict(rank, result, right)
             complaint = worst.complaint
             if not complaint and not verdict.ok:
                 complaint = f"as rank {rank}: {verdict.complaint}"
             error = max(worst.max_abs_err, verdict.max_abs_err)
             worst = Verdict(worst.ok and verdict.ok, error, complaint)
         return worst
+
+    def verdict(self, rank: int, result: Any, reference: Any) -> Verdict:
+        """Compare the results of one rank."""
+        return judge(self.problem, rank, result, reference)
 
     def gemms(self, inputs: list[Inputs]) -> dict[str, Call]:
         """Return ways to run rank 0's whole GEMM."""
