@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 /* Raised whenever a struct here changes; libraries of another version are refused. */
-#define FLUX_ABI_VERSION 13
+#define FLUX_ABI_VERSION 14
 /* Ranks whose memory one kernel can address: tensor maps are kernel parameters. */
 #define FLUX_MAX_WORLD 32
 
@@ -117,6 +117,7 @@ typedef struct FluxGather {
   const void* rows;                 /* own rows of x, without gaps */
   uint64_t bytes;                   /* of them */
   void* to[FLUX_MAX_WORLD];         /* by rank: where these rows lie there, at even numbers */
+  void* everywhere;                 /* NVLink SHARP: all of these at one address, or null */
   int64_t odd;                      /* bytes from there to where they lie at odd ones */
   uint32_t* raised[FLUX_MAX_WORLD]; /* by rank: this rank's word there, set to the number */
   uint32_t*
@@ -144,6 +145,10 @@ typedef struct FluxAllReduce {
   void* outs[FLUX_MAX_WORLD]; /* by rank: [m, n] without gaps, where others put; own: the result. Or
                                  (ReduceScatter) the own one: [own rows, n] without gaps */
   const void* put;            /* what others have put here */
+  /* NVLink SHARP, or null: own rows of all partials at one address, which the switch adds up, instead of
+   * `partials`; [m, n] of all ranks, where a store reaches `put` of each. Rows in units of 16 bytes. */
+  const void* switch_in;
+  void* switch_out;
   uint32_t* sums[FLUX_MAX_WORLD]; /* by rank: a word for each sum (core/all_reduce.h) */
   uint32_t* words;     /* own flags, as FluxGemmArgs.flags of peers, and behind them own sums[] */
   uint32_t word_count; /* of both */

@@ -10,6 +10,7 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/nvls.cuh"
 #include "cuda/sync.cuh"
 
 namespace flux {
@@ -46,8 +47,8 @@ __device__ __forceinline__ std::uint32_t gather_number(const FluxGather& g) {
   return *reinterpret_cast<const volatile std::uint32_t*>(g.counts + FLUX_GATHER_NUMBER);
 }
 
-// Bytes [begin, end) of the own rows, to all ranks: to the next one first, so that no two ranks begin at
-// the same one. Four loads of a lane are under way together.
+// Bytes [begin, end) of the own rows, to all ranks: by one store that the NVLink switch spreads, or to the
+// next one first, so that no two ranks begin at the same one. Four loads of a lane are under way together.
 template <class Vector>
 __device__ __forceinline__ void push_piece(const FluxGather& g, std::int64_t begin,
                                            std::int64_t end, std::int64_t odd, int world,
@@ -60,6 +61,16 @@ __device__ __forceinline__ void push_piece(const FluxGather& g, std::int64_t beg
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       if (at + i * 32 < count) values[i] = from[at + i * 32];
+    }
+    if constexpr (sizeof(Vector) == sizeof(uint4)) {
+      if (g.everywhere != nullptr) {
+        auto* to = reinterpret_cast<Vector*>(static_cast<char*>(g.everywhere) + odd + begin);
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+          if (at + i * 32 < count) store_everywhere(to + at + i * 32, values[i]);
+        }
+        continue;
+      }
     }
     for (int step = 1; step <= world; ++step) {
       const int peer = rank + step < world ? rank + step : rank + step - world;
@@ -98,6 +109,8 @@ __device__ __forceinline__ void push_rows(const FluxGather& g, const FluxSync& s
     } else {
       push_piece<Element>(g, begin, end, odd, world, rank);
     }
+    // Peers read the rows at other addresses than they were stored at.
+    if (g.everywhere != nullptr) fence_alias();
     const bool last = counts_to(g.counts + FLUX_GATHER_PUSHED, all);
     for (int peer = static_cast<int>(lane); last && peer < world; peer += 32) {
       store_release_sys(g.raised[peer], number);

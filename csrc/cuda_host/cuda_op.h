@@ -82,6 +82,7 @@ struct CudaOpSetup {
   std::vector<Address> pads;  // by rank; 0 where they cannot be addressed
   std::vector<Address> data;  // by rank
   Address multicast;          // all ranks' data at one address (NVLink SHARP), or 0
+  static constexpr std::int64_t kSwitchBytes = 16;  // size of an access to it
   bool sums_by_switch;
   std::int64_t row_bytes;  // of rows that are moved
   int slots;
@@ -344,6 +345,7 @@ class CudaOp {
   void reduce_in_kernel(const Schedule& schedule, Stream stream, const Rows& x,
                         const Operand& operand, Address out);
   FluxAllReduce all_reduce(Address out) const;
+  void put_by_switch(FluxAllReduce* to) const;
   FluxAllReduce own_sums(Address out) const;
   Address sum_flags(int rank) const;
   Address result(int rank) const { return setup_.data[rank] + setup_.rest_offset; }

@@ -25,6 +25,9 @@ FluxGather CudaOp::pushed_rows(const Schedule& schedule, Address x) const {
     gather.to[peer] = pointer<void>(pushed_data(peer) + first);
     gather.raised[peer] = pointer<std::uint32_t>(pushed_words(peer)) + rank;
   }
+  if (setup_.multicast != 0) {
+    gather.everywhere = pointer<void>(setup_.multicast + setup_.sums_offset + first);
+  }
   gather.odd = setup_.pushed_bytes;
   gather.counts = pointer<std::uint32_t>(pushed_words(rank)) + world;
   return gather;
@@ -86,6 +89,16 @@ void CudaOp::gather_in_kernel(const Schedule& schedule, Stream stream, const Row
   end(stream, gathered == 0);
 }
 
+// Where `by_switch` uses it in a reduction that follows.
+void CudaOp::put_by_switch(FluxAllReduce* to) const {
+  if (setup_.multicast == 0) return;
+  if (setup_.sums_by_switch)
+    to->switch_in = pointer<const void>(setup_.multicast + slot(setup_.rank));
+  if (setup_.row_bytes % CudaOpSetup::kSwitchBytes == 0) {
+    to->switch_out = pointer<void>(setup_.multicast + setup_.rest_offset);
+  }
+}
+
 Address CudaOp::sum_flags(int rank) const {
   return pushed_words(rank) + (setup_.world + FLUX_GATHER_WORDS) * kWord;
 }
@@ -99,6 +112,7 @@ FluxAllReduce CudaOp::all_reduce(Address out) const {
     to.sums[peer] = pointer<std::uint32_t>(sum_flags(peer)) + setup_.sum_flags;
   }
   to.put = pointer<const void>(result(rank));
+  put_by_switch(&to);
   to.words = pointer<std::uint32_t>(sum_flags(rank));
   to.word_count = static_cast<std::uint32_t>(setup_.sum_words);
   to.scale = setup_.scale;
@@ -121,7 +135,9 @@ void CudaOp::reduce_in_kernel(const Schedule& schedule, Stream stream, const Row
   args.scale_a = pointer<const float>(x.scale);
   args.bias = pointer<const void>(operand.bias);
   for (int owner = 0; owner < setup_.world; ++owner) {
-    args.slots[owner] = pointer<void>(setup_.data[owner] + slot(setup_.rank));
+    args.slots[owner] =
+        pointer<void>(setup_.sums_by_switch ? setup_.data[setup_.rank] + slot(owner)
+                                            : setup_.data[owner] + slot(setup_.rank));
     args.flags[owner] = pointer<std::uint32_t>(sum_flags(owner));
   }
   args.slot_ld = operand.n;

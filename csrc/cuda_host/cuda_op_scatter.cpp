@@ -7,12 +7,6 @@
 
 namespace flux::host {
 
-namespace {
-
-constexpr std::int64_t kSwitchBytes = 16;  // size of a multicast access
-
-}  // namespace
-
 // What the kernel needs to sum the own rows by itself (Knobs.reduce = in_kernel).
 FluxAllReduce CudaOp::own_sums(Address out) const {
   if (setup_.all_reduce || setup_.remote || relay() || setup_.slots != setup_.world) {
@@ -139,7 +133,7 @@ void CudaOp::by_switch(FluxReduceArgs& args) const {
   if (setup_.sums_by_switch) {
     args.switch_in = pointer<const void>(setup_.multicast + slot(setup_.rank));
   }
-  if (setup_.all_reduce && setup_.row_bytes % kSwitchBytes == 0) {
+  if (setup_.all_reduce && setup_.row_bytes % CudaOpSetup::kSwitchBytes == 0) {
     args.switch_out =
         pointer<void>(setup_.multicast + setup_.rest_offset + args.first_row * setup_.row_bytes);
   }

@@ -158,9 +158,10 @@ class Knobs:
             private memory, from which tiles are copied).
         reduce: ``local`` (the owner reduces, in rank order) | ``in_flight`` (CUDA only: the NVLink
             switch adds up in float32; without a switch, the owner's memory adds up in the dtype of
-            the result. The order of the sum is not fixed: results differ in their last bits from
-            call to call) | ``in_kernel`` (GemmRS on GPUs of sm_90a and one node: as local, but
-            warps of the GEMM's kernel that do not multiply sum, and no reduction follows).
+            the result, on path fused alone. The order of the sum is not fixed: results differ in
+            their last bits from call to call) | ``in_kernel`` (GemmRS on GPUs of sm_90a and one
+            node: as local, but warps of the GEMM's kernel that do not multiply sum, and no
+            reduction follows).
         copy_streams: 1 moves tiles on a thread beside the GEMM, 0 on the calling thread, which is
             faster for small transfers.
         sm_margin: CUDA: multiprocessors that kernels that wait for peers leave to other streams'
@@ -308,9 +309,10 @@ def check_legal(knobs: Knobs, topology: Topology) -> None:
         raise ValueError(
             f"path in_kernel pushes rows to all ranks, direction push and order direct, got {way}"
         )
-    if knobs.path == "in_kernel" and knobs.reduce not in (None, "local"):
+    if knobs.path == "in_kernel" and knobs.reduce == "in_kernel":
         raise ValueError(
-            f"path in_kernel sums in rank order, reduce local, got reduce {knobs.reduce}"
+            "path in_kernel sums behind its tiles, reduce local or (NVLink switch) in_flight, "
+            f"got reduce {knobs.reduce}"
         )
     stores = knobs.path in ("fused", "unfused") and knobs.sends in (None, "stores")
     if knobs.reduce == "in_kernel" and not stores:

@@ -286,6 +286,10 @@ def _reason_unusable(winner: Winner, topology: Topology, kind: str, apart: bool)
     return None
 
 
+def _sums(winner: Winner) -> str:
+    return winner.knobs.reduce or "local"
+
+
 def _one_kernel(entry: Entry, max_m: int) -> tuple[Entry, GemmConfig | None]:
     """Restrict an entry to one kernel and one way to move tiles, as an op on GPUs needs.
 
@@ -301,7 +305,8 @@ def _one_kernel(entry: Entry, max_m: int) -> tuple[Entry, GemmConfig | None]:
         return (k.direction, k.order, k.reduce, winner.kernel)
 
     def fits(winner: Winner) -> bool:
-        pushed = winner.knobs.path == "in_kernel" and winner.kernel == base.kernel
+        alike = winner.kernel == base.kernel and _sums(winner) == _sums(base)
+        pushed = winner.knobs.path == "in_kernel" and alike
         return pushed or winner.knobs.path == "unfused" or way(winner) == way(base)
 
     same = tuple(w for w in entry.winners if fits(w))

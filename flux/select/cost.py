@@ -413,7 +413,8 @@ def predict(
         return Prediction(whole, one_shot_exposed_ms(problem, cluster, knobs, whole, comm))
     if knobs.path == "in_kernel":
         if problem.op.reduces:
-            comm = summed_ms(problem, cluster, kernel, whole)
+            by_switch = knobs.reduce == "in_flight"
+            comm = summed_ms(problem, cluster, kernel, whole, by_switch=by_switch)
         else:
             comm = pushed_ms(problem, cluster)
         return Prediction(whole, comm + raster_ms(problem, cluster, kernel, knobs.raster))

@@ -52,6 +52,12 @@ def entered_ms(problem: Problem, cluster: Cluster, knobs: Knobs, kernel: GemmCon
     return ahead
 
 
+def _chunk_ms(problem: Problem, cluster: Cluster) -> float:
+    link = cluster.link
+    nbytes = problem.chunk * problem.row_bytes
+    return nbytes / bytes_per_ms(link.gbs * STORE_SHARE * _both_ways(link))
+
+
 def _sent_ms(problem: Problem, cluster: Cluster) -> float:
     """Return the time in which multiprocessors of all ranks store a chunk at each other rank.
 
@@ -59,7 +65,7 @@ def _sent_ms(problem: Problem, cluster: Cluster) -> float:
     """
     link, world = cluster.link, problem.world
     shard = problem.chunk * problem.row_bytes
-    moved = (world - 1) * shard / bytes_per_ms(link.gbs * STORE_SHARE * _both_ways(link))
+    moved = (world - 1) * _chunk_ms(problem, cluster)
     if link.kind == "pcie" and link.numa_gbs and cluster.numa_domains == 2:
         crossing = world // 2 * ceil_div(world, 2) * shard
         moved = max(moved, crossing / bytes_per_ms(link.numa_gbs * STORE_SHARE))
@@ -94,17 +100,23 @@ def summed_ms(
     whole: float,
     *,
     in_kernel: bool = True,
+    by_switch: bool = False,
 ) -> float:
     """Return the time of an AllReduce behind its GEMM.
 
     Partials leave with their tiles, those of the last wave behind all tiles. Sums follow. On other
     paths ranks enter, and a kernel that meets and copies of result and status are behind the sums.
+
+    A switch that adds up reads all partials of a rank from its memory, behind the tiles, and takes
+    each sum once.
     """
     sent = _sent_ms(problem, cluster)
     last = 1.0 / (1 if kernel is None else waves(problem, cluster, kernel))
     late = max(sent * last, sent - whole * (1.0 - last))
     signals_us = 2 * (cluster.link.latency_us + SIGNAL_US["cuda"])
     steps_us = SUM_US if in_kernel else SIGNAL_US["cuda"] + 3 * LAUNCH_US["cuda"]
+    if by_switch:
+        late, sent = 0.0, (problem.world + 1) * _chunk_ms(problem, cluster)
     sums = sent + 1e-3 * (signals_us + steps_us)
     return late + sums
 

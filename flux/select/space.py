@@ -315,6 +315,13 @@ def candidates(
     }
     if space.backend == "cuda" and kernels_can_push(problem):
         fixed["in_kernel"] = resolve(problem, Knobs(path="in_kernel"), tile)
+        if (
+            problem.op.reduces
+            and cluster.link.kind == "nvswitch"
+            and cluster.device.arch == "sm_90"
+        ):
+            by_switch = Knobs(path="in_kernel", reduce="in_flight")
+            fixed["in_kernel_by_switch"] = resolve(problem, by_switch, tile)
     if space.backend == "cpu" and one_shots:
         fixed["one_shot"] = Knobs(path="one_shot")
         ways = [resolve(problem, knobs) for knobs in ONE_SHOTS]

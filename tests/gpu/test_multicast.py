@@ -5,17 +5,20 @@ sm_90a, on the PTX machine: older GPUs have no such instructions."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from emulated import EmulatedDevice, SwitchedWorld
 from flux import Knobs
+from flux.transport.base import Memory
 from flux.transport.virtual import VirtualWorld
 from reference import Inputs, Problem
 from virtual_cases import built, call_all, call_on_and_on, check_all, check_same_bits
 
 REDUCING = ("gemm_rs", "gemm_ar")
+IN_KERNEL = Knobs(path="in_kernel")
 
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -105,3 +108,48 @@ def test_captured_reductions_by_the_switch_can_be_replayed(h200: EmulatedDevice,
             h200.finish()
             check_all([everything[0], *everything], [eager, *outs])
         graph.close()
+
+
+class MisledWorld(SwitchedWorld):
+    """The switch reads and stores somewhere else, where nobody looks."""
+
+    elsewhere: tuple[torch.Tensor, ...] = ()
+
+    def memory(self, number: int, words: int, data_bytes: int) -> Memory:
+        memory = super().memory(number, words, data_bytes)
+        if not self.elsewhere:
+            assert isinstance(self.device, EmulatedDevice)
+            self.elsewhere = tuple(self.device.zeros(data_bytes, torch.uint8) for _ in memory.data)
+            places = [data.data_ptr() for data in self.elsewhere]
+            memory.multicast = self.device.multicast(places, data_bytes)
+        return memory
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_ar"])
+def test_what_kernels_send_goes_through_the_switch(h200: EmulatedDevice, op: str) -> None:
+    """Path in_kernel: one store for all ranks, with the bits of one store for each."""
+    p = problem(op, 96 * (3 if op == "ag_gemm" else 1))
+    switched = results(h200, SwitchedWorld, 3, p, IN_KERNEL, (False, True))
+    plain = results(h200, VirtualWorld, 3, p, IN_KERNEL, (False, False))
+    check_same_bits(switched, plain)
+    with pytest.raises(AssertionError, match="elements are wrong"):
+        results(h200, MisledWorld, 3, p, IN_KERNEL, (False, True), calls=1)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_kernels_sum_by_the_switch(h200: EmulatedDevice, world: int) -> None:
+    """Path in_kernel with reduce = in_flight, which nothing but a switch does."""
+    knobs = replace(IN_KERNEL, reduce="in_flight")
+    results(h200, SwitchedWorld, world, problem("gemm_ar"), knobs, (True, True))
+    for kind, n in ((VirtualWorld, 96), (SwitchedWorld, 13)):
+        with pytest.raises(ValueError, match="needs an NVLink switch and rows of a multiple of 16"):
+            results(h200, kind, world, problem("gemm_ar", n), knobs, (True, True))
+
+
+def test_older_kernels_do_not_use_the_switch(a100: EmulatedDevice) -> None:
+    """They also run on devices behind one, and have no such instructions."""
+    p = problem("gemm_ar")
+    for knobs in (Knobs(), IN_KERNEL):
+        results(a100, SwitchedWorld, 2, p, knobs, (False, False))
+    with pytest.raises(ValueError, match="needs a kernel of sm_90a"):
+        results(a100, SwitchedWorld, 2, p, Knobs(reduce="in_flight"), (True, True))

@@ -378,6 +378,17 @@ def test_a_pushed_winner_is_not_scaled_beyond_its_buffers() -> None:
     assert [tuned.knobs(m).path for m in (64, 512, 513)] == ["in_kernel", "in_kernel", "fused"]
 
 
+@pytest.mark.parametrize(("few", "kept"), [(None, [4096]), ("in_flight", [64, 4096])])
+def test_kernels_sum_alike_whatever_the_rows(few: str | None, kept: list[int]) -> None:
+    """Sums of few rows in rank order need a slot of each source, which in_flight does not have."""
+    winners = (
+        Winner(64, Knobs(path="in_kernel", reduce=few), 1.0),
+        Winner(4096, Knobs(reduce="in_flight"), 1.0),
+    )
+    entry, _ = choice._one_kernel(choice.Entry(key_here("gemm_ar", 2), {}, winners), 4096)
+    assert [winner.m for winner in entry.winners] == kept
+
+
 # -- the model -------------------------------------------------------------------------------------
 
 

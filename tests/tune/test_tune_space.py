@@ -102,6 +102,9 @@ def test_adds_in_flight_are_tried_where_the_link_has_atomics(cluster: str, adds:
     kept, pruned = candidates(space, problem, Topology.flat(8), load_cluster(cluster))
     assert any(one.knobs.reduce == "in_flight" for one in kept) == adds
     assert any("needs atomics between GPUs" in one.reason for one in pruned) != adds
+    few = Problem(Op.gemm_ar, 64, 8192, 8192, "bfloat16", 8)
+    kept, _ = candidates(full, few, Topology.flat(8), load_cluster(cluster))
+    assert any(one.name == "in_kernel_by_switch" for one in kept) == adds
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@
 //
 //   tiles   partial -> owner, flag      sums   await flags, add, -> all, word      copies   await words, -> result
 //
+// Behind an NVLink switch one store puts a sum to all ranks, and one load may add up what lies at all of them
+// (Knobs.reduce = in_flight, in no order): then a partial stays with its source, and its flag goes to the owner.
+//
 // No rank waits forever: tiles wait for nothing, sums for tiles, and copies, which are claimed behind all
 // sums, for sums. And no warp waits before all blocks of its launch have begun: one that finds no more
 // tiles earlier leaves its place to a block that waits for room. The last block to begin finds all begun.
@@ -17,7 +20,8 @@
 // multiplied sum what nobody has. A bit for each strip says whose it is: the warp that sets it sums.
 //
 // Memory ordering. A lane for each source acquires a flag, and a barrier of the warp passes that on to the
-// lanes that read. Their stores to peers, another barrier, and the lanes that release the words follow.
+// lanes that read. Their stores to peers, another barrier, and the lanes that release the words follow. What
+// the switch reads or stores has other addresses than everybody else's: fence.proxy.alias stands between.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -56,6 +60,16 @@ __device__ __forceinline__ void begin_sums(const FluxAllReduce& to) {
   asm volatile("red.global.add.u32 [%0], 1;" ::"l"(to.counts + FLUX_SUM_BLOCKS) : "memory");
 }
 
+template <class Element, int Width>
+__device__ __forceinline__ cutlass::Array<float, Width> sum_of_partials(const SumTargets& s,
+                                                                        std::int64_t offset) {
+  if constexpr (Width * sizeof(Element) == sizeof(uint4)) {
+    if (s.to.switch_in != nullptr) return sum_by_switch<Element, Width>(s.to.switch_in, offset);
+  }
+  return sum_of_slots<Element, Width>(
+      s.tiling.world, [&s](int source) { return s.to.partials[source]; }, offset);
+}
+
 // One warp. Without all partials the own result is NaN, and peers get nothing.
 template <class Element, int Width>
 __device__ __forceinline__ void sum_rows(const SumTargets& s, Piece piece, bool complete) {
@@ -69,14 +83,19 @@ __device__ __forceinline__ void sum_rows(const SumTargets& s, Piece piece, bool 
     const int column = first + at % vectors * Width;
     cutlass::Array<float, Width> sum;
     sum.fill(nanf(""));
-    if (complete) {
-      sum = sum_of_slots<Element, Width>(
-          world, [&s](int source) { return s.to.partials[source]; }, (row - above) * s.ld + column);
-    }
+    if (complete) sum = sum_of_partials<Element, Width>(s, (row - above) * s.ld + column);
     const Vector result = result_of<Element, Width>(sum, s.to.scale, s.bias, column);
     const bool stays = s.to.scatters != 0;
     const std::int64_t place = std::int64_t{stays ? row - above : row} * s.tiling.n + column;
-    for (int step = 0; step < (complete && !stays ? world : 1); ++step) {
+    bool alone = !complete || stays;  // the own result has it, and nobody else
+    if constexpr (sizeof(Vector) == sizeof(uint4)) {
+      if (!alone && s.to.switch_out != nullptr) {
+        store_everywhere(static_cast<Element*>(s.to.switch_out) + place,
+                         *reinterpret_cast<const uint4*>(&result));
+        alone = true;
+      }
+    }
+    for (int step = 0; step < (alone ? 1 : world); ++step) {
       const int rank = s.rank + step < world ? s.rank + step : s.rank + step - world;
       auto* out = static_cast<Element*>(s.to.outs[rank]) + place;
       *reinterpret_cast<Vector*>(out) = result;
@@ -102,12 +121,14 @@ __device__ __forceinline__ void sum_own(const SumTargets& s, const FluxSync& syn
   }
   const bool complete = __all_sync(~0u, came);
   __syncwarp();
+  if (s.to.switch_in != nullptr) fence_alias();
   const std::uint64_t began = stamp();
   if (s.wide) {
     sum_rows<Element, 16 / sizeof(Element)>(s, piece, complete);
   } else {
     sum_rows<Element, 1>(s, piece, complete);
   }
+  if (s.to.switch_out != nullptr) fence_alias();
   __syncwarp();
   if (complete && lane < t.world && lane != s.rank) {
     store_release_sys(s.to.sums[lane] + sum_word(t, piece.begin, piece.column), sync.epoch);

@@ -115,19 +115,24 @@ __device__ __forceinline__ cutlass::AlignedArray<Element, Width> result_of(
   return result;
 }
 
+// The same of neighbouring elements at all ranks, as the switch adds them up.
+template <class Element, int Width>
+__device__ __forceinline__ cutlass::Array<float, Width> sum_by_switch(const void* partials,
+                                                                      std::int64_t offset) {
+  cutlass::AlignedArray<Element, Width> added;
+  static_assert(sizeof(added) == sizeof(uint4));
+  *reinterpret_cast<uint4*>(&added) =
+      load_sum<Element>(static_cast<Element const*>(partials) + offset);
+  return cutlass::NumericArrayConverter<float, Element, Width>{}(added);
+}
+
 // The same over all sources, in rank order, or as the switch adds them up.
 template <class Element, int Width>
 __device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(FluxReduceArgs const& args,
                                                                        int row, int column) {
   const std::int64_t offset = row * args.slot_ld + column;
-  using Vector = cutlass::AlignedArray<Element, Width>;
-  if constexpr (sizeof(Vector) == 16) {
-    if (args.switch_in != nullptr) {
-      Vector added;
-      auto const* at = static_cast<Element const*>(args.switch_in) + offset;
-      *reinterpret_cast<uint4*>(&added) = load_sum<Element>(at);
-      return cutlass::NumericArrayConverter<float, Element, Width>{}(added);
-    }
+  if constexpr (Width * sizeof(Element) == sizeof(uint4)) {
+    if (args.switch_in != nullptr) return sum_by_switch<Element, Width>(args.switch_in, offset);
   }
   const std::uint32_t there = args.shares == nullptr ? ~0u : args.shares[row];
   return sum_of_slots<Element, Width>(

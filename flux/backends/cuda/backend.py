@@ -28,6 +28,7 @@ from flux.backends.cuda.operands import Fit, of_zeros, row_step
 from flux.backends.cuda.refusals import check_possible, reason_untraceable
 from flux.backends.cuda.setup import (
     buffers_of,
+    by_switch,
     choose_kernels,
     cluster_tile,
     margin_of,
@@ -120,7 +121,8 @@ class CudaBackend:
         # Of calls whose rows copies bring; those that kernels push have memory of their own.
         ways = [k for k in choice.variants if k.path != "unfused"]
         knobs = next((k for k in ways if k.path != "in_kernel"), ways[0] if ways else Knobs())
-        self.sums_by_switch = sums_by_switch(spec, transport, knobs)
+        in_kernel = any(k.path == "in_kernel" for k in choice.variants)
+        self.sums_by_switch = sums_by_switch(spec, transport, knobs, in_kernel=in_kernel)
         if self.sums_by_switch:
             knobs = replace(knobs, reduce="local")  # as far as kernels and memory are concerned
         self.margin = margin_of(spec, transport, knobs)
@@ -148,7 +150,6 @@ class CudaBackend:
         most_tiles = most_comm_tiles(
             spec.op, ceil_div(spec.max_m, self.world), knobs, 1, choice.most_tiles
         )
-        in_kernel = any(k.path == "in_kernel" for k in choice.variants)
         pushed = IN_KERNEL_ROWS if in_kernel else 0
         copied = any(copies_partials(spec.op, self.nodes, k) for k in ways)
         way = (self.nodes, transport.relays, guard, pushed, buffers_of(spec, transport, knobs))
@@ -157,7 +158,8 @@ class CudaBackend:
         memory = transport.memory(self.pad_words, self.layout.data_bytes)
         self.pads = [address_of(pad) for pad in memory.pads]
         self.data = [address_of(data) for data in memory.data]
-        self.multicast = memory.multicast
+        switched = by_switch(spec, self.configs, self.sums_by_switch)
+        self.multicast = memory.multicast if switched else 0
         self.peers = transport.peers(spec, self.layout, tile, memory)
         self._own_data = memory.data[self.rank]
         self._remote = transport.remote(memory, self.layout.boxes, self.beside)

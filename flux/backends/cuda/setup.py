@@ -17,14 +17,47 @@ from flux.transport.base import DeviceTransport
 SWITCH_BYTES = 16  # that a multicast access takes
 
 
-def sums_by_switch(spec: OpSpec, transport: DeviceTransport, knobs: Knobs) -> bool:
+def sums_by_switch(
+    spec: OpSpec, transport: DeviceTransport, knobs: Knobs, *, in_kernel: bool
+) -> bool:
     """Return whether the NVLink switch adds up partials.
 
     It does if they may be added in any order and a row is a multiple of its access size.
+
+    Args:
+        spec: the op.
+        transport: of its ranks.
+        knobs: of its fused calls.
+        in_kernel: whether calls may be on path in_kernel.
+
+    Raises:
+        ValueError: nothing else adds partials on path in_kernel in flight, and it cannot.
     """
     row = spec.row_elements * spec.itemsize
-    wanted = spec.op.reduces and knobs.reduce == "in_flight"
-    return wanted and transport.multicast and row % SWITCH_BYTES == 0
+    if not spec.op.reduces or knobs.reduce != "in_flight":
+        return False
+    if in_kernel and (not transport.multicast or row % SWITCH_BYTES != 0):
+        problem = f"rows have {row} bytes" if transport.multicast else "these ranks are behind none"
+        raise ValueError(
+            f"{spec.label}: path in_kernel with reduce = in_flight needs an NVLink switch and rows "
+            f"of a multiple of {SWITCH_BYTES} bytes, and {problem}; use reduce = local"
+        )
+    return transport.multicast and row % SWITCH_BYTES == 0
+
+
+def by_switch(spec: OpSpec, configs: Sequence[GemmConfig], wanted: bool) -> bool:
+    """Return whether kernels can use the multicast address: those of sm_80 have no such access.
+
+    Raises:
+        ValueError: they cannot, and the switch shall add up partials.
+    """
+    able = all(config.arch == "90a" for config in configs)
+    if wanted and not able:
+        raise ValueError(
+            f"{spec.label}: reduce = in_flight behind an NVLink switch needs a kernel of sm_90a, "
+            f"got {configs[0].name}; use reduce = local"
+        )
+    return able
 
 
 def buffers_of(spec: OpSpec, transport: DeviceTransport, knobs: Knobs) -> int:

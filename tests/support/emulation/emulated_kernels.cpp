@@ -211,7 +211,7 @@ int make_gemm_rs(const FluxGemmArgs& args, Work* work) {
   const TileMap map = tile_map(tile_order(args, OpKind::kGemmRS, kTileM, kTileN));
   const ScatterTargets to = scatter_targets(args, kTileM, kTileN);
   const bool guarded = args.guard_rows >= kBoxRows - 1 || !straddles(to.tiling);
-  if (!guarded) return FLUX_REFUSED;
+  if (!guarded || args.all_reduce.switch_in != nullptr) return FLUX_REFUSED;
   const int tiles = map.rows * map.columns;
   const bool ends = args.all_reduce.counts != nullptr || args.all_reduce.scatters != 0;
   const auto ending = std::make_shared<Ending>(Ending{sum_targets(args, kTileM, kTileN, 2)});

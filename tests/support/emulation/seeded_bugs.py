@@ -72,6 +72,8 @@ ALL_BEGUN = (  # blocks of the launch, compared with all
     r"(setp\.eq\.s32\s+(\S+), )\S+, (\S+);"
     r"(?=(?:\s*\.loc[^\n]*|\s*mov[^\n]*)*\s*vote\.sync\.any)"
 )
+ALIAS_FENCE = r"fence\.proxy\.alias;"
+ALIASES = "missing is a fence.proxy.alias between them"
 LAST_STORE = (
     r"(?s)(\{\s*\.reg \.pred p;\s*setp\.ne\.b32 p, \S+, 0;\s*@p st\.global\.v4[^}]*\};\s*\})"
 )
@@ -114,6 +116,11 @@ def _claimed(arch: str, pattern: str, change: str, error: str, at: str, **more: 
 
 def _summed(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
     return Bug("80", "gemm_ar", SM80, pattern, change, error, at, path="in_kernel", **more)
+
+
+def _switched(at: str, **more: Any) -> Bug:
+    more |= {"path": "in_kernel", "switch": True}
+    return Bug("90a", "gemm_ar", SM90, ALIAS_FENCE, "", ALIASES, at, **more)
 
 
 def _node(kernel: str, pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
@@ -328,13 +335,21 @@ BUGS = {
         "90a",
         "gemm_rs",
         REDUCE,
-        r"fence\.proxy\.alias;",
+        ALIAS_FENCE,
         "",
-        "missing is a fence.proxy.alias between them",
+        ALIASES,
         r"multimem\.ld_reduce",
         reduce="in_flight",
         switch=True,
     ),
+    # -- sm_90a: what kernels send, and sums that end them, by the switch
+    "no alias fence behind pushed rows": _ag90(
+        ALIAS_FENCE, "", ALIASES, TMA_LOAD, path="in_kernel", switch=True
+    ),
+    "no alias fence before the kernel's sums": _switched(
+        r"multimem\.ld_reduce", number=0, reduce="in_flight"
+    ),
+    "no alias fence behind the kernel's sums": _switched(r"ld\.global\.cg", number=1),
     # -- sm_90a: the same, added up in flight
     "no proxy fence behind the zeros": _rs90(
         r"fence\.proxy\.async\.global;",

@@ -404,6 +404,18 @@ BUGS = [
         )
     ),
     *(
+        Bug(
+            f"switched-sums-{name}",
+            rule,
+            _rs("gemm_ar", path="in_kernel", switch=True, rows=(4, 4, 4)),
+            no_tile_wait(word),
+        )
+        for name, rule, word in (
+            ("wait", "the switch adds up partials behind their flags", "sum flag"),
+            ("read", "a source overwrites its partials behind the words of their sums", "sum word"),
+        )
+    ),
+    *(
         Bug(f"nodes-{name}", rule, scenario, edit, large=True)
         for name, rule, scenario, edit in (
             (

@@ -206,7 +206,8 @@ class _Session:
         margin = 0 if s.apart else None  # else the reduction would not begin early
         of_sums = Knobs(reduce="in_flight" if s.switch else "local", sm_margin=margin)
         if s.path != "fused" or s.sends or s.reduce:
-            of_sums = Knobs(path=s.path, sends=s.sends, reduce=s.reduce)
+            reduce = "in_flight" if s.switch else s.reduce
+            of_sums = Knobs(path=s.path, sends=s.sends, reduce=reduce)
         tuning = knobs if gathers else of_sums
         op = OPS[name](
             self.world.rank(rank),

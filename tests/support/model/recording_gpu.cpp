@@ -23,10 +23,12 @@ std::uint32_t record_pushes(const FluxGemmArgs& args, const CommTiling& tiling, 
   const Tile tile{stream, number, 0};
   const int rank = args.order.rank;
   const int elements = static_cast<int>(g.bytes / kElement);
-  for (int peer = 0; g.first != 0 && peer < tiling.world; ++peer) {
-    if (elements == 0) break;
+  std::vector<void*> places(g.to, g.to + tiling.world);
+  if (g.everywhere != nullptr) places = everywhere(g.everywhere);
+  for (void* place : places) {
+    if (g.first == 0 || elements == 0) break;
     tile.touch(kRead, g.rows, elements, kX, rank, 0);
-    char* to = static_cast<char*>(g.to[peer]) + (number % 2 != 0 ? g.odd : 0);
+    char* to = static_cast<char*>(place) + (number % 2 != 0 ? g.odd : 0);
     tile.touch(kWrite, to, elements, kX, rank, 0);
   }
   for (int peer = 0; g.first != 0 && peer < tiling.world; ++peer) {
@@ -93,13 +95,18 @@ void record_sums(const FluxGemmArgs& args, const SumTargets& s, Tile tile) {
     }
     for (int row = piece.begin; row < piece.end; ++row) {
       const std::int64_t number = static_cast<std::int64_t>(row) * args.n + column;
+      const auto partials = sources_of(s.to.partials, t.world, s.to.switch_in);
       for (int source = 0; source < t.world; ++source) {
-        tile.touch(kRead, element(s.to.partials[source], (row - first_own) * s.ld + column),
+        tile.touch(kRead, element(partials[source], (row - first_own) * s.ld + column),
                    width(piece.column), kPartial, source, number);
       }
-      for (int rank = 0; rank < t.world; ++rank) {
-        tile.touch(kWrite, element(s.to.outs[rank], number), width(piece.column), kResult, s.rank,
-                   number);
+      std::vector<void*> outs(s.to.outs, s.to.outs + t.world);
+      if (s.to.switch_out != nullptr) {
+        outs = everywhere(s.to.switch_out);
+        outs.push_back(s.to.outs[s.rank]);
+      }
+      for (void* out : outs) {
+        tile.touch(kWrite, element(out, number), width(piece.column), kResult, s.rank, number);
       }
     }
     for (int rank = 0; rank < t.world; ++rank) {

@@ -11,18 +11,13 @@ namespace {
 
 using namespace flux;
 
-std::vector<const void*> sources_of(const FluxReduceArgs& args) {
-  if (args.switch_in == nullptr)
-    return std::vector<const void*>(args.slots, args.slots + args.slot_count);
-  std::vector<const void*> found;
-  for (auto* at : everywhere(static_cast<const char*>(args.switch_in))) found.push_back(at);
-  return found;
+std::vector<const void*> sources_of(const void* const* slots, int count, const void* by_switch) {
+  if (by_switch == nullptr) return std::vector<const void*>(slots, slots + count);
+  return everywhere(by_switch);
 }
 std::vector<void*> outs_of(const FluxReduceArgs& args) {
   if (args.switch_out == nullptr) return std::vector<void*>(args.outs, args.outs + args.out_count);
-  std::vector<void*> found;
-  for (auto* at : everywhere(static_cast<char*>(args.switch_out))) found.push_back(at);
-  return found;
+  return everywhere(args.switch_out);
 }
 
 // What a slot of a reduction holds: partials of this node's ranks, in between sums of other nodes, as
@@ -49,7 +44,7 @@ void sum_rows(const FluxReduceArgs& args, const Tile& tile, Range rows, int colu
   for (int row = rows.begin; row < rows.end; ++row) {
     const std::int64_t local = row - args.first_row;
     const std::int64_t number = static_cast<std::int64_t>(row) * args.n + first;
-    const auto sources = sources_of(args);
+    const auto sources = sources_of(args.slots, args.slot_count, args.switch_in);
     for (int slot = 0; slot < static_cast<int>(sources.size()); ++slot) {
       const Held held = held_in(args, slot, relayed);
       tile.touch(kRead, element(sources[slot], local * args.slot_ld + first), width, held.what,

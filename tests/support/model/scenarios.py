@@ -53,6 +53,10 @@ def standard() -> Iterator[Scenario]:
     for rows in ((4, 4, 4), (4, 1, 3), (1, 1, 1, 1)):
         yield Scenario(("gemm_ar",), 2, rows, path="in_kernel", captured=(1,))
     yield Scenario(("gemm_ar",), 3, (3, 5, 1), path="in_kernel")
+    for op in ("ag_gemm", "gemm_ar"):
+        yield Scenario((op,), 2, (4, 1, 3), path="in_kernel", captured=(1,), switch=True)
+        yield Scenario((op,), 3, (3, 5, 1), path="in_kernel", switch=True)
+    yield Scenario(("gemm_ar",), 2, (4, 1, 3), few_rows=2, poison=True, switch=True)
     yield Scenario(("gemm_ar",), 2, (4, 4), streams=2, fresh_x=True, path="in_kernel")
     for world, rows, which in ((2, (4, 1, 3), ()), (2, (1, 4, 1), (0, 1)), (3, (2, 6, 2), ())):
         yield Scenario(("gemm_ar",), world, rows, poison=True, few_rows=2, captured=which)

@@ -105,7 +105,9 @@ struct GemmRS : Launcher<C, Scattered<C>, OpKind::kGemmRS, Moves::kSums> {
     return status != 0 ? status : prepare_reduce<typename C::Output>();
   }
   static int launch(FluxGemmArgs const* args, void* stream) {
-    if (args->order.world > FLUX_MAX_WORLD || args->all_reduce.scatters != 0) return FLUX_REFUSED;
+    const FluxAllReduce& to = args->all_reduce;
+    const bool newer = to.scatters != 0 || to.switch_in != nullptr || to.switch_out != nullptr;
+    if (args->order.world > FLUX_MAX_WORLD || newer) return FLUX_REFUSED;
     return GemmRS::Launcher::launch(args, stream);
   }
 };

@@ -89,10 +89,10 @@ struct GemmRSParts {
       C, sm90::Kernel<C, sm90::Mainloop<C, Epilogue>, Epilogue, typename Types<C>::TileScheduler>>;
 
   static bool accepts(FluxGemmArgs const& args) {
-    if (args.all_reduce.scatters != 0) {
-      // Blocks of stream-K wait for each other.
-      const bool wide = sum_targets(args, C::kTileM, C::kTileN, sizeof(Output)).wide;
-      if (Types<C>::kStreamK || !wide) return false;
+    const FluxAllReduce& to = args.all_reduce;
+    if (to.scatters != 0 && Types<C>::kStreamK) return false;  // whose blocks wait for each other
+    if (to.scatters != 0 || to.switch_in != nullptr) {
+      if (!sum_targets(args, C::kTileM, C::kTileN, sizeof(Output)).wide) return false;
     }
     return args.order.world <= FLUX_MAX_WORLD && args.order.column_ranges <= kMaxRuns &&
            args.guard_rows >= kGuardRows;
