@@ -247,7 +247,7 @@ def test_gradients_of_a_stage_are_reduced_while_another_one_computes() -> None:
             end - start for start, end in spans
         )
 
-    assert beside(found[2]) > beside(found[1]) + 0.2
+    assert beside(found[2]) > beside(found[1]) + 0.1
     assert found[2].iteration_ms < 0.95 * found[1].iteration_ms
     assert found["auto"].iteration_ms == min(timeline.iteration_ms for timeline in found.values())
     tight = 1.05 * found[1].peak_memory_bytes / 1e9
@@ -287,6 +287,19 @@ def test_more_micro_batches_at_a_time_only_where_memory_is() -> None:
     assert together.peak_memory_bytes > alone.peak_memory_bytes
     tight = simulate(*plan(step, memory_gb=1.05 * alone.peak_memory_bytes / 1e9))
     assert tight.peak_memory_bytes <= 1.06 * alone.peak_memory_bytes
+
+
+def test_partitions_are_chosen_under_the_order_that_the_step_has() -> None:
+    """Under another order they were those of chance: a network twice as fast made it 1% slower."""
+    cluster = replace(load_cluster("flux-h800"), hosts=2)
+    sizes = {"layers": 2, "head": True, "sequence": 2048, "micro_batch": 2, "micro_batches": 2}
+    step = step_of("gpt3-175b", Parallel(tp=2, dp=8, sequence=True), recompute="full", **sizes)
+    times = []
+    for speed in (1.0, 2.0):
+        network = replace(cluster.network, gbits=cluster.network.gbits * speed)
+        layout = StepLayout(replace(cluster, network=network), step)
+        times.append(layout.timeline(Centauri()).iteration_ms)
+    assert times[1] <= times[0] < 212  # ms; 214 under the other order
 
 
 @pytest.mark.parametrize(
