@@ -141,6 +141,22 @@ class SimulatedCall:
         """Whether warps of the GEMM's kernel sum the own rows of a ReduceScatter."""
         return self.schedules[0].knobs.reduce == "in_kernel"
 
+    @property
+    def by_switch(self) -> bool:
+        """Whether the NVLink switch adds up partials, which stay with their sources."""
+        return self.schedules[0].knobs.reduce == "in_flight"
+
+    def through_switch(self, rank: int, nbytes: float, *, reads: bool) -> list[Flag]:
+        """Start a load of sums over all ranks, or else a store to all of them.
+
+        The link of every rank carries the bytes once, that of ``rank`` in both directions.
+        """
+        ranks = range(self.world)
+        out = [self.routes[r, (r + 1) % self.world].resources[0] for r in ranks]
+        into = [self.routes[r - 1 if r else self.world - 1, r].resources[1] for r in ranks]
+        links = [into[rank], *out] if reads else [out[rank], *into]
+        return [self.machine.send((link,), nbytes / STORE_SHARE) for link in links]
+
     def beside_us(self, nbytes: float) -> float:
         """Return the time in which idle warps beside a GEMM read this many bytes."""
         multiprocessors = self.blocks * math.prod(self.kernel.cluster)

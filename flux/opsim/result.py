@@ -55,9 +55,10 @@ class Results:
 
     def hand_out(self, rank: int, piece: LinkPiece) -> None:
         """Store a sum in the memory of the other ranks of the host."""
-        call = self._call
+        call, nbytes = self._call, piece.elements * self._itemsize
+        links = call.through_switch(rank, nbytes, reads=False)[1:] if call.by_switch else None
         for peer in self._beside(rank):
-            stored = self._stores[rank].put(peer, piece.elements * self._itemsize)
+            stored = links[peer] if links else self._stores[rank].put(peer, nbytes)
             call.machine.spawn(self._handed_out(rank, peer, piece, stored, call.machine.now_us))
 
     def _handed_out(

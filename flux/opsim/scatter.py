@@ -14,6 +14,7 @@ meanwhile. sm_90a with sm_margin = 0: the reduction starts as soon as blocks fin
 reduce = in_kernel: warps of the blocks sum while others multiply, as fast as few registers allow.
 
 path = in_kernel: no entries; blocks that find no more tiles sum, and copy the result to the output.
+With reduce = in_flight partials stay, and a sum is a load through the NVLink switch, and a store.
 
 path = medium: a tile is the GEMM of an owner's rows. A copy engine sends it while the next one
 multiplies, and the reduction follows the last one.
@@ -165,7 +166,11 @@ class _Scatter:
             machine.raise_(done)
             return done
         start = machine.now_us
-        done = self._stores[rank].put(to, piece.elements * self._itemsize)
+        if call.by_switch:
+            done = Flag()
+            machine.raise_(done)
+        else:
+            done = self._stores[rank].put(to, piece.elements * self._itemsize)
         machine.spawn(self._arrival(rank, to, piece, done, start))
         return done
 
@@ -191,7 +196,8 @@ class _Scatter:
     def _arrival(self, src: int, dst: int, piece: LinkPiece, done: Flag, start: float) -> Process:
         call, machine = self._call, self._call.machine
         yield done
-        call.log.moves.append(Move(src, dst, *piece[1:], start, machine.now_us))
+        if not call.by_switch:
+            call.log.moves.append(Move(src, dst, *piece[1:], start, machine.now_us))
         yield RAISE_US + (0.0 if call.medium else call.routes[src, dst].latency_us)
         machine.arrive(self._missing[dst, piece])
 
@@ -220,14 +226,21 @@ class _Scatter:
                         assert last > first
             call.note_wait(rank, "sums", "waits for partials", start)
             start = machine.now_us
-            nbytes = piece.elements * self._itemsize * (lanes + nodes)
-            beside = call.sums_in_kernel and self._idle[rank].at_us is None
-            yield call.beside_us(nbytes) if beside else call.memory_us(nbytes)
+            yield from self._add(rank, piece.elements * self._itemsize, lanes + nodes)
             name = f"sums rows {piece.row_begin}-{piece.row_end - 1}"
             call.note(rank, "sums", Kind.reduce, name, start)
             if call.problem.op.all_reduces:
                 self._results.hand_out(rank, piece)
         yield self._gemm[rank].flag
+
+    def _add(self, rank: int, nbytes: float, passes: int) -> Process:
+        """Sum partials of so many bytes each, in passes over them and over the sums."""
+        call = self._call
+        if call.by_switch:
+            yield from call.through_switch(rank, nbytes, reads=True)
+            return
+        beside = call.sums_in_kernel and self._idle[rank].at_us is None
+        yield call.beside_us(nbytes * passes) if beside else call.memory_us(nbytes * passes)
 
     def _strips(self, owner: int, piece: LinkPiece) -> list[tuple[int, int]]:
         """Return the communication tiles of the owner's rows that a piece touches."""

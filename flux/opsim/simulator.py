@@ -143,11 +143,15 @@ def _check(problem: Problem, cluster: Cluster, gemm_ms: float | None) -> None:
         raise ValueError(f"the GEMM's time must be above 0 and below 1e9 ms, got {gemm_ms}")
 
 
-def _check_knobs(problem: Problem, knobs: Knobs) -> None:
+def _check_knobs(problem: Problem, cluster: Cluster, knobs: Knobs) -> None:
     if problem.experts > 1 and knobs.path != "fused":
         raise ValueError(f"path = {knobs.path} of a grouped GEMM is not simulated")
-    if knobs.reduce == "in_flight":
-        raise ValueError("reduce = in_flight is not simulated")
+    behind_switch = cluster.link.kind == "nvswitch" and cluster.device.arch == "sm_90"
+    if knobs.reduce == "in_flight" and not (knobs.path == "in_kernel" and behind_switch):
+        raise ValueError(
+            "reduce = in_flight is simulated on path in_kernel behind an NVLink switch of sm_90 "
+            f"alone, got path {knobs.path} on {cluster.name}"
+        )
     if knobs.direction != "pull":
         return
     if problem.nodes > 1:
@@ -201,7 +205,7 @@ def simulate(
         raise ValueError("path = one_shot is of CPUs, and is not simulated")
     _check(problem, cluster, gemm_ms)
     topology = topology_of(problem, cluster)
-    _check_knobs(problem, knobs)
+    _check_knobs(problem, cluster, knobs)
     whole = modelled_gemm_ms(problem, cluster) if gemm_ms is None else gemm_ms
     medium = knobs.path == "medium"
     of_whole = whole, kernel or default_kernel(problem, cluster, knobs)
@@ -339,7 +343,7 @@ def legal_knobs(
     """
     fixed = fixed or Knobs()
     _check(problem, cluster, None)
-    _check_knobs(problem, fixed)
+    _check_knobs(problem, cluster, fixed)
     topology, kernel = topology_of(problem, cluster), default_kernel(problem, cluster, fixed)
     pulls = problem.op.gathers and problem.nodes == 1
     directions = [d.name for d in Direction] if pulls else ["push"]

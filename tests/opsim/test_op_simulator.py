@@ -439,9 +439,22 @@ def test_bad_input_is_one_line(arguments: list[str], complaint: str) -> None:
     assert complaint in line
 
 
-def test_sums_in_flight_are_refused() -> None:
-    with pytest.raises(ValueError, match="in_flight is not simulated"):
-        simulate(problem("gemm_rs"), H800, Knobs(reduce="in_flight"))
+def test_sums_in_flight_are_those_of_a_switch() -> None:
+    """A rank sends the partials and the sums of m rows to others; or m rows and own sums, once.
+
+    Of few rows the link's latency is all that counts, and both take it as often.
+    """
+    by_switch = Knobs(path="in_kernel", reduce="in_flight")
+    for m, least, most in ((1, 0.95, 1.0), (512, 0.7, 0.9)):
+        few = Problem(Op.gemm_ar, m, 5120, 13824, "bfloat16", 8)
+        ratio = simulate(few, H800, by_switch).total_ms
+        ratio /= simulate(few, H800, Knobs(path="in_kernel")).total_ms
+        assert least < ratio < most
+    for cluster, knobs in ((H800, Knobs(reduce="in_flight")), (A100, by_switch)):
+        with pytest.raises(
+            ValueError, match="path in_kernel behind an NVLink switch of sm_90 alone"
+        ):
+            simulate(few, cluster, knobs)
 
 
 # -- output ----------------------------------------------------------------------------------------
