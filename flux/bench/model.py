@@ -32,6 +32,8 @@ def scaled(layer: Layer, scale: int, world: int) -> Layer:
     """
     if scale < 1:
         raise ValueError(f"scale must be at least 1, got {scale}")
+    if layer.delta is not None:
+        raise ValueError("linear attention is planned, and does not run")
     for name in ("hidden", "intermediate"):
         size = getattr(layer, name)
         if size % (scale * world):

@@ -1,7 +1,7 @@
 """Models from the files of others: Transformers' config.json, torchtitan's and Megatron's options.
 
 Only sizes are read. What a plan cannot have is refused in words: encoders, towers for pictures and
-sound, state-space layers, linear attention. Attention is causal, and norms, biases and positions
+sound, state-space layers, convolutions. Attention is causal, and norms, biases and positions
 are not counted.
 """
 
@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flux.bench.shapes import Latent, Layer, Model, Moe, model_in
+from flux.bench.shapes import Delta, Latent, Layer, Model, Moe, model_in
 from flux.core.datafile import Table, data_root, find, load_json, shown
 
 DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo"),
     *("olmo2", "granite", "cohere", "cohere2", "stablelm", "smollm3", "glm", "glm4", "seed_oss"),
     *("ernie4_5", "hunyuan_v1_dense", "olmo3", "exaone4", "helium", "hyperclovax", "vaultgemma"),
-    *("ministral", "minicpm3", "youtu"),
+    *("ministral", "minicpm3", "youtu", "qwen3_5_text"),
 )
 """Kinds of config.json whose layers have attention and a gated MLP."""
 _DROPOUT = ("gpt2", "gpt_neox", "gpt_bigcode", "starcoder2", "phi", "opt", "bloom", "gptj")
@@ -29,6 +29,7 @@ EXPERTS = (
     *("mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"),
     *("olmoe", "granitemoe", "glm4_moe", "kimi_k2", "ernie4_5_moe", "minimax_m2", "llama4_text"),
     *("dots1", "flex_olmo", "solar_open", "granitemoeshared", "glm4_moe_lite", "exaone_moe"),
+    *("qwen3_next", "qwen3_5_moe_text"),
 )
 """Those with experts."""
 TIED = (
@@ -94,8 +95,9 @@ _REFUSED = {
     "mamba_d_state": "state-space layers, and plans know attention",
     "conv_L_cache": "convolutions, and plans know attention",
     "index_topk": "attention to keys that an indexer chooses, and plans know windows",
-    "linear_num_key_heads": "linear attention, and plans know softmax attention",
 }
+_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Kinds with linear attention, and gates in the other layers."""
 _ATTENTION = ("full_attention", "chunked_attention", "sliding_attention")
 SCRIPTS = (".sh", ".txt", ".args")
 """Endings of files with Megatron's options."""
@@ -217,9 +219,19 @@ def _layer_of(top: Table, content: dict[str, Any], kind: str) -> tuple[Layer, in
             *(hidden, intermediate, heads, kv_heads, head_dim, kind not in UNGATED),
             *(moe, latent, window, full_every, kind in _DROPOUT),
             chunked="attention_chunk_size" in content and bool(window),
+            delta=_delta(top) if kind in _DELTA else None,
+            gate=kind in _DELTA,
         ),
         dense_layers,
     )
+
+
+def _delta(top: Table) -> Delta:
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    sizes = [top.integer(f"linear_{name}") for name in (*names, "conv_kernel_dim")]
+    if sizes[1] % sizes[0]:
+        top.fail("linear_num_value_heads", f"{sizes[0]} heads of keys must divide {sizes[1]}")
+    return Delta(*sizes)
 
 
 def _latent(top: Table) -> Latent:
@@ -258,6 +270,15 @@ def _moe(top: Table, content: dict[str, Any], kind: str) -> tuple[Moe | None, in
 def _window(top: Table, content: dict[str, Any], kind: str) -> tuple[int, int]:
     """Return tokens of the window, and of how many layers one has none; 0 and 0: no window."""
     layers = top.values("layer_types", empty=True) if "layer_types" in content else None
+    if kind in _DELTA:
+        every = top.integer("full_attention_interval", 4)
+        wanted = [
+            "full_attention" if (n + 1) % every == 0 else "linear_attention"
+            for n in range(len(layers or ()))
+        ]
+        if layers is not None and layers != wanted:
+            top.fail("layer_types", f"expected full attention in the last of every {every} layers")
+        return 0, every
     others = [kind for kind in layers or () if kind not in _ATTENTION]
     if others:
         known = ", ".join(_ATTENTION)

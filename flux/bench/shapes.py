@@ -67,6 +67,63 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Delta:
+    """Linear attention by the gated delta rule (Gated DeltaNet, arXiv 2412.06464, section 3).
+
+    Each head of values has a state of key_dim x value_dim; query and key heads serve several. What
+    enters passes a short causal convolution, what leaves a gated norm.
+
+    Attributes:
+        key_heads: of queries, and of keys.
+        value_heads: of values, gates, strengths and decays.
+        key_dim: width of a head of queries and keys.
+        value_dim: width of a head of values.
+        kernel: tokens of the convolution.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    chunk = 64
+    """Tokens that kernels compute at once, as in flash-linear-attention."""
+
+    @property
+    def convolved(self) -> int:
+        """Width of queries, keys and values together."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def projected(self) -> int:
+        """Width of what is projected: these, a gate, and strength and decay of each head."""
+        return self.convolved + self.value_heads * (self.value_dim + 2)
+
+    @property
+    def keys(self) -> int:
+        """Keys of a head that as much softmax attention has, causal, for each token.
+
+        In chunks of C tokens (section 3.3) a token and head need C (3 key_dim + 2 value_dim)
+        multiplications inside its chunk, with the inverse of C x C applied to keys and values, and
+        3 key_dim value_dim with the state: read twice, and written.
+        """
+        inside = self.chunk * (3 * self.key_dim + 2 * self.value_dim)
+        both = self.key_dim + self.value_dim
+        return -(-2 * (inside + 3 * self.key_dim * self.value_dim) // both)
+
+    @property
+    def operations(self) -> float:
+        """Multiplications of a token, beside those of weights."""
+        return self.value_heads * self.keys * ((self.key_dim + self.value_dim) // 2)
+
+    def weights(self, hidden: int) -> int:
+        """Return elements of the weights of a layer's linear attention."""
+        out = self.value_heads * self.value_dim * hidden
+        return hidden * self.projected + self.kernel * self.convolved + out
+
+
+@dataclass(frozen=True)
 class Layer:
     """Sizes of a transformer layer.
 
@@ -83,6 +140,8 @@ class Layer:
         full_every: of so many layers the last one has no window; 0: all have it.
         chunked: windows do not move: attention looks back to the last multiple of the window.
         dropout: whether a mask is kept of what is added to the residual.
+        delta: linear attention, but in the last of every ``full_every`` layers.
+        gate: whether attention's results are multiplied with a gate, which is projected.
     """
 
     hidden: int
@@ -97,6 +156,8 @@ class Layer:
     full_every: int = 0
     dropout: bool = True
     chunked: bool = False
+    delta: Delta | None = None
+    gate: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -117,6 +178,7 @@ class Layer:
         latent, out = self.latent, self.heads * self.value_dim * self.hidden
         if latent is None:
             inputs = self.heads * self.head_dim + self.kv_heads * (self.head_dim + self.value_dim)
+            inputs += self.heads * self.value_dim if self.gate else 0
             return self.hidden * inputs + out
         queries = self.heads * self.head_dim
         down = self.hidden * (latent.query_rank + latent.kv_rank + latent.rope_dim)
@@ -138,6 +200,11 @@ class Layer:
         moe = self.moe
         has = moe is not None and layer >= dense_layers and (layer + 1) % moe.every == 0
         return moe if has else None
+
+    def delta_of(self, layer: int) -> Delta | None:
+        """Return the linear attention of a layer; None: it has softmax attention."""
+        has = self.delta is not None and (not self.full_every or (layer + 1) % self.full_every)
+        return self.delta if has else None
 
     def reach(self, layer: int, sequence: int) -> int:
         """Return keys that a layer keeps of a sequence; its attention reads as many, at most."""
@@ -211,7 +278,8 @@ class Model:
         """Return elements of all layers' weights, with so many routed experts in each."""
         layer, total = self.layer, 0
         for number in range(self.layers):
-            total += layer.attention_weights
+            delta = layer.delta_of(number)
+            total += delta.weights(layer.hidden) if delta else layer.attention_weights
             moe = layer.moe_of(number, self.dense_layers)
             if moe is None:
                 total += layer.mlp_weights(layer.intermediate)

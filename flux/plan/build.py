@@ -13,7 +13,8 @@ bda is bias, dropout and addition of the residual. With experts, ln2 is followed
 
 where dispatch and combine are AllToAll. Compressed attention has ``down`` before the gather, and
 ``q_up`` after it. With context parallelism attention is a ring, in which keys and values travel; or
-they are gathered before attention, and their gradients reduce-scattered after it.
+they are gathered before attention, and their gradients reduce-scattered after it. Linear attention
+has ``conv`` before its rule, which is called attention, too, and ``gate`` after it.
 
 The first layer comes after ``embed``, and the last one before ``ln_f head loss``, which have the
 numbers of these layers. Not counted: what two stages do to sum the gradients of tied weights.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from flux.bench.shapes import Delta
 from flux.core.problem import ceil_div
 from flux.plan.graph import RING
 from flux.plan.model import ServingStep, TrainingStep
@@ -67,11 +68,13 @@ class Layers:
 
     def of(self, number: int) -> list[LayerOp]:
         """Return the operators of a layer, in the order of forward."""
-        keys = self.step.keys(number)
+        delta = self.step.layer.delta_of(number)
+        keys = 0.0 if delta else self.step.keys(number)
         key = self.step.layer.moe_of(number, self.step.dense_layers) is None, keys
         if key not in self._made:
             mlp = self._mlp() if key[0] else self._experts()
-            self._made[key] = [*self._attention(keys), *mlp]
+            attention = self._delta(delta) if delta else self._attention(keys)
+            self._made[key] = [*attention, *mlp]
         return self._made[key]
 
     def gemm(self, part: str, rows: int, n: int, k: int) -> LayerOp:
@@ -120,7 +123,8 @@ class Layers:
         yield self.norm("ln1")
         if latent is None:
             yield from self.column("1", layer.hidden)
-            yield self.gemm("qkv", rows, self.inner + self.kv, layer.hidden)
+            gates = layer.heads * layer.value_dim // self.tp if layer.gate else 0
+            yield self.gemm("qkv", rows, self.inner + self.kv + gates, layer.hidden)
         else:
             down = latent.query_rank + latent.kv_rank + latent.rope_dim
             yield self.gemm("down", self.own, down, layer.hidden)
@@ -152,7 +156,29 @@ class Layers:
                 # Softmax, dropout with its mask, and what the two products write and read.
                 kept = 2.5 * scores[0] * scores[1]
                 yield self.elementwise("softmax", *scores, kept, 6, 10)
-        yield self.gemm("proj", rows, layer.hidden, layer.heads * layer.value_dim // self.tp)
+        width = layer.heads * layer.value_dim // self.tp
+        if layer.gate:
+            yield self.elementwise("gate", rows, width, 2 * rows * width, 3, 5)
+        yield self.gemm("proj", rows, layer.hidden, width)
+        yield from self.row("1")
+        yield self._bda("1")
+
+    def _delta(self, delta: Delta) -> Iterator[LayerOp]:
+        """Yield linear attention; its rule counts as attention with as many operations."""
+        step, hidden, rows, tp = self.step, self.step.layer.hidden, self.rows, self.tp
+        convolved, heads = delta.convolved // tp, delta.value_heads // tp
+        width = heads * delta.value_dim
+        yield self.norm("ln1")
+        yield from self.column("1", hidden)
+        yield self.gemm("qkv", rows, delta.projected // tp, hidden)
+        yield self.elementwise("conv", rows, convolved, rows * convolved, 2, 3)
+        both = delta.key_dim + delta.value_dim
+        shape = step.micro_batch, heads, step.sequence, delta.keys, both // 2
+        # For backward: its inputs, and of each head a row of the inverse, strength and decay.
+        keeps = rows * (convolved + heads * (delta.chunk + 2))
+        yield LayerOp("attention", "attention", shape, keeps, shape)
+        yield self.elementwise("gate", rows, width, 2 * rows * width, 3, 5)
+        yield self.gemm("proj", rows, hidden, width)
         yield from self.row("1")
         yield self._bda("1")
 

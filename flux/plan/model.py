@@ -159,6 +159,12 @@ class TrainingStep:
             ("sequence", self.sequence, "cp", parallel.cp),
             ("dp", parallel.dp, "shard", self.shard or 1),
         ]
+        if layer.delta is not None:
+            heads = layer.delta.key_heads
+            sizes.append(("linear attention's heads", heads, "tp", parallel.tp))
+            if parallel.cp > 1 or self.serves:
+                what = "inference" if self.serves else f"cp = {parallel.cp}"
+                raise ValueError(f"linear attention is not planned with {what}")
         if layer.moe is None or self.dense_layers or layer.moe.every > 1:
             sizes.append(("intermediate", layer.intermediate, "tp", parallel.tp))
         if layer.moe is not None:
@@ -240,12 +246,14 @@ class TrainingStep:
     def weights_of(self, layer: int) -> float:
         """Return elements of a layer's weights on one rank, without embedding, head and router."""
         sizes, tp = self.layer, self.parallel.tp
+        delta = sizes.delta_of(layer)
+        attention = delta.weights(sizes.hidden) / tp if delta else self.attention_weights
         moe = sizes.moe_of(layer, self.dense_layers)
         if moe is None:
-            return self.attention_weights + sizes.mlp_weights(sizes.intermediate) / tp
+            return attention + sizes.mlp_weights(sizes.intermediate) / tp
         width = moe.experts / self.parallel.ep * moe.intermediate + moe.shared
         # Inference splits experts over tensor parallel ranks, too.
-        return self.attention_weights + sizes.mlp_weights(1) * width / (tp if self.serves else 1)
+        return attention + sizes.mlp_weights(1) * width / (tp if self.serves else 1)
 
     @property
     def table_weights(self) -> float:
@@ -289,8 +297,14 @@ class TrainingStep:
             else:
                 weights = layer.mlp_weights(moe.top_k * moe.intermediate + moe.shared)
                 weights += layer.hidden * moe.experts  # the router
-            scores = layer.heads * (layer.head_dim + layer.value_dim) * self.keys(number)
-            of_token += 2.0 * (layer.attention_weights + weights + scores)
+            delta = layer.delta_of(number)
+            if delta is None:
+                weights += layer.attention_weights
+                scores = layer.heads * (layer.head_dim + layer.value_dim) * self.keys(number)
+            else:
+                weights += delta.weights(layer.hidden) - delta.kernel * delta.convolved
+                scores = delta.operations
+            of_token += 2.0 * (weights + scores)
         logits = self.micro_batch * self.parallel.dp if self.serves else self.batch_tokens
         head = 2.0 * self.vocabulary * layer.hidden * logits
         return (1.0 if self.serves else 3.0) * (of_token * self.batch_tokens + head)

@@ -96,6 +96,8 @@ def _check(plan: Planned) -> None:
     problem = ""
     if step.layer.chunked and step.sequence > step.layer.window:
         problem = f"attention in chunks: sequence must be at most {step.layer.window}"
+    elif step.layer.delta or step.layer.gate:
+        problem = "linear attention and gates of attention: no options of a release's are known"
     elif step.dtype not in ("bfloat16", "float16"):
         problem = f"dtype = {step.dtype}: it trains in bfloat16 and float16"
     elif p.cp > 1 and step.sequence % (2 * p.cp):

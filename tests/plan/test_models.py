@@ -13,7 +13,7 @@ import published_runs
 import pytest
 
 from flux.bench.model_files import model_of, torchtitan_configs, torchtitan_models
-from flux.bench.shapes import Latent, Layer, Moe
+from flux.bench.shapes import Delta, Latent, Layer, Moe
 from flux.core.datafile import data_root
 from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
@@ -50,6 +50,7 @@ DENSE = Layer(64, 256, 8, 4, 8, True)
 EXPERTS = Layer(64, 256, 8, 8, 8, True, Moe(8, 2, 32, 32))
 LATENT = Layer(64, 256, 8, 8, 12, True, Moe(8, 2, 32), Latent(16, 8, 4, 8))
 WINDOW = Layer(64, 256, 8, 4, 8, False, window=16, full_every=2)
+DELTA = Layer(64, 256, 8, 4, 8, True, full_every=2, delta=Delta(4, 8, 8, 16, 4), gate=True)
 TURNS = replace(EXPERTS, moe=Moe(8, 2, 32, 32, every=2), window=24, full_every=4, chunked=True)
 
 
@@ -138,6 +139,16 @@ def test_what_a_plan_cannot_have_is_refused_in_words(
         model_of(config(tmp_path, **changes))
 
 
+QWEN3_NEXT = {
+    "model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 256,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "parameters, content",
     [
@@ -163,6 +174,7 @@ def test_what_a_plan_cannot_have_is_refused_in_words(
                    "qk_rope_head_dim": 64, "v_head_dim": 256, "num_shared_experts": 1,
                    "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
                    "mlp_layer_types": ["dense"] + ["sparse"] * 46}),
+        (79.67e9, QWEN3_NEXT),
     ],
     ids=lambda value: str(value)[:30],
 )  # fmt: skip
@@ -173,6 +185,30 @@ def test_keys_that_a_config_leaves_out_are_those_of_transformers(
     file = tmp_path / "config.json"
     file.write_text(json.dumps(content))
     assert model_of(file).parameters == pytest.approx(parameters, rel=0.001)
+
+
+def test_linear_attention_takes_as_long_however_long_a_sequence_is(tmp_path: Path) -> None:
+    """The rule's multiplications: those of a loop over chunks, as flash-linear-attention has it."""
+    chunk, keys, values = 64, 128, 128
+    inside = chunk * (3 * keys + 2 * values)  # K K', Q K', T K, T V, A V
+    state = 3 * keys * values  # W S, Q S, K' V
+    delta = Delta(16, 32, keys, values, 4)
+    assert delta.operations == 32 * (inside + state)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(QWEN3_NEXT))
+    steps = [
+        step_of(file, Parallel(dp=8, ep=8), layers=3, sequence=length, micro_batch=65536 // length)
+        for length in (4096, 65536)
+    ]
+    assert steps[0].operations == steps[1].operations
+    whole = step_of(file, Parallel(dp=8, ep=8), zero=3)
+    ((_, timeline, _),) = compared([("serial", {})], whole, load_cluster("llama3-h100"))
+    assert timeline is not None and timeline.iteration_ms > 0
+    for change, problem in (({"tp": 8}, "linear attention's heads = 4"), ({"cp": 2}, "cp = 2")):
+        with pytest.raises(ValueError, match=problem):
+            step_with(DELTA, **change)
+    with pytest.raises(ValueError, match="linear attention is not planned with inference"):
+        serving_step(whole, decodes=True)
 
 
 def test_a_cache_holds_windows_and_chunks() -> None:
@@ -262,7 +298,7 @@ def test_flavors_of_torchtitan_have_its_parameters() -> None:
 # -- graphs ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer", [DENSE, EXPERTS, LATENT, WINDOW, TURNS], ids=str)
+@pytest.mark.parametrize("layer", [DENSE, EXPERTS, LATENT, WINDOW, TURNS, DELTA], ids=str)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_operators_do_the_work_that_mfu_counts(layer: Layer, recompute: str) -> None:
     dense = 1 if layer.moe else 0
@@ -291,7 +327,7 @@ def draws(count: int) -> list[TrainingStep]:
     rng = random.Random(43)
     choices = list(
         itertools.product(
-            (DENSE, EXPERTS, LATENT, WINDOW),
+            (DENSE, EXPERTS, LATENT, WINDOW, DELTA),
             ({}, {"tp": 4, "dp": 2}, {"tp": 2, "cp": 2, "pp": 2}, {"pp": 2, "dp": 4, "ep": 4}),
             (False, True),
             (0, 1, 2, 3),
@@ -301,7 +337,7 @@ def draws(count: int) -> list[TrainingStep]:
     )
     steps = []
     for layer, degrees, sequence, zero, recompute, flag in rng.sample(choices, len(choices)):
-        if layer.moe is None and "ep" in degrees:
+        if (layer.moe is None and "ep" in degrees) or (layer.delta and "cp" in degrees):
             continue
         steps.append(
             step_with(
