@@ -216,11 +216,29 @@ class OutOfOrder:
         return on_lanes(graph, sequences(graph, within), self.name)
 
 
-def layout_of(case: Case) -> tuple[TrainingStep, Graph, Fabric, AnalyticCost]:
+def depths() -> list[dict[str, Any]]:
+    """Return GB of the Big model with each number of layers that Table 4 lists for it."""
+    rows = []
+    for layers in (8, 10, 30):
+        for zero, hosts, shard in ((1, 2, 0), (3, 2, 0), (3, 6, 16), (3, 6, 8), (3, 6, 4)):
+            for batch in (1, 4):
+                parallel = Parallel(dp=8 * hosts)
+                case = Case("", "centauri-a", hosts, "big", parallel, batch, zero, shard=shard)
+                _, graph, fabric, cost = layout_of(case, layers)
+                policy = policies_of(case)["direct"]
+                peak = simulate(planned(policy, graph, fabric, cost), cost).peak_memory_bytes
+                sizes = {"layers": layers, "zero": zero, "dp": parallel.dp, "shard": shard}
+                rows.append({**sizes, "batch": batch, "memory_gb": peak / 1e9})
+    return rows
+
+
+def layout_of(
+    case: Case, depth: int | None = None
+) -> tuple[TrainingStep, Graph, Fabric, AnalyticCost]:
     """Return the step of a case, its graph, where its ranks are, and what operators cost."""
     layer, layers = MODELS[case.model]
     step = TrainingStep(
-        *(f"LLaMA {case.model}", layer, layers, "float16", case.parallel, SEQUENCE),
+        *(f"LLaMA {case.model}", layer, depth or layers, "float16", case.parallel, SEQUENCE),
         *(case.batch, case.micro_batches, case.zero),
         shard=case.shard,
     )
@@ -458,6 +476,19 @@ def memory_table(content: Mapping[str, Any]) -> str:
     return markdown(header, rows)
 
 
+def depths_table(content: Mapping[str, Any]) -> str:
+    """Return GB of the Big model by its layers and batch; bold where a device has less."""
+    lines: dict[str, list[str]] = {}
+    for row in content["depths"]:
+        copies = row["dp"] // (row["shard"] or row["dp"])
+        layout = "DP16, ZeRO-1" if row["zero"] == 1 else f"DP{copies}+FSDP{row['dp'] // copies}"
+        gb, limit = row["memory_gb"], load_cluster("centauri-a").device.memory_gb
+        cell = f"**{gb:.0f}**" if gb > limit else f"{gb:.0f}"
+        lines.setdefault(layout.replace("DP1+", ""), []).append(cell)
+    header = [f"{layers} layers, batch {batch}" for layers in (8, 10, 30) for batch in (1, 4)]
+    return markdown(["GB", *header], [[name, *cells] for name, cells in lines.items()])
+
+
 LABELS = {"ooo": "out of order", "zero1": "ZeRO-1", "centauri": "Centauri"}
 
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
@@ -468,6 +499,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "centauri_paper_hybrid": lambda content: scales_table(content, "FSDP16+DP"),
     "centauri_paper_orders": orders_table,
     "centauri_paper_memory": memory_table,
+    "centauri_paper_depths": depths_table,
 }
 
 
@@ -479,6 +511,7 @@ def main() -> None:
         "command": "python benchmarks/centauri_paper.py",
         "ways": [ways(batch, lib) for lib in (False, True) for batch in BATCHES],
         "rows": [measured(case) for case in cases()],
+        "depths": depths(),
     }
     keep(content, options.out)
     print("\n\n".join(make(content) for make in TABLES.values()))
