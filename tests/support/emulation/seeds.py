@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests" / "support")]
 
+from emulated import SwitchedWorld  # noqa: E402
 from every_kernel import Plan, build_kernels, built_ops, device_with, minimal, only, worst  # noqa: E402
 from flux.core.knobs import TILE_SCHEDULERS  # noqa: E402
 from flux.core.problem import BY_SHORT  # noqa: E402
@@ -75,7 +76,16 @@ def plan_of(seed: int, arch: str) -> tuple[GemmConfig, Plan]:
         knobs = replace(knobs, reduce=of_tiles.choice(["local", "in_kernel"]))
     if op == "ag_gemm" and knobs.path == "fused" and of_tiles.random() < 0.5:
         knobs = replace(knobs, direction="push", order="direct")
+    if (op, arch, knobs.path) == ("gemm_ar", "90a", "in_kernel") and of_tiles.random() < 0.3:
+        knobs = replace(knobs, reduce="in_flight")
     return config, Plan(problem, world, knobs, topology, (rows,), seed)
+
+
+def world_of(plan: Plan, config: GemmConfig) -> type[VirtualWorld]:
+    """Return the kind of ranks: half of those whose kernels send have an NVLink switch."""
+    sends = plan.knobs.path == "in_kernel" and config.arch == "90a"
+    by_switch = plan.knobs.reduce == "in_flight" or plan.seed % 2 == 0
+    return SwitchedWorld if sends and by_switch else VirtualWorld
 
 
 def has_late_blocks(plan: Plan) -> bool:
@@ -91,7 +101,7 @@ def has_late_blocks(plan: Plan) -> bool:
 def kind_of(plan: Plan) -> str:
     """Name of the op, the path or who sums, and the tile scheduler of a plan."""
     k = plan.knobs
-    path = "sums_in_kernel" if k.reduce == "in_kernel" else k.path
+    path = {"in_kernel": "sums_in_kernel", "in_flight": "sums_by_switch"}.get(k.reduce or "", k.path)
     return f"{plan.problem.op} {path} {k.tile_scheduler}"
 
 
@@ -108,7 +118,8 @@ def run_seed(device: Any, registry: Registry, seed: int, arch: str) -> str:
     device.cuda.clear()
     device.cuda.seed = 1 + 1000 * seed
     device.take_turns(device.cuda.seed)
-    with only(device, built, plan.world), VirtualWorld(plan.world, device) as ranks:
+    kind = world_of(plan, config)
+    with only(device, built, plan.world), kind(plan.world, device) as ranks:
         if has_late_blocks(plan):
             cluster = config.cluster[0] * config.cluster[1]
             device.cuda.multiprocessors = cluster * (1 + seed % plan.world)
