@@ -135,7 +135,9 @@ def step_of_options(options: StepOptions, default: Policies) -> tuple[TrainingSt
     try:
         policies = tuple(map(parse_policy, options.policy or ()))
         if options.plan is None:
-            return step_with(options), policies or default
+            searched = options.split == "search"
+            step = step_with(replace(options, split="") if searched else options)
+            return _with_split(step, options) if searched else step, policies or default
         from flux.plan.files import read_plan
 
         model = options.model if "model" in options.given else None
@@ -151,6 +153,16 @@ def step_of_options(options: StepOptions, default: Policies) -> tuple[TrainingSt
     for text in plan.notes:
         note(text)
     return step, policies or (plan.policies if len(default) > 1 else (plan.policy,))
+
+
+def _with_split(step: TrainingStep, options: StepOptions) -> TrainingStep:
+    """Return the step with the layers of each stage that are fastest on the cluster."""
+    from flux.machine.cluster import load_cluster
+    from flux.plan.compare import usable_gb
+    from flux.plan.search import with_split
+
+    cluster = load_cluster(options.cluster, options.calibration, options.hosts)
+    return with_split(step, cluster, usable_gb(cluster, options.memory_gb, options.headroom))
 
 
 def note(text: str) -> None:

@@ -72,7 +72,7 @@ Recompute = Annotated[
         help="none, selective (attention), ops (as torchtitan), full, or layers of each stage."
     ),
 ]
-Split = Annotated[str, typer.Option(help="Layers of each stage: 7,8,8,7.")]
+Split = Annotated[str, typer.Option(help="Layers of each stage: 7,8,8,7; or search.")]
 OptimizerName = Annotated[
     str, typer.Option("--optimizer", help="adam, adam-bf16, momentum or sgd.")
 ]

@@ -27,7 +27,7 @@ from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.layer_ops import EAGER_FUNCTIONS, FUNCTIONS
-from flux.plan.model import TrainingStep
+from flux.plan.model import TrainingStep, even_split
 from flux.plan.policies import Policies, Policy, label_of, policy_of
 from flux.plan.simulate import Timeline, simulate
 
@@ -99,6 +99,9 @@ class StepLayout:
 
     def timeline(self, policy: Policy) -> Timeline:
         """Return the timeline under a policy; the simulation finds schedules that never end."""
+        split, even = self.step.split, even_split(self.step.layers, self.step.parallel.pp)
+        if getattr(policy, "cuts_stages", False) and split not in ((), even):
+            raise ValueError(f"{policy.name}: cuts the model into stages of its own, without split")
         graph = policy.rewrite(self.graph, self.fabric, self.cost)
         return simulate(policy.order(graph, self.cost), self.cost)
 
@@ -160,16 +163,22 @@ def from_few_micro_batches(
 
 
 def short_of(step: TrainingStep, layers: int, micro_batches: int) -> TrainingStep:
-    """Return a step with fewer layers, the same number in each stage, and micro-batches."""
-    dense = min(step.dense_layers, layers)
-    return replace(step, layers=layers, split=(), dense_layers=dense, micro_batches=micro_batches)
+    """Return a step with fewer micro-batches, and so many layers in its longest stage.
+
+    A split's other stages lack as many as in the step, and have one at least.
+    """
+    most = max(step.stages)
+    split = tuple(max(1, layers - (most - count)) for count in step.split)
+    total = sum(split) or layers * step.parallel.pp
+    dense = min(step.dense_layers, total)
+    short = replace(step, layers=total, split=split, dense_layers=dense)
+    return replace(short, micro_batches=micro_batches)
 
 
 def small_timeline(cluster: Cluster, step: TrainingStep, policy: Policy) -> Timeline:
     """Return the timeline of a few layers and micro-batches, as a picture can show them."""
     stages = step.parallel.pp
-    layers = few_layers(step, total=1) * stages
-    short = short_of(step, layers, min(step.micro_batches, 2 * stages))
+    short = short_of(step, few_layers(step, total=1), min(step.micro_batches, 2 * stages))
     return StepLayout(cluster, short).timeline(policy)
 
 
@@ -195,7 +204,7 @@ class Estimate(NamedTuple):
     peak_memory_bytes: float
 
 
-def estimates(cluster: Cluster, policies: Policies, step: TrainingStep) -> list[Estimate | str]:
+def estimates(cluster: Cluster, step: TrainingStep, policies: Policies) -> list[Estimate | str]:
     """Return the estimate of a step under each policy; or why the policy cannot be used."""
     with paused_collector():
         short = _Short(cluster, step)
@@ -221,6 +230,8 @@ class _Short:
         from flux.plan.policies.folding import UnevenStages
 
         few = few_layers(self.step)
+        if self.step.split:  # all stages are as much shorter
+            few = max(few, min(self.layers, 2 + self.layers - min(self.step.split)))
         try:
             return self._with_layers(few, name, options)
         except UnevenStages as error:
@@ -240,14 +251,15 @@ class _Short:
         short, long = points[0][1], self._figures(more, least, policy)
         all_layers = line((few, short), (more, long), self.layers)
         time = at.iteration_ms * all_layers.iteration_ms / short.iteration_ms
+        shortest = at.compute_ms * all_layers.compute_ms / short.compute_ms
         grown = (long.peak_memory_bytes - short.peak_memory_bytes) / (more - few)
         memory = at.peak_memory_bytes + grown * (self.layers - few)
-        return Estimate(max(time, at.compute_ms * self.layers / few), memory)
+        return Estimate(max(time, shortest), memory)
 
     def _figures(self, layers: int, count: int, policy: Policy) -> Figures:
         _share(policy, layers * count / (self.layers * self.step.micro_batches))
         if (layers, count) not in self.made:
-            step = short_of(self.step, layers * self.stages, count)
+            step = short_of(self.step, layers, count)
             self.made[layers, count] = StepLayout(self.cluster, step)
         return Figures.of(self.made[layers, count].timeline(policy), briefly=True)
 

@@ -3,7 +3,8 @@
 Three rounds, each on fewer candidates:
 
     1  every layout (degrees, micro-batch, ZeRO) by closed forms: operators of one layer one after
-       the other under 1F1B; the same with all communication hidden; or without bubbles; memory
+       the other under 1F1B; the same with all communication hidden; or without bubbles; memory.
+       Of the best ones, and of some that fit so alone, also other layers of each stage
     2  every policy on the best layouts, and on those with nothing but data parallelism: time and
        memory from steps with few layers and micro-batches (flux/plan/sample.py)
     3  all that round 2 has within MARGIN of its fifth, simulated with all layers; of steps with
@@ -25,13 +26,13 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product, repeat
-from math import isqrt
+from math import inf, isqrt
 from typing import Any, NamedTuple
 
 from flux.bench.model_files import model_of
 from flux.launch.spawn import use_short_socket_paths
 from flux.machine.cluster import Cluster
-from flux.plan.graph import Operator
+from flux.plan.closed_form import ClosedForm, Rating
 from flux.plan.model import Parallel, TrainingStep, check_sizes
 from flux.plan.policies import Policies, policy_names, policy_of
 from flux.plan.sample import (
@@ -42,7 +43,6 @@ from flux.plan.sample import (
     from_few_micro_batches,
     lengths,
     refusal,
-    short_of,
     small_timeline,
     whole,
 )
@@ -56,6 +56,10 @@ VARIANTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 """Options that are tried, of policies that have more than one way worth trying."""
 LEAST_TOKENS = 4096
 """Of a sequence on each context parallel rank: shorter ones are served by tensor parallelism."""
+LEAST_GAIN = 1e-3
+"""By which stages of other lengths have to shorten a step in the closed form, to be simulated."""
+MOST_SPLITS = 2
+"""Layouts that fit with other stages alone, and are simulated."""
 FIRST = 5
 """Plans whose order is that of whole simulations."""
 LEAST_FILLED = 0.95
@@ -179,32 +183,29 @@ def search(
             f"batch of {query.batch} or {query.cluster.devices} devices of a host do not divide"
         )
     progress("layouts", 0, len(possible))
-    rated = []
     limit = query.memory_gb * 1e9
-    for step in possible:
-        rating = estimate(step, query.cluster)
-        if rating.memory_bytes > limit:  # slower, and smaller
-            step = replace(step, recompute="full")
-            rating = estimate(step, query.cluster)
-        rated.append((rating, step))
+    found = [_rated(step, query.cluster, limit) for step in possible]
+    rated = [first for first, *_ in found]
     fitting = [(rating, step) for rating, step in rated if rating.memory_bytes <= limit]
-    if not fitting:
+    others = sorted((pair for _, *more in found for pair in more), key=lambda pair: pair[0])
+    more = [step for _, step in others[:MOST_SPLITS]]
+    kept = [*_with_splits(_best(fitting, query.beam), more, query)]
+    if not kept:
         least = min(rating.memory_bytes for rating, _ in rated) / 1e9
         raise ValueError(
             f"no layout of {query.model} on {query.gpus} GPUs fits into {query.memory_gb:g} GB: "
             f"the smallest needs {least:.1f} GB"
         )
-    kept = _best(fitting, query.beam)
     with _pool(workers) as pool:
-        round2 = pool.map(partial(estimates, query.cluster, query.policies), kept)
+        round2 = pool.map(partial(estimates, query.cluster), *zip(*kept, strict=True))
         rated2 = list(_followed(round2, "policies", len(kept), progress))
         refused = Counter(
             rating for of_step in rated2 for rating in of_step if isinstance(rating, str)
         )
         candidates = [
             PlanCandidate(rating, (step, name, options))
-            for step, of_step in zip(kept, rated2, strict=True)
-            for rating, (name, options) in zip(of_step, query.policies, strict=True)
+            for (step, policies), of_step in zip(kept, rated2, strict=True)
+            for rating, (name, options) in zip(of_step, policies, strict=True)
             if not isinstance(rating, str)
         ]
         plans, refused3 = _third_round(candidates, query, pool, progress)
@@ -312,18 +313,58 @@ def layouts(query: Query) -> Iterator[TrainingStep]:
             )
 
 
+def _rated(step: TrainingStep, cluster: Cluster, limit: float) -> list[tuple[Rating, TrainingStep]]:
+    """Rate a step; or the same with recomputation, and with other stages, if it does not fit."""
+    form = ClosedForm(step, cluster)
+    rating = form.rating()
+    if rating.memory_bytes <= limit:
+        return [(rating, step)]
+    again = replace(step, recompute="full")  # slower, and smaller
+    others = [(form.rating(split), replace(step, split=split)) for split in splits(form, limit)]
+    return [(ClosedForm(again, cluster).rating(), again), *others]
+
+
+def _with_splits(
+    steps: Sequence[TrainingStep], others: Sequence[TrainingStep], query: Query
+) -> Iterator[tuple[TrainingStep, Policies]]:
+    """Yield steps, also with other stages that are faster, and ``others``; with their policies."""
+    made = [(one, policy_of(*one)) for one in query.policies]
+    keep = tuple(one for one, policy in made if not getattr(policy, "cuts_stages", False))
+    yield from ((step, query.policies) for step in steps)
+    if keep:
+        yield from ((step, keep) for step in others)
+        for step in steps:
+            for split in splits(ClosedForm(step, query.cluster), query.memory_gb * 1e9):
+                yield replace(step, split=split), keep
+
+
+def splits(form: ClosedForm, limit: float) -> list[tuple[int, ...]]:
+    """Return other layers of each stage that fit, and are faster unless the step's own do not fit.
+
+    By closed forms; ``limit`` are bytes of a device.
+    """
+    if form.pp == 1:
+        return []
+    now, found = form.rating(), {form.split(limit), form.split(limit, levels=True)}
+    longest = inf if now.memory_bytes > limit else now.serial_ms * (1 - LEAST_GAIN)
+    return [split for split in sorted(found) if split and form.rating(split).serial_ms < longest]
+
+
+def with_split(step: TrainingStep, cluster: Cluster, memory_gb: float) -> TrainingStep:
+    """Return a step with the layers of each stage that are fastest under 1F1B, and fit."""
+    limit = 1e9 * memory_gb or inf
+    others = [replace(step, split=split) for split in splits(ClosedForm(step, cluster), limit)]
+
+    def rank(some: TrainingStep) -> tuple[bool, float]:
+        figures = whole(cluster, some, "serial", {"wgrad_overlap": True}).figures
+        return figures.peak_memory_bytes > limit, figures.iteration_ms
+
+    return min([step, *others], key=rank) if others else step
+
+
 def _divisors(number: int) -> list[int]:
     small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
-
-
-class Rating(NamedTuple):
-    """A step, in ms: nothing hidden; all communication hidden; no bubbles. And its memory."""
-
-    serial_ms: float
-    hidden_ms: float
-    filled_ms: float
-    memory_bytes: float
 
 
 def _best(rated: Sequence[tuple[Rating, TrainingStep]], count: int) -> list[TrainingStep]:
@@ -343,41 +384,6 @@ def _best(rated: Sequence[tuple[Rating, TrainingStep]], count: int) -> list[Trai
         elif step.parallel.pp > 1:
             plain.setdefault(-1, step)
     return list(dict.fromkeys([*list(layouts)[:count], *plain.values()]))
-
-
-def estimate(step: TrainingStep, cluster: Cluster) -> Rating:
-    """Rate a step from two layers of its first, second and last stage, if they have as many."""
-    stages, count = step.parallel.pp, step.micro_batches
-    each = min(2, *step.stages)  # layers beside that of the embedding, or of the head
-    layout = StepLayout(cluster, replace(short_of(step, each * stages, 1), dense_layers=0))
-    ratings = []
-    for stage in {0, min(1, stages - 1), stages - 1}:
-        layers = step.stages[stage] / each
-        serial = hidden = filled = 0.0
-        kept = now = most = 0.0  # bytes: from forward until backward; at a time
-        for op in layout.graph.ops:
-            if op.stage != stage:
-                continue
-            time = layout.cost.solo(op) * (1 if op.is_outer else layers)
-            once = op.role == "step"
-            serial += time * (1 if once else count + stages - 1)
-            filled += time * (1 if once else count)
-            if not op.is_collective:
-                hidden += time * (1 if once else count + stages - 1)
-            if op.role == "fwd":
-                kept += (op.allocates - op.frees) * (1 if op.is_outer else layers)
-            most = max(most, now + op.allocates)
-            now += op.allocates - op.frees
-        held = min(stages - stage, count)
-        single = sum(op.allocates - op.frees for op in layout.graph.ops if _kept(op, stage))
-        states = sum(step.resident(stage).values())
-        ratings.append(Rating(serial, hidden, filled, states + held * kept + most - single))
-    return Rating(*map(max, zip(*ratings, strict=True)))
-
-
-def _kept(op: Operator, stage: int) -> bool:
-    """Return whether an operator is of a stage's forward, which allocates activations."""
-    return op.stage == stage and op.role == "fwd"
 
 
 # -- third round -----------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ def layout_of(step: TrainingStep) -> str:
         words.append("zero=3")
     if step.recompute != "none":
         words.append(f"recompute={step.recompute}")
+    if step.split:
+        words.append(f"split={','.join(map(str, step.split))}")
     return " ".join(words)
 
 
@@ -56,6 +58,8 @@ def legend(plans: list[SearchedPlan]) -> str:
         words.append("regather: backward gathers inputs again in place of keeping them")
     if any(step.zero == 3 for step in steps):
         words.append("zero=3: weights, gradients and optimizer are sharded (FSDP)")
+    if any(step.split for step in steps):
+        words.append("split: layers of each stage, else as even as possible")
     return f"layout: {'; '.join(words)}"
 
 

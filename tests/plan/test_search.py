@@ -15,6 +15,7 @@ from flux.cli.app import app
 from flux.machine.cluster import load_cluster
 from flux.plan import sample
 from flux.plan import search as searching
+from flux.plan.closed_form import ClosedForm
 from flux.plan.compare import compared
 from flux.plan.files import read_plan
 from flux.plan.model import Parallel, step_of
@@ -25,7 +26,6 @@ from flux.plan.search import (
     Query,
     SearchedPlan,
     default_policies,
-    estimate,
     layouts,
     search,
 )
@@ -90,7 +90,9 @@ def test_the_closed_form_knows_the_memory_of_the_plain_schedule(model: str) -> N
         few = replace(step, layers=2 * step.parallel.pp)
         ((_, timeline, _),) = compared([("serial", {})], few, asked.cluster)
         peak = timeline.peak_memory_bytes
-        assert estimate(few, asked.cluster).memory_bytes == pytest.approx(peak), layout_of(step)
+        assert ClosedForm(few, asked.cluster).rating().memory_bytes == pytest.approx(peak), (
+            layout_of(step)
+        )
     assert {zero for *_, zero in seen} == {1, 3}
 
 
@@ -123,7 +125,7 @@ def test_long_steps_follow_from_short_ones(monkeypatch: pytest.MonkeyPatch) -> N
     cluster = load_cluster("flux-h800")
     parallel = Parallel(tp=2, pp=2, sequence=True)
     step = step_of("gpt-6.7b", parallel, layers=8, sequence=1024, micro_batch=2, micro_batches=8)
-    for (name, options), rated in zip(LONG, estimates(cluster, LONG, step), strict=True):
+    for (name, options), rated in zip(LONG, estimates(cluster, step, LONG), strict=True):
         assert not isinstance(rated, str), rated
         true = whole(cluster, step, name, options).figures
         few = from_few_micro_batches(cluster, step, name, options).figures
@@ -132,6 +134,55 @@ def test_long_steps_follow_from_short_ones(monkeypatch: pytest.MonkeyPatch) -> N
         assert rated.iteration_ms == pytest.approx(true.iteration_ms, rel=MARGIN), (name, options)
         needed = pytest.approx(true.peak_memory_bytes, rel=MEMORY_MARGIN)
         assert few.peak_memory_bytes == needed and rated.peak_memory_bytes == needed, name
+
+
+HEAVY: dict[str, Any] = {"sequence": 2048, "micro_batches": 8, "head": True}
+"""The head of Llama-3 8B, on the last stage, takes as long as two and a half layers."""
+
+
+def test_stages_are_split_so_that_the_longest_one_is_short() -> None:
+    """And fit: the first stage holds as many micro-batches as there are stages."""
+    cluster = load_cluster("grand-teton")
+    step = step_of("llama3-8b", Parallel(pp=4), layers=12, **HEAVY)
+    form = ClosedForm(step, cluster)
+
+    def figures(some: Any) -> Figures:
+        return whole(cluster, some, "serial", {}).figures
+
+    even, fast = figures(step), searching.with_split(step, cluster, 80.0)
+    assert fast.split[-1] < 3 < max(fast.split) and sum(fast.split) == 12
+    assert figures(fast).iteration_ms < 0.9 * even.iteration_ms
+    assert form.rating(fast.split).memory_bytes == pytest.approx(figures(fast).peak_memory_bytes)
+    (rated,) = estimates(cluster, fast, (("serial", {}),))
+    assert not isinstance(rated, str)
+    assert rated.iteration_ms == pytest.approx(figures(fast).iteration_ms, rel=MARGIN)
+    for gb in (0.95, 0.9, 0.8):  # of what even stages need
+        limit = gb * even.peak_memory_bytes
+        other = searching.with_split(step, cluster, limit / 1e9)
+        assert figures(other).peak_memory_bytes <= limit or not form.split(limit)
+    assert not form.split(1e9)
+    with pytest.raises(ValueError, match="interleaved: cuts the model into stages of its own"):
+        whole(cluster, fast, "interleaved", {})
+
+
+def test_a_search_splits_stages_and_is_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, policies = str(ROOT / "tuning/shapes/llama3-8b.toml"), (("serial", {}), ("zbv", {}))
+    asked = query(model=model, cluster=load_cluster("grand-teton"), gpus=8, batch=16, beam=4)
+    asked = replace(asked, policies=policies, sequence=2048)
+    monkeypatch.setattr(
+        searching, "layouts", lambda _: iter([step_of("llama3-8b", Parallel(pp=8), **HEAVY)])
+    )
+    found = search(asked, silent, workers=1).ranked
+    with monkeypatch.context() as without:
+        without.setattr(searching, "splits", lambda form, limit: [])
+        before = search(asked, silent, workers=1).ranked
+    serial = [next(p for p in plans if p.policy == "serial") for plans in (found, before)]
+    assert serial[0].step.split and serial[0].iteration_ms < 0.95 * serial[1].iteration_ms
+    assert found[0].iteration_ms <= before[0].iteration_ms
+    assert {(plan.policy, not plan.step.split) for plan in found} >= {
+        ("zbv", True),
+        ("serial", True),
+    }
 
 
 def test_a_step_is_not_shorter_than_its_compute() -> None:
@@ -149,8 +200,9 @@ def test_the_first_five_are_those_of_whole_simulations(
     found = search(asked, silent, workers=1)
     steps = dict.fromkeys(plan.step for plan in found.ranked)
     limit = 1e9 * asked.memory_gb
-    rated = [(estimate(step, asked.cluster), step) for step in layouts(asked)]
-    kept = searching._best([one for one in rated if one[0].memory_bytes <= limit], asked.beam)
+    rated = [(ClosedForm(step, asked.cluster).rating(), step) for step in layouts(asked)]
+    best = searching._best([one for one in rated if one[0].memory_bytes <= limit], asked.beam)
+    kept = [step for step, _ in searching._with_splits(best, [], asked)]
     assert set(steps) <= set(kept)
     plain = [step for step in kept if step.parallel.dp == 2]
     assert {step.zero for step in plain} == {1, 3}

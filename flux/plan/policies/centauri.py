@@ -100,7 +100,7 @@ class Centauri:
         self.prefetch = checked_integer("centauri: prefetch", prefetch, 0)
         if chunks != "auto":
             checked_integer("centauri: chunks", chunks, 1)
-        self.chunks = chunks
+        self.chunks, self.cuts_stages = chunks, chunks != 1
         if layer not in ("auto", "t1", "t2"):
             raise ValueError(f"centauri: layer must be auto, t1 or t2, got {layer!r}")
         if type(memory_gb) not in (int, float) or not memory_gb >= 0:

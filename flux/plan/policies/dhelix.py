@@ -49,6 +49,7 @@ class DHelix:
     """
 
     name = "dhelix"
+    cuts_stages = True
 
     def __init__(
         self,

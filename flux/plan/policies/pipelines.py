@@ -32,6 +32,7 @@ class _TorchPipeline:
     name = ""
     schedule = ""
     uneven = False
+    cuts_stages = True
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
         """Return the graph with the layers on the ranks of this pipeline."""
