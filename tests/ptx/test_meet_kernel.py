@@ -91,3 +91,13 @@ def test_a_rank_that_does_not_come_is_given_up(meet: Module) -> None:
     assert code != 0 and (signal, expected, observed) == (2, 5, 4)
     for peer in (0, 2):
         assert ranks[peer].status[0] != 0 and ranks[peer].status[2] == 1  # told by rank 1
+
+
+def test_a_rank_whose_call_has_failed_is_not_done(meet: Module) -> None:
+    """Its peers, which may have come all, hear of it instead."""
+    ranks = [Rank() for _ in range(WORLD)]
+    ranks[1].words[:] = 5
+    ranks[1].status[0] = 3
+    met(meet, ranks, 1, 0)
+    assert not any(ranks[peer].words.any() for peer in (0, 2))
+    assert all(ranks[peer].status[2] == 1 for peer in (0, 2))

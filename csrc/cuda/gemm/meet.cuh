@@ -38,10 +38,12 @@ static __global__ void __launch_bounds__(kMeetThreads, 8)
   FluxSync sync = args.sync;
   sync.epoch = shared_number;
   const bool has_peer = thread < args.world;
-  if (has_peer && args.raised[thread] != nullptr) {
+  // After a failed wait this rank's work is not done.
+  const volatile std::uint64_t* failed = sync.status + FLUX_STATUS_CODE;
+  bool came = *failed == FLUX_WAIT_NONE;
+  if (came && has_peer && args.raised[thread] != nullptr) {
     store_release_sys(args.raised[thread], sync.epoch);
   }
-  bool came = true;
   const int words = args.awaited_count * max_of(args.rows, 1);
   for (int i = thread; args.awaited != nullptr && i < words; i += threads) {
     const int row = i / args.awaited_count;

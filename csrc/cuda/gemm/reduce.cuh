@@ -139,14 +139,17 @@ __device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(FluxReduc
       args.slot_count, [&args](int source) { return args.slots[source]; }, offset, there);
 }
 
-// Rows [row, row + rows) of the own rows, columns [column, column + columns). Without all partials
-// the sums are NaN: AllReduce sends them to peers, which must not use them as results.
+// Rows [row, row + rows) of the own rows, columns [column, column + columns). Without all partials the sums
+// are NaN, and AllReduce sends none: a peer may still read the result of its last call there, and waits for
+// the word of this rank, which `meet` does not raise.
 template <class Element, int Width>
 __device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int column, int columns,
                              bool complete) {
   using Vector = cutlass::AlignedArray<Element, Width>;
   const int vectors = columns / Width;
   const int thread = static_cast<int>(threadIdx.x) % kReduceThreads;
+  const int own = args.out_count > 1 ? args.rank - args.first_source : 0;
+  const int begin = complete ? 0 : own, end = complete ? args.out_count : own + 1;
   for (int at = thread; at < rows * vectors; at += kReduceThreads) {
     const int r = row + at / vectors;
     const int c = column + at % vectors * Width;
@@ -156,13 +159,13 @@ __device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int 
     if (complete) sum = sum_of_sources<Element, Width>(args, r, c);
     const Vector result = result_of<Element, Width>(sum, args.scale, args.bias, c);
     if constexpr (sizeof(Vector) == 16) {
-      if (args.switch_out != nullptr) {
+      if (args.switch_out != nullptr && complete) {
         store_everywhere(static_cast<Element*>(args.switch_out) + r * args.out_ld + c,
                          *reinterpret_cast<uint4 const*>(&result));
         continue;
       }
     }
-    for (int out = 0; out < args.out_count; ++out) {
+    for (int out = begin; out < end; ++out) {
       *reinterpret_cast<Vector*>(static_cast<Element*>(args.outs[out]) + r * args.out_ld + c) =
           result;
     }

@@ -255,8 +255,11 @@ int make_gemm_rs(const FluxGemmArgs& args, Work* work) {
 }
 
 // What a rank has summed up goes to each rank that wants it.
-void put_sum(const FluxReduceArgs& args, std::int64_t at, std::uint16_t sum) {
+// Sums that lack partials stay with their owner.
+void put_sum(const FluxReduceArgs& args, std::int64_t at, std::uint16_t sum, bool complete) {
+  const int own = args.out_count > 1 ? args.rank - args.first_source : 0;
   for (int out = 0; out < args.out_count; ++out) {
+    if (!complete && out != own) continue;
     auto* const to = static_cast<std::uint16_t*>(args.outs[out]) + at;
     emulated::write(reinterpret_cast<std::uintptr_t>(to), &sum, sizeof(sum));
   }
@@ -276,7 +279,7 @@ void sum_tile(const FluxReduceArgs& args, Range rows, Range columns, bool comple
       float sum = complete ? sum_of_sources(args, r * args.slot_ld + c) : std::nanf("");
       sum *= args.scale;
       if (args.bias != nullptr) sum += to_float(static_cast<const std::uint16_t*>(args.bias)[c]);
-      put_sum(args, r * args.out_ld + c, to_bf16(sum));
+      put_sum(args, r * args.out_ld + c, to_bf16(sum), complete);
     }
   }
 }
@@ -336,6 +339,7 @@ int make_reduction(const FluxReduceArgs& args, Work* work) {
 // What is done to one rank at a time, as the threads of the kernel's one block do it.
 int make_meeting(const FluxMeetArgs& args, Work* work) {
   const auto number = std::make_shared<std::uint32_t>();
+  const auto failed = std::make_shared<bool>();
   const int rows = max_of(args.rows, 1);
   const bool small = args.reset_count == 0 && args.awaited_count * rows <= 32;
   work->footprint = Footprint{small ? 32 : 256, 32, 0};
@@ -344,7 +348,9 @@ int make_meeting(const FluxMeetArgs& args, Work* work) {
     for (int i = 0; i < args.reset_count; ++i) emulated::store(args.reset + i, 0);
     *number = args.count != nullptr ? *args.count += args.advance : args.sync.epoch;
     emulated::dawdle();
-    for (int rank = 0; rank < args.world; ++rank) {
+    const std::uint64_t code = __atomic_load_n(args.sync.status, __ATOMIC_ACQUIRE);
+    *failed = code != FLUX_WAIT_NONE;
+    for (int rank = 0; !*failed && rank < args.world; ++rank) {
       if (args.raised[rank] != nullptr) emulated::store(args.raised[rank], *number);
     }
     for (int row = 0; args.awaited != nullptr && row < rows; ++row) {
@@ -355,7 +361,7 @@ int make_meeting(const FluxMeetArgs& args, Work* work) {
     }
   };
   work->close = [=](int, const std::vector<bool>& came, Place) {
-    if (std::find(came.begin(), came.end(), false) == came.end()) return;
+    if (!*failed && std::find(came.begin(), came.end(), false) == came.end()) return;
     for (int rank = 0; rank < args.world; ++rank) {
       if (rank == args.rank || args.statuses[rank] == nullptr) continue;
       args.statuses[rank][FLUX_STATUS_SIGNAL] = static_cast<std::uint64_t>(args.rank);
