@@ -14,6 +14,8 @@ from flux.core.problem import ACTIVATIONS, BY_SHORT, SCALINGS
 from flux.core.problem import DTYPES as DTYPES_BY_NAME
 
 DENSE = ("gemm", "ag_gemm", "gemm_rs")
+GATED = ("gated_gelu", "gated_silu")
+"""Of the first half of the columns, which multiplies the second half."""
 GROUPED = ("ag_grouped_gemm", "grouped_gemm_rs")
 OPS = (*DENSE, *GROUPED)
 ARCHS = ("80", "90a")
@@ -30,7 +32,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": DTYPES,
     "weight": WEIGHTS,
     "schedule": ("cooperative", "pingpong", "stream_k", "multistage"),
-    "activation": ACTIVATIONS,
+    "activation": (*ACTIVATIONS, *GATED),
     "scaling": SCALINGS,
     "reduce": REDUCES,
     "tile_scheduler": TILE_SCHEDULERS,

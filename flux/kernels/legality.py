@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flux.core.problem import Problem
-from flux.kernels.config import GROUPED, SCHEDULES, TMA_BYTES, GemmConfig
+from flux.kernels.config import GATED, GROUPED, SCHEDULES, TMA_BYTES, GemmConfig
 
 MAX_WORLD = 32
 """FLUX_MAX_WORLD of csrc/cuda/abi.h: ranks whose memory one kernel can address."""
@@ -112,6 +112,8 @@ def reason_unsupported(config: GemmConfig, problem: GemmProblem) -> str | None:
     # The result's rows; on 80 results are stored in vectors of as many elements as operands are
     # loaded.
     rows.append(("N", problem.n, config.alignment or TMA_BYTES // config.output_itemsize))
+    if config.activation in GATED:
+        rows.append(("N", problem.n, 2 * TMA_BYTES // config.output_itemsize))
     for extent, value, multiple in rows:
         if value % multiple:
             return f"{extent} must be a multiple of {multiple}, got {value}"
@@ -201,6 +203,12 @@ def _reason_illegal_data(config: GemmConfig) -> str | None:
     if config.activation != "none" and config.op in _SUMS:
         return (
             f"{config.op} sums over ranks first: activation must be none, got {config.activation}"
+        )
+    where = (config.op, config.arch, config.weight)
+    if config.activation in GATED and where != ("ag_grouped_gemm", "90a", "nk"):
+        return (
+            f"activation {config.activation} is for ag_grouped_gemm on sm_90a with weight nk, not "
+            f"{config.op} on sm_{config.arch} with {config.weight}"
         )
     if config.reduce == "in_flight" and (config.op, config.arch) != ("gemm_rs", "90a"):
         return f"reduce in_flight is for gemm_rs on sm_90a, not {config.op} on sm_{config.arch}"

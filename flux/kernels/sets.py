@@ -81,6 +81,10 @@ def _grouped_sm90() -> Iterator[GemmConfig]:
     for op, dtype, weight in product(GROUPED, ("bf16", "fp16"), ("nk", "kn")):
         yield replace(_sm90(op, (128, 256), dtype=dtype), weight=weight)
         yield replace(_sm90(op, (64, 128), "pingpong", dtype=dtype), weight=weight)
+    for dtype in ("bf16", "fp16"):  # SwiGLU
+        yield replace(_sm90(GROUPED[0], (128, 256), dtype=dtype), activation="gated_silu")
+        few = _sm90(GROUPED[0], (64, 128), "pingpong", dtype=dtype)
+        yield replace(few, activation="gated_silu")
 
 
 def _backward_sm90() -> Iterator[GemmConfig]:

@@ -266,13 +266,14 @@ def op_kernel(
             )
         return choose(suited, alternatives[0], sm_count, device.capability, taken, spare)
 
-    kernel = best("none" if spec.gated else spec.activation)
+    activation = f"gated_{spec.activation}" if spec.gated else spec.activation
+    kernel = best(activation)
     if kernel is not None:
-        return OpKernel(kernel, activate_after=spec.gated)
+        return OpKernel(kernel, activate_after=False)
     if spec.activation != "none" and (kernel := best("none")) is not None:
         _warn_once(
-            f"{spec.label}: no built kernel fuses {spec.activation} for this {dtype} problem: "
-            f"{spec.activation} runs as a separate kernel after {kernel.symbol}"
+            f"{spec.label}: no built kernel fuses {activation} for this {dtype} problem: "
+            f"{activation} runs as a separate kernel after {kernel.symbol}"
         )
         return OpKernel(kernel, activate_after=True)
     options = ", ".join(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from flux.kernels.legality import GemmProblem, is_legal
 from flux.kernels.ptxas import Usage
 from flux.kernels.registry import BuiltKernel, Registry
 from flux.kernels.sets import FUSED, config_set
+from flux.select import kernel as kernel_module
 from flux.select import nvidia_heuristics
 from flux.select.cycles import GemmWork, cost, cycles, divide
 from flux.select.hardware import blocks_per_wave
@@ -289,6 +291,31 @@ def test_tiles_are_as_high_as_experts_have_rows(ep: int) -> None:
         spec = OpSpec(Op.ag_gemm, *sizes, False, "sum", experts=128, topk=8, ep=ep)
         heights[rows] = op_kernel(spec, 8, 3072, device, Knobs(), SMS).built.config.tile[0]
     assert heights == {4: 64, 16: 64, 32: 64, 128: 128, 1024: 128}
+
+
+@pytest.mark.parametrize(
+    ("arch", "activation", "transposed", "fused"),
+    [
+        ("90a", "silu", False, "gated_silu"),
+        ("90a", "gelu", False, ""),
+        ("90a", "silu", True, ""),
+        ("80", "silu", False, ""),
+    ],
+)
+def test_gates_are_fused_or_said_not_to_be(
+    arch: str, activation: str, transposed: bool, fused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_module, "_warned", set())
+    kernels = {kernel.symbol: kernel for kernel in built(config_set("default", [arch]))}
+    capability = {"90a": (9, 0), "80": (8, 0)}[arch]
+    device: Any = SimpleNamespace(registry=Registry((), kernels, (), (), ()), capability=capability)
+    options: dict[str, Any] = {"experts": 8, "topk": 2, "activation": activation, "gated": True}
+    spec = OpSpec(Op.ag_gemm, 4096, (2048,), 512, torch.bfloat16, transposed, "sum", **options)
+    said = pytest.warns(UserWarning, match=f"fuses gated_{activation}.*separate kernel")
+    with nullcontext() if fused else said:
+        kernel = op_kernel(spec, 8, 256, device, Knobs(), SMS)
+    assert kernel.built.config.activation == (fused or "none")
+    assert kernel.activate_after == (not fused)
 
 
 @pytest.mark.parametrize("rows", [1, 100, 300, 2000, 9000])

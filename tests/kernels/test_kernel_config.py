@@ -236,6 +236,10 @@ def test_legal_tiles_on_ampere_are_accepted_and_others_rejected(
         (replace(HOPPER, schedule="multistage"), "not multistage"),
         (replace(AMPERE, schedule="pingpong"), "sm_80 has the schedules multistage, stream_k"),
         (replace(HOPPER, op="gemm_rs", activation="gelu"), "sums over ranks first"),
+        (
+            replace(HOPPER, activation="gated_silu"),
+            "is for ag_grouped_gemm on sm_90a with weight nk",
+        ),
         (replace(HOPPER, reduce="in_flight"), "reduce in_flight is for gemm_rs on sm_90a"),
         (replace(AMPERE, op="gemm_rs", reduce="in_flight"), "not gemm_rs on sm_80"),
         (replace(HOPPER, scaling="row"), "must be none for bf16, got row"),

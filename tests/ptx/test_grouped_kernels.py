@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import bench_gpus
+from device_fixtures import with_flux_kernels
 from emulated import EmulatedDevice
 from emulated_processes import emulate, run
 from flux import _C, Knobs, PeerTimeoutError
@@ -21,9 +22,12 @@ from flux.bench.config import BenchConfig
 from flux.bench.op import measure
 from flux.bench.places import gpu
 from flux.bench.sparse import FusedSparse
+from flux.core.knobs import Op
 from flux.core.sparse_problem import DISPATCHING, SPARSE, make_problem
+from flux.core.spec import OpSpec
 from flux.kernels.config import GROUPED
 from flux.moe.checks import Operands
+from flux.select.kernel import op_kernel
 from flux.transport.loopback import LoopbackWorld
 from flux.transport.virtual import VirtualWorld
 from harness import STRESS
@@ -89,6 +93,29 @@ def test_routed_rows_are_kept_for_a_backward(ptx: Any) -> None:
             y, routed = outs[r]
             inputs.compare(y, r)
             assert torch.equal(routed, inputs.x[op.routing(inputs.experts).tokens])
+
+
+def test_a_gate_is_applied_by_the_kernel(request: pytest.FixtureRequest) -> None:
+    """Both halves of a column are in one tile, also of the last one, which is not full."""
+    with with_flux_kernels(request, "90a", "gated_kernels") as device:
+        for number, built in enumerate(device.registry.kernels.values()):
+            for n, kind in ((48, "random"), (304, "one"), (144, "none")):
+                case = replace(CASE, n=n, activation="silu", gated=True, bias=True, room=7)
+                run_case(device, built, case, 2, [kind, "random"], number)
+                spec = OpSpec(
+                    Op.ag_gemm,
+                    90,
+                    (n,),
+                    32,
+                    torch.bfloat16,
+                    False,
+                    "sum",
+                    experts=5,
+                    topk=3,
+                    activation="silu",
+                    gated=True,
+                )
+                assert not op_kernel(spec, 2, n // 2, device, Knobs(), 8).activate_after
 
 
 def _filled(op: Any, first: int, row: int, rows: int) -> list[bool]:

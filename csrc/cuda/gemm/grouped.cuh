@@ -30,6 +30,12 @@ struct GroupedParams {
   FluxSync sync{};
 };
 
+// Halves of a gated product: activation(first) * second is the result. Of a tile both have every other
+// eight columns, so a thread that has one of first has the same of second.
+template <class C>
+constexpr int kHalves =
+    C::kActivation == Activation::kGatedGelu || C::kActivation == Activation::kGatedSilu ? 2 : 1;
+
 // How many items there are.
 __device__ __forceinline__ int items_of(FluxGroups const& groups) {
   return groups.item_total != nullptr ? *groups.item_total : groups.item_count;
@@ -65,7 +71,8 @@ struct GroupedLauncher {
   static int launch(FluxGemmArgs const* args, void* stream) {
     if (args->groups == nullptr || args->order.world > FLUX_MAX_WORLD) return FLUX_REFUSED;
     if (args->lda % C::kAlignment != 0 || args->ldb % C::kAlignment != 0) return FLUX_REFUSED;
-    if (args->n % C::kAlignment != 0 || args->k % C::kAlignment != 0) return FLUX_REFUSED;
+    if (args->n % (C::kAlignment * kHalves<C>) != 0) return FLUX_REFUSED;
+    if (args->k % C::kAlignment != 0) return FLUX_REFUSED;
     if (workspace_bytes(args) > args->workspace_bytes) return FLUX_TOO_SMALL;
     Resources with;
     if (const int status = resources_of(*args, K::kKernel, K::kThreads, K::kSharedBytes, &with);

@@ -16,7 +16,7 @@ namespace flux {
 
 enum class Schedule { kCooperative, kPingpong, kStreamK, kMultistage };
 enum class TileScheduler { kStatic, kDynamic };
-enum class Activation { kNone, kGelu, kSilu };
+enum class Activation { kNone, kGelu, kSilu, kGatedGelu, kGatedSilu };
 enum class Scaling { kNone, kTensor, kRow };
 enum class Reduce { kLocal, kInFlight };
 

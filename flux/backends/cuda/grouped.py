@@ -138,7 +138,7 @@ class GroupedCalls(OpCalls):
         assert product is not None
         columns = call.columns[0] * (2 if spec.gated else 1)
         x = self._fit.call(call, gathers=True).x
-        out = empty(product.rows, columns)
+        out = empty(product.rows, columns if self._activates else call.columns[0])
         kept = product.routed
         full = empty(call.m, spec.k, spec.dtype) if gather or kept is not None else None
         weights = self._weights(product, call, x.shape[1], columns)
@@ -149,7 +149,7 @@ class GroupedCalls(OpCalls):
         self._native.ag_gemm(schedule.native, stream, rows, [operand], to, [])
         if full is not None and kept is not None:
             self._device.enqueue(partial(self._keep, full, *self._routed, kept))
-        if spec.gated:
+        if spec.gated and self._activates:
             wide, out = out, empty(product.rows, call.columns[0])
             self._device.enqueue(partial(self._gate, wide, out))
         elif self._activates:
@@ -230,13 +230,15 @@ class GroupedCalls(OpCalls):
             route, maps = self._route_of(schedule, choices, columns)
             tail = address_of(out) if self._spec.op.gathers else 0
         addresses, step, _ = weights
-        route.use(self._address(maps), addresses, tail, out.itemsize)
+        # Of columns of the weight: a gated result has half as many.
+        element_bytes = out.shape[1] * out.itemsize // max(columns, 1)
+        route.use(self._address(maps), addresses, tail, element_bytes)
         self._native.set_route(route, at_bias, at_probs)
         rows = None if made is not None else maps[route.totals + 1]
         self._routed = maps[route.routed :][: choices.rows], rows
         self._kept = (bias, probs, maps)  # until the call is on the stream
         first = addresses[0] if addresses else address_of(maps)
-        return (first, step, columns, address_of(out), columns, 0, 0)
+        return (first, step, columns, address_of(out), out.shape[1], 0, 0)
 
     def _route_of(
         self, schedule: TileSchedule, choices: DeviceChoices, columns: int

@@ -77,6 +77,12 @@ def _build_float8_kernels(_: Path) -> Path:
     return _build_kernels("emulated-float8", configs)
 
 
+def _build_gated_kernels(_: Path) -> Path:
+    configs = [c for c in config_set("default", ["90a"]) if c.activation == "gated_silu"]
+    few = [c for c in configs if (c.dtype, c.tile[0]) == ("bf16", 64)]
+    return _build_kernels("emulated-gated", configs if STRESS > 1 else few)
+
+
 def _built_or_skipped(
     config: pytest.Config, name: str, build_kernels: Callable[[Path], Path]
 ) -> Path:
@@ -120,6 +126,12 @@ def wide_kernels(pytestconfig: pytest.Config) -> Path:
 def float8_kernels(pytestconfig: pytest.Config) -> Path:
     """A float8 kernel of each op and scaling, likewise."""
     return _built_or_skipped(pytestconfig, "float8-kernels", _build_float8_kernels)
+
+
+@pytest.fixture(scope="session")
+def gated_kernels(pytestconfig: pytest.Config) -> Path:
+    """Kernels of experts with a gate: without make stress, one of them."""
+    return _built_or_skipped(pytestconfig, "gated-kernels", _build_gated_kernels)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 from every_kernel import build_kernels, device_with, only  # noqa: E402
 from flux.core.problem import BY_SHORT  # noqa: E402
-from flux.kernels.config import GROUPED, GemmConfig  # noqa: E402
+from flux.kernels.config import GATED, GROUPED, GemmConfig  # noqa: E402
 from flux.kernels.registry import BuiltKernel  # noqa: E402
 from flux.kernels.sets import config_set  # noqa: E402
 from flux.transport.virtual import VirtualWorld  # noqa: E402
@@ -58,6 +58,9 @@ def case_of(seed: int, kernels: list[GemmConfig]) -> tuple[GemmConfig, MoeCase, 
         size = rng.randint(1, 80), rng.randint(1, 90)
     shared, other = size
     activation = rng.choice(("none", *ACTIVATIONS)) if gathers else "none"
+    fused = config.activation in GATED
+    if fused:
+        activation = config.activation.removeprefix("gated_")
     way: dict[str, Any] = {} if op == "gather" else {"direction": "push"}
     way |= {"order": "direct"} if op == "dispatch" else {}
     case = MoeCase(
@@ -72,7 +75,7 @@ def case_of(seed: int, kernels: list[GemmConfig]) -> tuple[GemmConfig, MoeCase, 
         knobs=replace(knobs_of(rng, world), reduce="local", **way),
         transpose=config.weight == "kn",
         activation=activation,
-        gated=activation != "none" and rng.random() < 0.5,
+        gated=fused or (activation != "none" and rng.random() < 0.5),
         bias=rng.random() < 0.6,
         listed=rng.random() < 0.4,
     )

@@ -98,6 +98,7 @@ struct StoredByRow {
 
 template <class C>
 struct GroupedParts {
+  static_assert(kHalves<C> == 1, "iterators of CUTLASS 2.x load neighbouring columns");
   using T = Types<C>;
   using Swizzle = cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<>;
   using Linear =

@@ -84,7 +84,8 @@ struct GroupedParts {
 
 // Copies the k tiles of a tile's operands. In shared memory both have rows of 128 bytes, whose 16 byte
 // columns are exchanged by the number of the row: eight threads copy a row, and each of them the same column
-// of every 16th. A row of [K, N] has 64 columns of the weight. Zeros come from beyond the matrices.
+// of every 16th. A row of [K, N] has 64 columns of the weight. Zeros come from beyond the matrices. Of a gated
+// product eight columns of the first half are followed by eight of the second.
 template <class C, class Parts = GroupedParts<C>>
 CUTLASS_DEVICE void copy_tile(GroupedParams const& p, typename Parts::Shared& shared,
                               typename Parts::Stages& stages,
@@ -103,9 +104,14 @@ CUTLASS_DEVICE void copy_tile(GroupedParams const& p, typename Parts::Shared& sh
     const int source = p.groups.sources[tile * C::kTileM + row + i * kStep];
     rows[i] = static_cast<const Element*>(p.a) + source * p.lda + at;
   }
-  const int first = column * C::kTileN + (C::kTransposedWeight ? at : row);
+  constexpr bool kGated = kHalves<C> == 2;
+  static_assert(!kGated || !C::kTransposedWeight);
+  const int half = p.n / kHalves<C>;
+  const int first =
+      column * C::kTileN / kHalves<C> + (C::kTransposedWeight ? at : (kGated ? row % 8 : row));
+  const std::int64_t from_row = first + (kGated && row >= 8 ? half : 0);
   const auto* weight = static_cast<const Element*>(p.groups.weights[p.groups.experts[tile]]) +
-                       (C::kTransposedWeight ? row * p.ldb + first : first * p.ldb + at);
+                       (C::kTransposedWeight ? row * p.ldb + first : from_row * p.ldb + at);
   CUTLASS_PRAGMA_NO_UNROLL
   for (int k = 0; k < p.k; k += kDepth, ++write) {
     stages.producer_acquire(write);
@@ -120,9 +126,9 @@ CUTLASS_DEVICE void copy_tile(GroupedParams const& p, typename Parts::Shared& sh
     for (int i = 0; i < C::kTileN / kStep; ++i) {
       const int deep = C::kTransposedWeight ? row + i * kStep % kDepth : at;
       const int n = C::kTransposedWeight ? i * kStep / kDepth * kDepth : i * kStep;
-      copy(b + i * kStep * kDepth, from, k + deep < p.k && first + n < p.n);
+      copy(b + i * kStep * kDepth, from, k + deep < p.k && first + n / kHalves<C> < half);
       const bool ends = C::kTransposedWeight && (i + 1) * kStep % kDepth == 0;  // 64 columns
-      from += ends ? kDepth - (kDepth - kStep) * p.ldb : kStep * p.ldb;
+      from += ends ? kDepth - (kDepth - kStep) * p.ldb : kStep / kHalves<C> * p.ldb;
       asm volatile("" : "+l"(from));  // else all sixteen would be in registers
     }
     weight += C::kTransposedWeight ? kDepth * p.ldb : kDepth;
@@ -200,9 +206,9 @@ CUTLASS_DEVICE void multiply(typename Parts::Shared& shared, typename Parts::Sta
 
 template <Activation kActivation>
 CUTLASS_DEVICE float activated(float x) {
-  if constexpr (kActivation == Activation::kGelu)
+  if constexpr (kActivation == Activation::kGelu || kActivation == Activation::kGatedGelu)
     return cutlass::epilogue::thread::GELU<float>{}(x);
-  if constexpr (kActivation == Activation::kSilu)
+  if constexpr (kActivation == Activation::kSilu || kActivation == Activation::kGatedSilu)
     return cutlass::epilogue::thread::SiLu<float>{}(x);
   return x;
 }
@@ -222,14 +228,15 @@ CUTLASS_DEVICE void transpose_in_quad(std::uint32_t (&words)[4]) {
   }
 }
 
-// activation(sums + bias[expert, n]) to rows of d. A lane has two neighbouring columns of each eight, of
-// rows 8 apart.
+// activation(sums + bias[expert, n]), gated or not, to rows of d. A lane has two neighbouring columns of each
+// eight, of rows 8 apart.
 template <class C, class Sums, class Parts = GroupedParts<C>>
 CUTLASS_DEVICE void store_tile(GroupedParams const& p, Sums const& sums, int thread, int tile,
                                int column) {
   using Output = typename C::Output;
   using Pair = cutlass::Array<Output, 2>;
-  const int lane = thread % 32, first = column * C::kTileN;
+  constexpr int kHalf = kHalves<C>;
+  const int lane = thread % 32, first = column * C::kTileN / kHalf, half = p.n / kHalf;
   const auto* bias = static_cast<const Output*>(p.groups.bias);
   if (bias != nullptr) bias += std::int64_t{p.groups.experts[tile]} * p.n;
   const cutlass::NumericArrayConverter<Output, float, 2> narrow;
@@ -240,31 +247,36 @@ CUTLASS_DEVICE void store_tile(GroupedParams const& p, Sums const& sums, int thr
                       thread / 32 * 16 + lane / 4;
     const int row[] = {rows[0], rows[8]};
     CUTLASS_PRAGMA_UNROLL
-    for (int eight = 0; eight < C::kTileN / 8; eight += 4) {
-      cutlass::Array<float, 2> addend[4];
+    for (int eight = 0; eight < C::kTileN / 8 / kHalf; eight += 4) {
+      cutlass::Array<float, 2> addend[4 * kHalf];
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const int n = first + 8 * (eight + i) + lane % 4 * 2;
+      for (int i = 0; i < 4 * kHalf; ++i) {
+        const int n = first + 8 * (eight + i / kHalf) + lane % 4 * 2;
         addend[i].clear();
-        if (bias != nullptr && n < p.n) addend[i] = widen(*reinterpret_cast<const Pair*>(bias + n));
+        if (bias != nullptr && n < half) {
+          addend[i] = widen(*reinterpret_cast<const Pair*>(bias + n + i % kHalf * half));
+        }
       }
       CUTLASS_PRAGMA_UNROLL
-      for (int half = 0; half < 2; ++half) {
+      for (int lower = 0; lower < 2; ++lower) {
         std::uint32_t words[4];
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 4; ++i) {
           cutlass::Array<float, 2> values;
           CUTLASS_PRAGMA_UNROLL
           for (int e = 0; e < 2; ++e) {
-            const float sum = sums(cute::make_coord(e, half, eight + i), block, 0);
-            values[e] = activated<C::kActivation>(sum + addend[i][e]);
+            const auto sum = [&](int j) {
+              return sums(cute::make_coord(e, lower, eight * kHalf + j), block, 0) + addend[j][e];
+            };
+            values[e] = activated<C::kActivation>(sum(i * kHalf));
+            if constexpr (kHalf == 2) values[e] *= sum(i * kHalf + 1);
           }
           reinterpret_cast<Pair&>(words[i]) = narrow(values);
         }
         transpose_in_quad(words);
         const int n = first + 8 * (eight + lane % 4);
-        if (row[half] < 0 || n >= p.n) continue;
-        *reinterpret_cast<uint4*>(static_cast<Output*>(p.d) + row[half] * p.ldd + n) =
+        if (row[lower] < 0 || n >= half) continue;
+        *reinterpret_cast<uint4*>(static_cast<Output*>(p.d) + row[lower] * p.ldd + n) =
             make_uint4(words[0], words[1], words[2], words[3]);
       }
     }
