@@ -32,6 +32,7 @@ _RENAMED = {
     "activation-checkpoint.mode": "activation-checkpoint",
     "parallelism.enable-async-tensor-parallel": "compile.enable-async-tensor-parallel",
     "experimental.enable-async-tensor-parallel": "compile.enable-async-tensor-parallel",
+    "float8.enable-float8-linear": "model.converters",
 }
 """Settings of older releases, and what they are called in 0.3; degrees were in other sections."""
 _PLANNED = (
@@ -53,7 +54,7 @@ _TIMELESS = (
     *("validator", "comm", "debug", "dataloader", "tokenizer", "memory-estimation"),
     *(f"training.{word}" for word in ("dataset", "dataset-path", "steps", "gc-freq", "gc-debug")),
     *(f"training.{word}" for word in ("max-norm", "seed", "deterministic", "warmup-steps")),
-    *("training.disable-cuda-graphs", "training.mixed-precision-reduce"),
+    "training.disable-cuda-graphs",
     *(f"optimizer.{word}" for word in ("lr", "eps", "beta1", "beta2", "weight-decay")),
     *("model.tokenizer-path", "model.hf-assets-path", "model.norm-type", "compile.backend"),
     *("model.print-after-conversion", "activation-checkpoint.early-stop"),
@@ -62,6 +63,7 @@ _TIMELESS = (
 _DEFAULTS = {
     *(("optimizer.name", "AdamW"), ("optimizer.name", "Adam"), ("training.dtype", "float32")),
     *(("training.mixed-precision-param", "bfloat16"), ("parallelism.spmd-backend", "default")),
+    *(("training.mixed-precision-reduce", "float32"),),
     *(("parallelism.expert-tensor-parallel-degree", "1"), ("optimizer.implementation", "fused")),
     *(("parallelism.context-parallel-rotate-method", "allgather"),),
     *(("parallelism.context-parallel-load-balancer", "headtail"),),
@@ -212,7 +214,9 @@ def from_toml(file: Path) -> CommandOptions:
     options = CommandOptions(str(file))
     for name, value in Table.load(file).flat().items():
         name = _renamed(name.replace("_", "-"))
-        if value != "false":
+        if name == "model.converters" and value in ("true", "false"):  # it was a switch
+            options[name] = "float8" if value == "true" else ""
+        elif value != "false":
             options[name] = "" if value == "true" else value
         elif name == "parallelism.enable-sequence-parallel":
             options["parallelism.no-enable-sequence-parallel"] = ""
@@ -254,9 +258,11 @@ def _chosen(options: CommandOptions, notes: list[str], model: str | None) -> Com
 
 def _unplanned(options: CommandOptions) -> list[str]:
     """Return the settings of a job that plans do not know."""
-    known = {*_PLANNED, *_TIMELESS, *(f"compile.no-{word}" for word in ("enable",))}
+    known = {*_PLANNED, *_TIMELESS, "compile.no-enable"}
+    if not options.get("model.converters"):
+        known |= {"float8", "mx", "quantize"}  # settings of converters that do not run
     return sorted(
-        name
+        name if name.isprintable() and len(name) < 80 else shown(name)
         for name, value in options.items()
         if "." in name
         and not known & {name, name.partition(".")[0]}

@@ -405,6 +405,14 @@ def test_every_setting_of_a_torchtitan_job_is_planned_or_named(tmp_path: Path) -
     assert [found.options[name] for name in names] == wanted
     unplanned = "quantize.linear.float8.filter-fqns, training.enable-cpu-offload: not planned"
     assert found.notes == [unplanned]
+    old = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nbatch_size = 1\ncompile = true\n'
+    old += 'mixed_precision_reduce = "bfloat16"\ntensor_parallel_degree = 2\n[float8]\n'
+    for switch, dtype in (("true", "float8_e4m3fn"), ("false", "")):
+        job.write_text(f"{old}enable_float8_linear = {switch}\n")
+        found = read_plan(str(job), gpus=8)
+        names = ("tp", "dp", "micro_batch", "eager", "gemm_dtype")
+        assert [found.options[name] for name in names] == [2, 4, 1, False, dtype]
+        assert found.notes == ["training.mixed-precision-reduce: not planned"]
     job.write_text(JOB.replace("4B", "5B"))
     with pytest.raises(ValueError, match="'qwen3_5B' is not known; give --model FILE"):
         read_plan(str(job), gpus=8)
