@@ -346,6 +346,10 @@ def kinds() -> list[Kind]:
             *(model_of, bad, fuzz_plans.check_model),
         ),
         Kind(
+            *("config of Transformers", "c.json", fuzz_plans.CONFIG, "json"),
+            *(model_of, (*bad, OSError), fuzz_plans.check_model),
+        ),
+        Kind(
             *("found plans", "f.json", fuzz_plans.plans_text(), "json"),
             *(lambda path: read_plan(str(path)), (*bad, OSError), fuzz_plans.check_taken),
         ),
