@@ -42,12 +42,24 @@ def plans_text() -> bytes:
 
 CONFIG = json.dumps(
     {
-        **{"model_type": "qwen3_next", "hidden_size": 64, "num_hidden_layers": 4, "head_dim": 16},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512},
-        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
-        **{"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "full_attention_interval": 2},
-        **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-        **{"mlp_layer_types": ["dense", *["sparse"] * 3], "sliding_window_pattern": "LLLG"},
+        "model_type": "qwen3_next",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "sliding_window_pattern": "LLLG",
         "layer_types": ["linear_attention", "full_attention"] * 2,
     }
 ).encode()
