@@ -498,9 +498,15 @@ def test_committed_predictions_are_those_of_today(place: int) -> None:
 
 
 def test_the_layout_of_llama_3_405b_fits() -> None:
-    """Of one micro-batch for each stage, which fill the pipeline: more hold no more memory."""
-    run = published_runs.RUNS[-3]
-    step = replace(run.step(), micro_batches=16, zero=2)
-    ((_, timeline, reason),) = compared([("serial", {})], step, load_cluster(run.cluster))
+    """Under the schedule that is timed, with 16 micro-batches.
+
+    Its row has all gradients in float32 until the end of the step, 12.8 GB that FSDP shards (arXiv
+    2407.21783, section 3.3.2): 76.6 GB in place of 87.6. With 32 micro-batches 154 passes of a
+    layer are in flight with 4 stages on a rank; with 8 of one layer, of which the paper's first and
+    last have embedding and head alone, it would be 141, and 84 GB in place of 90.8.
+    """
+    run = published_runs.RUNS[-2]
+    step = replace(run.step(), zero=2)
+    ((_, timeline, reason),) = compared((run.policy,), step, load_cluster(run.cluster))
     assert timeline is not None and not reason
-    assert timeline.peak_memory_bytes < 80e9
+    assert timeline.peak_memory_bytes == pytest.approx(76.6e9, rel=1e-3)
