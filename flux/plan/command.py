@@ -132,24 +132,22 @@ def step_of_options(options: StepOptions, default: Policies) -> tuple[TrainingSt
     Options on the command line replace a plan's. Without --policy they are the plan's, or else
     ``default``.
     """
+    plan = None
     try:
         policies = tuple(map(parse_policy, options.policy or ()))
-        if options.plan is None:
-            searched = options.split == "search"
-            step = step_with(replace(options, split="") if searched else options)
-            return _with_split(step, options) if searched else step, policies or default
-        from flux.plan.files import read_plan
+        if options.plan is not None:
+            from flux.plan.files import options_with
 
-        model = options.model if "model" in options.given else None
-        plan = read_plan(options.plan, options.row, options.gpus, model)
-        others = {name: it for name, it in plan.options.items() if name not in options.given}
-        if model is None and "model" not in others:
-            raise ValueError(f"{options.plan} does not say which model: give --model")
-        step = step_with(replace(options, **others))
+            plan, options = options_with(options, options.plan, options.row, options.gpus)
+        searched = options.split == "search"
+        step = step_with(replace(options, split="") if searched else options)
+        step = _with_split(step, options) if searched else step
     except OSError as error:
         refuse(f"{options.plan}: {error.strerror}")
     except ValueError as error:
         refuse(str(error))
+    if plan is None:
+        return step, policies or default
     for text in plan.notes:
         note(text)
     return step, policies or (plan.policies if len(default) > 1 else (plan.policy,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,25 @@ def read_plan(
     if gpus not in (None, world):
         raise ValueError(f"{path} is a plan for {world} GPUs, and --gpus says {gpus}")
     return plan
+
+
+def options_with(
+    options: Any, path: str, row: int = 1, gpus: int | None = None
+) -> tuple[FilePlan, Any]:
+    """Return the plan in a file, and options with what it says and the command line does not.
+
+    Args:
+        options: ``RankStepOptions``.
+        path: of the file, as for ``read_plan``.
+        row: of a search's plans.
+        gpus: ranks of the step, if the file does not say it.
+    """
+    model = options.model if "model" in options.given else None
+    plan = read_plan(path, row, gpus, model)
+    others = {name: it for name, it in plan.options.items() if name not in options.given}
+    if model is None and "model" not in others:
+        raise ValueError(f"{path} does not say which model: give --model")
+    return plan, replace(options, **others)
 
 
 def _searched(file: Path, number: int) -> FilePlan:

@@ -137,6 +137,7 @@ class RankStepOptions:
     unfused_attention: UnfusedAttention = False
     gemm_dtype: GemmDtype = ""
     cp_kind: CpKind = "ring"
+    given: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,6 @@ class StepOptions(RankStepOptions):
     plan: PlanFile = None
     row: Row = 1
     gpus: Gpus = None
-    given: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -113,13 +113,13 @@ def _config(step: SmallStepOptions, plan: str | None, settings: dict[str, Any]) 
     """Return the configuration of a run: of the options, or of a plan in a file."""
     from flux.bench.config import check_memory
     from flux.bench.model import scaled
-    from flux.plan.files import read_plan
+    from flux.plan.files import options_with
     from flux.runtime.run import PlanRun, memory_of, schedules_of
 
     policies: Policies = tuple(map(parse_policy, step.policy or ["serial", "domino"]))
     if plan is not None:
-        taken = read_plan(plan)
-        step, policies = replace(step, **taken.options), taken.policies
+        taken, step = options_with(step, plan)
+        policies = policies if step.policy else taken.policies
     whole = step_with(step, dtype="float32")
     config = PlanRun(
         step=replace(whole, layer=scaled(whole.layer, step.scale, step.tp)),

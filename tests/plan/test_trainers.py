@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from flux.bench.scripts import options_in
 from flux.bench.shapes import Latent, Layer, Moe
 from flux.cli.app import app
-from flux.plan.files import read_plan
+from flux.plan.files import options_with, read_plan
 from flux.plan.model import Parallel, TrainingStep, even_split, step_of
 from flux.plan.options import StepOptions, step_with
 from flux.plan.policies import policy_of
@@ -436,3 +436,10 @@ def test_every_setting_of_a_torchtitan_job_is_planned_or_named(tmp_path: Path) -
     row = json.loads(priced.stdout)
     assert priced.exit_code == 0 and "'my_job' is not known: what it chooses" in priced.stderr
     assert [row[key] for key in ("model", "dp")] == ["llama3_1B", 4]
+    job.write_text(JOB.replace("4B", "5B") + "[other]\nx = 1\n")
+    options = StepOptions(model="gpt2", dp=2, given=frozenset({"model", "dp"}))
+    plan, mixed = options_with(options, str(job), gpus=8)
+    assert (mixed.model, mixed.dp, mixed.tp, plan.options["dp"]) == ("gpt2", 2, 2, 4)
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 16}')
+    with pytest.raises(ValueError, match="does not say which model: give --model"):
+        options_with(StepOptions(), str(tmp_path / "ds.json"))
