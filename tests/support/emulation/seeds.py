@@ -101,7 +101,8 @@ def has_late_blocks(plan: Plan) -> bool:
 def kind_of(plan: Plan) -> str:
     """Name of the op, the path or who sums, and the tile scheduler of a plan."""
     k = plan.knobs
-    path = {"in_kernel": "sums_in_kernel", "in_flight": "sums_by_switch"}.get(k.reduce or "", k.path)
+    sums = {"in_kernel": "sums_in_kernel", "in_flight": "sums_by_switch"}
+    path = sums.get(k.reduce or "", k.path)
     return f"{plan.problem.op} {path} {k.tile_scheduler}"
 
 
