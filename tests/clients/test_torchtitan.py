@@ -214,8 +214,8 @@ def test_plans_know_the_sizes_and_settings_of_its_configurations() -> None:
     for content in torchtitan_models().values():
         name = content["_name_or_path"]
         module = next(m for m in _MODULES if name.startswith(f"{m}_"))
-        if "parameters" not in content or "kimi" in module:
-            continue  # of an earlier release; torchvision
+        if module == "llama4" or "kimi" in module:
+            continue  # of release 0.2.2; needs torchvision
         built = import_module(f"torchtitan.models.{module}").model_registry(name[len(module) + 1 :])
         with torch.device("meta"):
             model = built.model.build()
