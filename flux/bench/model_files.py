@@ -117,9 +117,10 @@ def model_of(name: str | Path) -> Model:
         ValueError: no such file, wrong contents, or something that plans do not know; the message
             says what.
     """
-    hub = data_root() / "hub"
+    hub, flavor = data_root() / "hub", str(name).lower()
     shipped = str(name) in {file.stem for file in hub.glob("*.json")}
-    if not shipped and (flavor := str(name).lower()) in torchtitan_models():
+    known = shipped or str(name) in {file.stem for file in (hub.parent / "shapes").glob("*.toml")}
+    if not known and flavor in torchtitan_models():
         return torchtitan_model(flavor, str(name))
     file = hub / f"{name}.json" if shipped else find("shapes", name)
     if file.suffix == ".json":

@@ -151,7 +151,11 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     def run(**values: Any) -> None:
         if "context" in values:
-            values["given"] = _given(values.pop("context"))
+            source = values.pop("context").get_parameter_source
+            there = {name: source(name) for name in values}
+            values["given"] = frozenset(
+                n for n, s in there.items() if s and s.name == "COMMANDLINE"
+            )
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         command(**values)
@@ -160,9 +164,3 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     keyword_only = [p.replace(kind=_KEYWORD) for p in parameters]
     run.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
     return run
-
-
-def _given(context: typer.Context) -> frozenset[str]:
-    """Return the names of the parameters that a command line sets."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return frozenset(name for name, it in sources.items() if it and it.name == "COMMANDLINE")
