@@ -3,12 +3,7 @@
 // the host never passes such an address.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include <cstdint>
-
-#include "cutlass/bfloat16.h"
-#include "cutlass/half.h"
 
 namespace flux {
 
@@ -18,12 +13,11 @@ namespace flux {
 #define FLUX_NVLS(...) asm volatile("trap;")
 #endif
 
-// 16 bytes of sums over all ranks.
-template <class Element>
+// 16 bytes of sums over all ranks, of bfloat16 or else float16.
+template <bool kBfloat16>
 __device__ __forceinline__ uint4 load_sum(const void* at) {
-  static_assert(sizeof(Element) == 2);
   uint4 sum{};
-  if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
+  if constexpr (kBfloat16) {
     FLUX_NVLS(
         "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {%0, %1, %2, %3}, [%4];"
         : "=r"(sum.x), "=r"(sum.y), "=r"(sum.z), "=r"(sum.w)

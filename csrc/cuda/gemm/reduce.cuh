@@ -120,9 +120,9 @@ template <class Element, int Width>
 __device__ __forceinline__ cutlass::Array<float, Width> sum_by_switch(const void* partials,
                                                                       std::int64_t offset) {
   cutlass::AlignedArray<Element, Width> added;
-  static_assert(sizeof(added) == sizeof(uint4));
-  *reinterpret_cast<uint4*>(&added) =
-      load_sum<Element>(static_cast<Element const*>(partials) + offset);
+  static_assert(sizeof(added) == sizeof(uint4) && sizeof(Element) == 2);
+  *reinterpret_cast<uint4*>(&added) = load_sum<std::is_same_v<Element, cutlass::bfloat16_t>>(
+      static_cast<Element const*>(partials) + offset);
   return cutlass::NumericArrayConverter<float, Element, Width>{}(added);
 }
 
