@@ -120,11 +120,7 @@ def _dtype(text: str) -> str:
 
 
 def compared(
-    problem: Problem,
-    cluster: Cluster,
-    fixed: object,
-    gemm_ms: float | None = None,
-    taken: int = 0,
+    problem: Problem, cluster: Cluster, fixed: object, gemm_ms: float | None = None, taken: int = 0
 ) -> OrderComparison:
     """Return all methods, and flux with every order and direction that ``fixed`` leaves open.
 
@@ -137,31 +133,20 @@ def compared(
     from flux.select.heuristic import kernels_can_push
 
     assert isinstance(fixed, Knobs)
-    runs = [
-        (op_simulator.simulate(problem, cluster, knobs, gemm_ms=gemm_ms, taken=taken), orders)
-        for knobs, orders in op_simulator.legal_knobs(problem, cluster, fixed)
-    ]
+
+    def run(knobs: Knobs, held: int = taken) -> op_simulator.Simulated:
+        return op_simulator.simulate(problem, cluster, knobs, gemm_ms=gemm_ms, taken=held)
+
+    legal = op_simulator.legal_knobs(problem, cluster, fixed)
+    in_kernel = Knobs(path="in_kernel", tile_scheduler=fixed.tile_scheduler)
+    dense = problem.experts == 1
     return OrderComparison(
         cluster=cluster,
         unfused=op_simulator.unfused(problem, cluster, gemm_ms),
-        medium=(
-            op_simulator.simulate(problem, cluster, Knobs(path="medium"), gemm_ms=gemm_ms)
-            if problem.experts == 1
-            else None
-        ),
-        flux=sorted(runs, key=lambda run: run[0].total_ms),
+        medium=run(Knobs(path="medium"), 0) if dense else None,
+        flux=sorted(((run(k), orders) for k, orders in legal), key=lambda call: call[0].total_ms),
         gemm_given=gemm_ms is not None,
-        in_kernel=(
-            op_simulator.simulate(
-                problem,
-                cluster,
-                Knobs(path="in_kernel", tile_scheduler=fixed.tile_scheduler),
-                gemm_ms=gemm_ms,
-                taken=taken,
-            )
-            if kernels_can_push(problem) and problem.experts == 1
-            else None
-        ),
+        in_kernel=run(in_kernel) if dense and kernels_can_push(problem) else None,
         taken=taken,
     )
 

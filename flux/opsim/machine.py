@@ -39,8 +39,8 @@ class Flag:
 
     __slots__ = ("at_us", "waiting")
 
-    def __init__(self) -> None:
-        self.at_us: float | None = None
+    def __init__(self, at_us: float | None = None) -> None:
+        self.at_us = at_us
         self.waiting: list[Callable[[], None]] = []
 
 
@@ -110,10 +110,7 @@ class SimulatedFabric:
     def route(self, src: int, dst: int) -> Route:
         """Return the way from rank ``src`` to rank ``dst``."""
         cluster, link = self._cluster, self._cluster.link
-        ends = [
-            self._resource(("out", src), link.gbs),
-            self._resource(("in", dst), link.gbs),
-        ]
+        ends = [self._resource(("out", src), link.gbs), self._resource(("in", dst), link.gbs)]
         if link.kind == "pcie":
             both = 2 * DUPLEX_SHARE * link.gbs
             ends += [self._resource(("both", rank), both) for rank in (src, dst)]

@@ -85,17 +85,13 @@ def document(comparison: OrderComparison, command: list[str] | None = None) -> d
     order and direction with its figures, the fastest first.
     """
     unfused, problem = comparison.unfused, comparison.unfused.problem
-    methods = {}
-    for call in comparison.calls:
-        methods[call.method] = {
-            **_figures(comparison, call),
-            "overlap_efficiency_interval": None,
-            "max_abs_err": None,
-            "repeats_ms": [call.total_ms],
-            "knobs": _knobs(call),
-            "comm_cpu_ms": None,
-            "link_bytes": None,
-        }
+    unknown = ("overlap_efficiency_interval", "max_abs_err", "comm_cpu_ms", "link_bytes")
+    methods = {
+        call.method: _figures(comparison, call)
+        | dict.fromkeys(unknown)
+        | {"repeats_ms": [call.total_ms], "knobs": _knobs(call)}
+        for call in comparison.calls
+    }
     schedules = [
         {
             "orders": list(orders),
@@ -121,17 +117,14 @@ def document(comparison: OrderComparison, command: list[str] | None = None) -> d
         "kernel": None if kernel is None else kernel.name,
         "methods": methods,
         "schedules": schedules,
-        "link_rate": None,
+        **dict.fromkeys(("link_rate", "threads", "seed", "start_skew_ms")),
         "link_bytes_minimum": link_bytes_minimum(
             problem, topology_of(problem, comparison.cluster).hosts
         ),
-        "threads": None,
         "repeats": 1,
         "warmup": 0,
-        "seed": None,
         "parts_ms": parts,
         "parts_repeats_ms": {name: [time] for name, time in parts.items()},
-        "start_skew_ms": None,
         "command": command,
     }
 
@@ -223,7 +216,7 @@ def show(comparison: OrderComparison, console: Console) -> None:
         for row, (name, line) in enumerate(timeline(call, end).items()):
             label = call.method if row == 0 else ""
             console.print(Text(f"{label:<9} {name}  |{line}|"), soft_wrap=True)
-    best, unfused = comparison.best, comparison.unfused
+    unfused, best = comparison.unfused, comparison.best
     source = "given" if comparison.gemm_given else "from the roofline of the cost model"
     kernel = "" if best.kernel is None else f"; kernel {best.kernel.name}"
     console.print(

@@ -159,17 +159,12 @@ class _Scatter:
         homes = call.schedules[rank].homes
         to = homes[piece.owner][0] if homes else piece.owner
         stays = to == rank or call.hosts[to] != call.hosts[rank]
+        done, start = Flag(at_us=machine.now_us), machine.now_us
         if stays or self._by_chunk:
             copied = self._by_chunk and to != rank
             machine.arrive(self._uncomputed[rank, to] if copied else self._missing[rank, piece])
-            done = Flag()
-            machine.raise_(done)
             return done
-        start = machine.now_us
-        if call.by_switch:
-            done = Flag()
-            machine.raise_(done)
-        else:
+        if not call.by_switch:
             done = self._stores[rank].put(to, piece.elements * self._itemsize)
         machine.spawn(self._arrival(rank, to, piece, done, start))
         return done

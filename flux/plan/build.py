@@ -38,11 +38,7 @@ from flux.plan.model import OPTIMIZERS, RECOMPUTED, TrainingStep
 
 _MOST_PASSES = 1 << 18
 """Of a layer, by micro-batch. Each has some 40 operators, of some 500 bytes."""
-_DUAL = {
-    "all_gather": "reduce_scatter",
-    "reduce_scatter": "all_gather",
-    "all_to_all": "all_to_all",
-}
+_DUAL = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all": "all_to_all"}
 """What backward of a collective is."""
 
 

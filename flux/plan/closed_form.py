@@ -58,8 +58,9 @@ class ClosedForm:
         each = min(2, *step.stages)  # layers beside that of the embedding, or of the head
         short = replace(short_of(replace(step, split=()), each, 1), dense_layers=0)
         layout = StepLayout(cluster, short)
-        chosen = {0, min(1, self.pp - 1), self.pp - 1}
-        self._forms = {stage: self._form(layout, stage, each) for stage in chosen}
+        forms = {n: self._form(layout, n, each) for n in {0, min(1, self.pp - 1), self.pp - 1}}
+        # What each stage needs for a layer, and besides.
+        self.forms = [forms.get(stage) or forms[1] for stage in range(self.pp)]
 
     def _form(self, layout: StepLayout, stage: int, each: int) -> tuple[StageForm, StageForm]:
         """Return what a stage needs for each layer, and besides."""
@@ -81,10 +82,6 @@ class ClosedForm:
             held += kept
         return layer, outer._replace(more=most - held)
 
-    def of(self, stage: int) -> tuple[StageForm, StageForm]:
-        """Return what a stage needs for each layer, and besides."""
-        return self._forms[stage if stage in self._forms else 1]
-
     def rating(self, stages: Sequence[int] = ()) -> Rating:
         """Return the times of the longest stage, and the memory of the fullest one.
 
@@ -95,7 +92,7 @@ class ClosedForm:
         step = replace(self.step, split=tuple(stages))
         inner = {layers: n for n, layers in reversed([*enumerate(stages)][1:-1])}
         for stage in {0, *inner.values(), self.pp - 1}:
-            layer, outer = self.of(stage)
+            layer, outer = self.forms[stage]
             form = outer.plus(layer, stages[stage])
             serial, hidden, once, once_hidden = form[:4]
             filled = serial * self.step.micro_batches + once
@@ -143,7 +140,7 @@ class ClosedForm:
         inner, times, needs = min(1, self.pp - 1), [], []
         weights = resident[inner] / self.step.stages[inner]  # of a layer
         for stage, layers in enumerate(self.step.stages):
-            layer, outer = self.of(stage)
+            layer, outer = self.forms[stage]
             held, tables = self._held(stage), resident[stage] - layers * weights
             times.append(_Line(outer.serial_ms, layer.serial_ms))
             needs.append(

@@ -32,8 +32,7 @@ ClusterName = Annotated[
     str, typer.Option(help="Name of a cluster in tuning/clusters, or a file in that format.")
 ]
 CalibrationFile = Annotated[
-    str | None,
-    typer.Option("--calibration", metavar="FILE", help="Times of flux plan calibrate."),
+    str | None, typer.Option("--calibration", metavar="FILE", help="Times of flux plan calibrate.")
 ]
 Hosts = Annotated[
     int | None, typer.Option("--hosts", help="Hosts to assume, in place of the cluster's own.")
@@ -41,7 +40,6 @@ Hosts = Annotated[
 Tp = Annotated[int, typer.Option(help="Tensor parallel ranks.")]
 Dp = Annotated[int, typer.Option(help="Data parallel ranks.")]
 Pp = Annotated[int, typer.Option(help="Pipeline stages.")]
-Cp = Annotated[int, typer.Option(help="Context parallel ranks.")]
 Ep = Annotated[int, typer.Option(help="Expert parallel ranks, among the data parallel ones.")]
 SequenceParallel = Annotated[
     bool, typer.Option(help="AllGather and ReduceScatter in place of AllReduce.")
@@ -50,14 +48,6 @@ Layers = Annotated[
     int | None, typer.Option(help="So many layers alone, without embedding and head.")
 ]
 Sequence = Annotated[int | None, typer.Option(help="Tokens of a sequence.")]
-MicroBatch = Annotated[int, typer.Option(help="Sequences of a micro-batch.")]
-MicroBatches = Annotated[
-    int | None, typer.Option(help="Micro-batches of a step (default: 1, or 4 for each stage).")
-]
-Zero = Annotated[int, typer.Option(help="0: AllReduce of gradients; 1, 2: ZeRO; 3: FSDP.")]
-Shard = Annotated[
-    int, typer.Option(help="With --zero 3: data parallel ranks that share weights (0: all).")
-]
 Regather = Annotated[
     bool | None,
     typer.Option(
@@ -66,28 +56,10 @@ Regather = Annotated[
         "--sequence-parallel).",
     ),
 ]
-Recompute = Annotated[
-    str,
-    typer.Option(
-        help="none, selective (attention), ops (as torchtitan), full, or layers of each stage."
-    ),
-]
-Split = Annotated[str, typer.Option(help="Layers of each stage: 7,8,8,7; or search.")]
-OptimizerName = Annotated[
-    str, typer.Option("--optimizer", help="adam, adam-bf16, momentum or sgd.")
-]
-Fp32Gradients = Annotated[bool, typer.Option(help="Gradients in float32.")]
-Eager = Annotated[bool, typer.Option(help="Kernels of PyTorch without compiler.")]
-UnfusedAttention = Annotated[bool, typer.Option(help="No FlashAttention.")]
-GemmDtype = Annotated[
-    str,
-    typer.Option(help="float8_e4m3fn: with casts."),
-]
-CpKind = Annotated[str, typer.Option(help="With --cp: ring, or all_gather.")]
+GemmDtype = Annotated[str, typer.Option(help="float8_e4m3fn: with casts.")]
 Headroom = Annotated[float, typer.Option(help="Share of memory that stays free.")]
 TraceFile = Annotated[
-    str | None,
-    typer.Option("--trace", metavar="FILE", help="Write timelines for ui.perfetto.dev."),
+    str | None, typer.Option("--trace", metavar="FILE", help="Write timelines for ui.perfetto.dev.")
 ]
 PictureFile = Annotated[
     str | None,
@@ -103,7 +75,6 @@ PlanFile = Annotated[
         help="Take step and policy from a file of flux plan search, or a trainer's (plan.md).",
     ),
 ]
-Row = Annotated[int, typer.Option(help="With --plan: which of a search's plans.")]
 Gpus = Annotated[int | None, typer.Option(help="With --plan: ranks, if the file lacks them.")]
 MemoryGb = Annotated[
     float | None, typer.Option(help="GB of a device that a plan may use (default: the device's).")
@@ -119,24 +90,35 @@ class RankStepOptions:
     tp: Tp = 8
     dp: Dp = 1
     pp: Pp = 1
-    cp: Cp = 1
+    cp: Annotated[int, typer.Option(help="Context parallel ranks.")] = 1
     ep: Ep = 1
     sequence_parallel: SequenceParallel = False
     layers: Layers = None
     sequence: Sequence = None
-    micro_batch: MicroBatch = 2
-    micro_batches: MicroBatches = None
-    zero: Zero = 1
+    micro_batch: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 2
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Micro-batches of a step (default: 1, or 4 for each stage).")
+    ] = None
+    zero: Annotated[int, typer.Option(help="0: AllReduce of gradients; 1, 2: ZeRO; 3: FSDP.")] = 1
     regather: Regather = None
-    shard: Shard = 0
-    recompute: Recompute = "none"
-    split: Split = ""
-    optimizer: OptimizerName = "adam"
-    fp32_gradients: Fp32Gradients = False
-    eager: Eager = False
-    unfused_attention: UnfusedAttention = False
+    shard: Annotated[
+        int, typer.Option(help="With --zero 3: data parallel ranks that share weights (0: all).")
+    ] = 0
+    recompute: Annotated[
+        str,
+        typer.Option(
+            help="none, selective (attention), ops (as torchtitan), full, or layers of each stage."
+        ),
+    ] = "none"
+    split: Annotated[str, typer.Option(help="Layers of each stage: 7,8,8,7; or search.")] = ""
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", help="adam, adam-bf16, momentum or sgd.")
+    ] = "adam"
+    fp32_gradients: Annotated[bool, typer.Option(help="Gradients in float32.")] = False
+    eager: Annotated[bool, typer.Option(help="Kernels of PyTorch without compiler.")] = False
+    unfused_attention: Annotated[bool, typer.Option(help="No FlashAttention.")] = False
     gemm_dtype: GemmDtype = ""
-    cp_kind: CpKind = "ring"
+    cp_kind: Annotated[str, typer.Option(help="With --cp: ring, or all_gather.")] = "ring"
     given: frozenset[str] = frozenset()
 
 
@@ -150,7 +132,7 @@ class StepOptions(RankStepOptions):
     memory_gb: MemoryGb = None
     headroom: Headroom = 0.05
     plan: PlanFile = None
-    row: Row = 1
+    row: Annotated[int, typer.Option(help="With --plan: which of a search's plans.")] = 1
     gpus: Gpus = None
 
 

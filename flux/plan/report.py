@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from flux.plan.sample import Figures
 
 
+_TIMES = ("iteration_ms", "compute_ms", "comm_ms", "exposed_comm_ms")
+_FIGURES = (*_TIMES, "peak_memory_bytes", "idle_ms")
+
+
 def tokens_per_s(step: TrainingStep, iteration_ms: float) -> float:
     """Return tokens of all ranks per second."""
     return 1e3 * step.batch_tokens / iteration_ms
@@ -43,21 +47,10 @@ def document(
     which a device neither computes nor communicates.
     """
     parallel = step.parallel
-    row: dict[str, Any] = {
-        "policy": label,
-        "model": step.name,
-        "cluster": cluster.name,
-        "tp": parallel.tp,
-        "dp": parallel.dp,
-        "pp": parallel.pp,
-    }
+    row: dict[str, Any] = {"policy": label, "model": step.name, "cluster": cluster.name}
+    row |= {degree: getattr(parallel, degree) for degree in ("tp", "dp", "pp")}
     if figures is not None:
-        row["iteration_ms"] = figures.iteration_ms
-        row["compute_ms"] = figures.compute_ms
-        row["comm_ms"] = figures.comm_ms
-        row["exposed_comm_ms"] = figures.exposed_comm_ms
-        row["peak_memory_bytes"] = peak = figures.peak_memory_bytes
-        row["idle_ms"] = figures.idle_ms
+        row |= {name: getattr(figures, name) for name in _FIGURES}
         row["tokens_per_s"] = tokens_per_s(step, figures.iteration_ms)
         row["tokens_per_s_per_device"] = row["tokens_per_s"] / parallel.world
         row["mfu"] = mfu(step, cluster, figures.iteration_ms)
@@ -65,7 +58,9 @@ def document(
         kinds = step.resident(most)
         # Policies may share the optimizer's states of ZeRO-0 among ranks.
         kinds["optimizer"] += figures.resident_bytes - sum(kinds.values())
-        row["memory_bytes"] = kinds | {"activations": peak - figures.resident_bytes}
+        row["memory_bytes"] = kinds | {
+            "activations": figures.peak_memory_bytes - figures.resident_bytes
+        }
     return row
 
 

@@ -117,16 +117,10 @@ def line(
         first, second = getattr(a, name), getattr(b, name)
         return max(0.0, factor * float(first + (second - first) * share))
 
-    compute = on_line("compute_ms")
-    return Figures(
-        max(on_line("iteration_ms"), compute),
-        compute,
-        on_line("comm_ms"),
-        on_line("exposed_comm_ms"),
-        max(a.peak_memory_bytes, b.peak_memory_bytes),
-        on_line("idle_ms"),
-        b.resident_bytes,
-    )
+    compute, comm, exposed = map(on_line, ("compute_ms", "comm_ms", "exposed_comm_ms"))
+    times = max(on_line("iteration_ms"), compute), compute, comm, exposed
+    peak = max(a.peak_memory_bytes, b.peak_memory_bytes)
+    return Figures(*times, peak, on_line("idle_ms"), b.resident_bytes)
 
 
 def lengths(step: TrainingStep) -> tuple[int, ...]:

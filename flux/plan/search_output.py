@@ -15,6 +15,7 @@ from flux.plan.report import document, mfu, tokens_per_s
 from flux.plan.search import Query, SearchedPlan, SearchOutcome, plan_of, planned_again
 
 _DEGREES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep": "expert"}
+_AS_THEY_ARE = ("micro_batch", "micro_batches", "zero", "regather", "recompute")
 
 
 def layout_of(step: TrainingStep) -> str:
@@ -74,24 +75,14 @@ def search_document(query: Query, outcome: SearchOutcome, why: list[str]) -> dic
                 "cp": p.cp,
                 "ep": p.ep,
                 "sequence_parallel": p.sequence,
-                "micro_batch": step.micro_batch,
-                "micro_batches": step.micro_batches,
-                "zero": step.zero,
-                "regather": step.regather,
-                "recompute": step.recompute,
+                **{name: getattr(step, name) for name in _AS_THEY_ARE},
                 "split": ",".join(map(str, step.split)),
                 "policy_options": {"name": plan.policy, **plan.options},
             }
         )
     return {
-        "model": query.model,
-        "gpus": query.gpus,
-        "batch": query.batch,
-        "sequence": query.sequence,
-        "memory_gb": query.memory_gb,
-        "layouts": outcome.layouts,
-        "simulated": outcome.simulated,
-        "too_large": outcome.too_large,
+        **{key: getattr(query, key) for key in ("model", "gpus", "batch", "sequence", "memory_gb")},
+        **{key: getattr(outcome, key) for key in ("layouts", "simulated", "too_large")},
         "refused": dict(outcome.reasons),
         "why": why,
         "plans": rows,

@@ -341,11 +341,7 @@ class _Slower:
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        cost: CostModel,
-        octaves: float = 0.0,
-        slower: Sequence[str] = RESOURCES,
+        self, graph: Graph, cost: CostModel, octaves: float = 0.0, slower: Sequence[str] = RESOURCES
     ) -> None:
         self.cost, self.oef = cost, cost.oef
         sums = dict.fromkeys(RESOURCES, 0.0)

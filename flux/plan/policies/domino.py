@@ -56,11 +56,7 @@ class DominoPolicy:
     name = "domino"
 
     def __init__(
-        self,
-        slices: int = 2,
-        columns: int = 1,
-        order: str = "auto",
-        fused: str = "none",
+        self, slices: int = 2, columns: int = 1, order: str = "auto", fused: str = "none"
     ) -> None:
         slices = checked_integer("domino: slices", slices, 1)
         columns = checked_integer("domino: columns", columns, 1)

@@ -37,10 +37,7 @@ MOST_OPS = 20_000
 
 
 def fuse(
-    graph: Graph,
-    choice: str,
-    order: Callable[[Graph], StepSchedule],
-    cost: CostModel,
+    graph: Graph, choice: str, order: Callable[[Graph], StepSchedule], cost: CostModel
 ) -> tuple[Graph, str]:
     """Return the graph with fused ops, and which linear layers have them.
 

@@ -131,10 +131,7 @@ def pair(
     else:
         of_segments: SegmentCost = cost
         makespan, order = _best(
-            *needs,
-            lambda f, b: of_segments(forward.named(f), backward.named(b)),
-            barrier,
-            longest,
+            *needs, lambda f, b: of_segments(forward.named(f), backward.named(b)), barrier, longest
         )
     return Pairing(makespan, tuple((forward.named(f), backward.named(b)) for f, b in order))
 

@@ -22,12 +22,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from flux.runtime import slices
-from flux.runtime.modes import (
-    ModesOfProcess,
-    ModesOfThread,
-    generator_states,
-    set_generator_states,
-)
+from flux.runtime.modes import ModesOfProcess, ModesOfThread, generator_states, set_generator_states
 
 T = TypeVar("T")
 

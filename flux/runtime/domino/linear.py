@@ -107,11 +107,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        channel: Channel,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, channel: Channel
     ) -> torch.Tensor:
         if channel.sequence_parallel:
             channel.wait("forward")

@@ -57,9 +57,7 @@ def _registered(value: Any) -> _Node:
     except ValueError:  # registered without names
         pass
     return _Node(
-        spec,
-        dict(zip(names, parts, strict=True)),
-        lambda parts: pytree.tree_unflatten(parts, spec),
+        spec, dict(zip(names, parts, strict=True)), lambda parts: pytree.tree_unflatten(parts, spec)
     )
 
 
