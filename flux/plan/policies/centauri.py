@@ -14,7 +14,7 @@ closed forms, those are candidates among others, and the simulator takes the bes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, cycle, product
+from itertools import chain, product
 from math import ceil, inf, log2
 
 from flux.core.problem import checked_integer
@@ -177,7 +177,7 @@ class Centauri:
     def _operation_tier(
         self, graph: Graph, variant: _Variant, fabric: Fabric, cost: CostModel
     ) -> dict[Key, Partition]:
-        """Return how collectives are partitioned: each the best way beside the others.
+        """Return how collectives are partitioned: one after the other, each the best way.
 
         Steps of one layout that differ in their number of micro-batches have equal windows.
         """
@@ -207,16 +207,12 @@ class Centauri:
             time = self._time(partitioned(graph, alike, fabric), cost, options, best)
             if time < best * (1 - 1e-6):
                 best, chosen = time, alike
-        pairs = [(key, candidate) for key, some in choices.items() for candidate in some]
-        untried = len(pairs)  # since the last one that was better
-        for key, candidate in cycle(pairs):
-            if untried == 0:
-                break
-            untried -= 1
-            parts = partitioned(graph, {**chosen, key: candidate}, fabric)
-            time = self._time(parts, cost, options, best * (1 - 1e-6))
-            if time < best * (1 - 1e-6):
-                best, chosen[key], untried = time, candidate, len(pairs)
+        for key, candidates in choices.items():
+            for candidate in candidates:
+                parts = partitioned(graph, {**chosen, key: candidate}, fabric)
+                time = self._time(parts, cost, options, best * (1 - 1e-6))
+                if time < best * (1 - 1e-6):
+                    best, chosen[key] = time, candidate
         self._tiers[variant] = asked, chosen
         return chosen
 
