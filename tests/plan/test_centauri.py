@@ -290,16 +290,13 @@ def test_more_micro_batches_at_a_time_only_where_memory_is() -> None:
 
 
 def test_partitions_are_chosen_under_the_order_that_the_step_has() -> None:
-    """Under another order they were those of chance: a network twice as fast made it 1% slower."""
+    """Under another order they were those of chance: 217 ms, and 214 with half the network."""
     cluster = replace(load_cluster("flux-h800"), hosts=2)
+    network = replace(cluster.network, gbits=2 * cluster.network.gbits)
     sizes = {"layers": 2, "head": True, "sequence": 2048, "micro_batch": 2, "micro_batches": 2}
     step = step_of("gpt3-175b", Parallel(tp=2, dp=8, sequence=True), recompute="full", **sizes)
-    times = []
-    for speed in (1.0, 2.0):
-        network = replace(cluster.network, gbits=cluster.network.gbits * speed)
-        layout = StepLayout(replace(cluster, network=network), step)
-        times.append(layout.timeline(Centauri()).iteration_ms)
-    assert times[1] <= times[0] < 212  # ms; 214 under the other order
+    layout = StepLayout(replace(cluster, network=network), step)
+    assert layout.timeline(Centauri()).iteration_ms < 211
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ def run(folder: Path, files: dict[str, str], *options: str) -> tuple[str, list[R
         text=True,
         timeout=100,
     )
+    assert (folder / "ran.jsonl").exists(), f"no test ran: {done.stdout}{done.stderr}"
     lines = (folder / "ran.jsonl").read_text().splitlines()
     return done.stdout.splitlines()[-1], [Ran(*json.loads(line)) for line in lines]
 
