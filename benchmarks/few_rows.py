@@ -46,7 +46,7 @@ def call(cluster: Cluster, op: str, m: int) -> dict[str, Any]:
         ways["copies"] = Knobs(sends="copies")
     if kernels_can_push(problem):
         ways["in_kernel"] = Knobs(path="in_kernel")
-        if problem.op.reduces and cluster.link.kind == "nvswitch":
+        if problem.op.reduces and cluster.switch_adds:
             ways["in_kernel_by_switch"] = Knobs(path="in_kernel", reduce="in_flight")
     elif problem.op.scatters and default_kernel(problem, cluster).arch == "90a":
         ways["in_kernel"] = Knobs(reduce="in_kernel")

@@ -140,6 +140,11 @@ class Cluster:
     overlap: Mapping[int, float] = field(default_factory=dict)
     source: str = "detected"
 
+    @property
+    def switch_adds(self) -> bool:
+        """Whether the switch between a host's devices adds up what they hold (NVLink SHARP)."""
+        return self.link.kind == "nvswitch" and self.device.arch == "sm_90"
+
     def parts(self, shape: str) -> dict[str, Any]:
         """Return the inputs of the fingerprint, for a world of this shape (``world_shape``)."""
         device = self.device

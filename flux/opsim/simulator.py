@@ -146,8 +146,7 @@ def _check(problem: Problem, cluster: Cluster, gemm_ms: float | None) -> None:
 def _check_knobs(problem: Problem, cluster: Cluster, knobs: Knobs) -> None:
     if problem.experts > 1 and knobs.path != "fused":
         raise ValueError(f"path = {knobs.path} of a grouped GEMM is not simulated")
-    behind_switch = cluster.link.kind == "nvswitch" and cluster.device.arch == "sm_90"
-    if knobs.reduce == "in_flight" and not (knobs.path == "in_kernel" and behind_switch):
+    if knobs.reduce == "in_flight" and not (knobs.path == "in_kernel" and cluster.switch_adds):
         raise ValueError(
             "reduce = in_flight is simulated on path in_kernel behind an NVLink switch of sm_90 "
             f"alone, got path {knobs.path} on {cluster.name}"

@@ -315,11 +315,7 @@ def candidates(
     }
     if space.backend == "cuda" and kernels_can_push(problem):
         fixed["in_kernel"] = resolve(problem, Knobs(path="in_kernel"), tile)
-        if (
-            problem.op.reduces
-            and cluster.link.kind == "nvswitch"
-            and cluster.device.arch == "sm_90"
-        ):
+        if problem.op.reduces and cluster.switch_adds:
             by_switch = Knobs(path="in_kernel", reduce="in_flight")
             fixed["in_kernel_by_switch"] = resolve(problem, by_switch, tile)
     if space.backend == "cpu" and one_shots:
