@@ -61,6 +61,22 @@ def test_crashing_worker():
 def test_marked_alone_after_the_crash():
     pass
 """
+_SLOW = """
+import time
+from xdist.workermanage import WorkerController
+
+send, receivers = WorkerController.send_runtest_some, []
+
+def send_slowly(worker, indices):
+    send(worker, indices)
+    receivers.append(worker)
+    if len(receivers) == 2:  # a worker begins a test when it knows the next: this one crashes
+        deadline = time.monotonic() + 20
+        while worker.gateway.hasreceiver() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+WorkerController.send_runtest_some = send_slowly
+"""
 
 
 @dataclass(frozen=True)
@@ -106,7 +122,8 @@ def test_each_runs_once_and_some_alone(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_crashes_costs_its_test_alone(tmp_path: Path) -> None:
-    files = {"test_a.py": _TESTS, "test_b.py": _CRASH}
+    """Even before it knows all its tests: sending it the next one ended the whole run."""
+    files = {"test_a.py": _TESTS, "test_b.py": _CRASH, "conftest.py": _CONFTEST + _SLOW}
     closing, ran = run(tmp_path, files, "-n", "2")
     assert "1 failed, 10 passed" in closing
     assert len({test.name for test in ran}) == len(ran) == 10

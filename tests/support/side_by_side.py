@@ -10,6 +10,7 @@ What several workers need and takes long to build, they build once: ``built_once
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -175,6 +176,7 @@ def _scheduler(config: pytest.Config, log: Any) -> Any:
             for index in indices:
                 self.pending.remove(index)
             self.node2pending[node].extend(indices)
-            node.send_runtest_some(indices)
+            with contextlib.suppress(OSError):  # it has crashed: remove_node gets them back
+                node.send_runtest_some(indices)
 
     return FilesFirst(config, log)
