@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +324,7 @@ def from_torchtitan(file: Path) -> Model:
     return replace(model, sequence=int(length)) if length.isdecimal() else model
 
 
+@cache
 def torchtitan_models() -> dict[str, dict[str, Any]]:
     """Return torchtitan's flavors, such as llama3_8b, as keys of Transformers."""
     table = Table.load(data_root() / "torchtitan.toml").table("models")
@@ -333,6 +335,7 @@ def torchtitan_models() -> dict[str, dict[str, Any]]:
     }
 
 
+@cache
 def torchtitan_configs() -> dict[str, dict[str, str]]:
     """Return what torchtitan's configurations choose, as texts of options, by name."""
     return Table.load(data_root() / "torchtitan.toml").objects("configs")
