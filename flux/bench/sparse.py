@@ -199,6 +199,7 @@ class FusedSparse(Fused):
             group,
             max_m=problem.world * problem.chunk if problem.op.exchanges else problem.m,
             dtype=problem.torch_dtype,
+            backend=config.backend,
             transport=config.transport,
             timeout_s=config.timeout_s,
             tuning="cache" if tuning is None else tuning,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from flux import _C
-from flux.core.knobs import Op, OpRow
+from flux.core.knobs import Knobs, Op, OpRow
 from flux.core.problem import ACTIVATIONS, SCALINGS, ceil_div
 from flux.core.problem import DTYPES as DTYPES_BY_NAME
 
@@ -182,6 +182,20 @@ class OpSpec:
             if heads % world and (number == 0 or world % heads):
                 least = "" if number == 0 else ", or divide it"
                 return f"heads must be a multiple of the world of {world}{least}, got {heads}"
+        return None
+
+    def reason_not_on_gpus(self, knobs: Knobs) -> str | None:
+        """Return why kernels of experts cannot run with these knobs; None if they can."""
+        if self.experts is None:
+            return None
+        indirect = knobs.direction == "pull" or knobs.order not in (None, "direct")
+        if self.dispatches and self.op.gathers and indirect:
+            return (
+                "on GPUs kernels send rows where their experts are: direction = push and "
+                f"order = direct, got {knobs}"
+            )
+        if knobs.path not in (None, "fused", "unfused") or knobs.reduce not in (None, "local"):
+            return f"experts on GPUs need path = fused or unfused and reduce = local, got {knobs}"
         return None
 
     def columns_of(self, world: int, rank: int) -> list[tuple[int, int]]:

@@ -35,6 +35,10 @@ _SMALLEST_SHARED_BYTES = 99 * KIB
 # registers to a thread of a consumer warp group; about 40 are needed for other values. 80: of 255.
 _SM90_ACCUMULATORS = 192
 _SM80_ACCUMULATORS = 128
+# Of kernels of experts, whose consumers have 216 registers; producers have 72, and keep the address
+# of every 16th row of a tile. With more of either, compiled kernels spilled.
+_GROUPED_ACCUMULATORS = 128
+_GATHERED_ROWS = 128
 
 _SM90_BARRIER_BYTES = 16  # per stage: one full and one empty barrier
 # Barriers of the load order, of the epilogue and of the scheduler, and padding for alignment.
@@ -243,6 +247,15 @@ def _reason_illegal_grouped_sm90(config: GemmConfig) -> str | None:
         return f"{config.op} copies for one block: cluster must be (1, 1), got {config.cluster}"
     if config.tile[1] % 64 or config.tile[2] != 64:
         return f"{config.op} copies 64 columns or 64 of K at once, got a tile of {config.tile}"
+    if config.op == "ag_grouped_gemm" and config.tile[0] > _GATHERED_ROWS:
+        return f"{config.op} gathers at most {_GATHERED_ROWS} rows, got a tile of {config.tile}"
+    threads = 128 if config.schedule == "pingpong" else 256
+    accumulators = config.tile[0] * config.tile[1] // threads
+    if accumulators > _GROUPED_ACCUMULATORS:
+        return (
+            f"{config.op} needs {accumulators} accumulators per thread, at most "
+            f"{_GROUPED_ACCUMULATORS} fit"
+        )
     return None
 
 

@@ -49,7 +49,7 @@ class GroupedOp(TensorParallelOp):
         dtype: of x and the weights: float64, float32, bfloat16 or float16; GPUs: the last two.
         transpose_weight: an expert's weight is [K, N] instead of [N, K].
         activation, gated: AGGroupedGemm only.
-        transport, tuning, timeout_s, topology: as for AGGemm; GPUs have no winners.
+        backend, transport, tuning, timeout_s, topology: as for AGGemm.
 
     Raises:
         ValueError, TypeError, OSError, PeerFailedError, PeerTimeoutError: as for AGGemm.
@@ -71,6 +71,7 @@ class GroupedOp(TensorParallelOp):
         ep: int = 1,
         dtype: torch.dtype = torch.float32,
         transpose_weight: bool = False,
+        backend: str | None = None,
         transport: str | None = None,
         tuning: str | Knobs = "cache",
         timeout_s: float = 600.0,
@@ -86,7 +87,7 @@ class GroupedOp(TensorParallelOp):
             dtype=dtype,
             transpose_weight=transpose_weight,
             reduce="sum",
-            backend=None,
+            backend=backend,
             transport=transport,
             tuning=tuning,
             timeout_s=timeout_s,

@@ -174,19 +174,9 @@ def check_executor(
         )
     if spec.dispatches and knobs.path == "one_shot":
         raise ValueError(f"{label}: path = one_shot moves all tokens, and is not for this op")
-    indirect = knobs.direction == "pull" or knobs.order not in (None, "direct")
-    if backend == "cuda" and spec.dispatches and spec.op.gathers and indirect:
-        raise ValueError(
-            f"{label}: on GPUs kernels send rows where their experts are: direction = push and "
-            f"order = direct, got {knobs}"
-        )
-    if backend == "cuda" and spec.experts:
-        paths, sums = (None, "fused", "unfused"), (None, "local")
-        if knobs.path not in paths or knobs.reduce not in sums:
-            raise ValueError(
-                f"{label}: experts on GPUs need path = fused or unfused and reduce = local, got "
-                f"{knobs}"
-            )
+    reason = spec.reason_not_on_gpus(knobs) if backend == "cuda" else None
+    if reason is not None:
+        raise ValueError(f"{label}: {reason}")
     if backend == "cuda" and knobs.path == "one_shot":
         raise ValueError(f"{label}: path = one_shot needs backend cpu, got {where}")
     if knobs.path == "in_kernel":

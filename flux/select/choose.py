@@ -170,8 +170,7 @@ def choose(
     everybody = exchange.all_gather(None if cluster is None else cluster.parts(shape))
     entry: Entry | None = None
     known = [parts for parts in everybody if parts is not None]
-    tuned = kind == "cpu" or not problem.variant  # kernels of experts have no winners
-    if exchange.rank == 0 and len(known) == exchange.world and tuned:
+    if exchange.rank == 0 and len(known) == exchange.world:
         key = Key.of(problem, shape, group_parts(known), kind)
         entry = look_up(key, timeout_s=exchange.timeout_s)
         entry = None if entry is None else usable(entry, topology, kind, apart)

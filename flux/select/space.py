@@ -19,23 +19,25 @@ from typing import Any
 
 from flux import _C
 from flux.core.datafile import MOST_SIZE, Table, find, shown
-from flux.core.knobs import Knobs, Topology
+from flux.core.knobs import ClusterTile, Knobs, Topology
 from flux.core.problem import DTYPES, Problem, ceil_div
-from flux.core.sparse_problem import DISPATCHING, NAMES
-from flux.kernels.config import GemmConfig
+from flux.core.sparse_problem import DISPATCHING, NAMES, SparseProblem
+from flux.kernels.config import GROUPED, GemmConfig
 from flux.kernels.legality import GemmProblem, reason_not_summing, reason_unsupported
 from flux.machine.cluster import Cluster
+from flux.select.all_to_all import predicted_ms
 from flux.select.cost import gemm_ms, predict
 from flux.select.cycles import cost
 from flux.select.heuristic import (
     ONE_SHOTS,
+    dispatching,
     kernels_can_push,
     make_schedule,
     reason_one_buffer,
     resolve,
     untuned,
 )
-from flux.select.kernel import best_of
+from flux.select.kernel import best_of, problems
 from flux.select.share import gemm_units
 
 ALWAYS = ("unfused", "medium", "default")
@@ -224,16 +226,24 @@ def combinations(space: Space, problem: Problem) -> Iterator[Knobs]:
 
 
 def kernels(space: Space, problem: Problem) -> tuple[list[GemmConfig], list[Pruned]]:
-    """Return the kernels of a space for GPUs that support the shape, and those that do not."""
+    """Return the kernels of a space for GPUs that support the shape, and those that do not.
+
+    Those of experts claim their tiles, whatever tile scheduler the space names.
+    """
     dtype = DTYPES[problem.dtype]
     if not dtype.in_kernels:
         raise ValueError(f"there are no kernels for {problem.dtype}")
-    gemm = GemmProblem.of(problem)
+    family, gemm = problem.op.kernel, _gemm(problem)
+    values = space.kernels
+    if isinstance(problem, SparseProblem):
+        family = problem.spec().kernel
+    if family in GROUPED:
+        values = values | {"tile_scheduler": ["dynamic"]}
     kept, pruned = [], []
-    for chosen in product(*space.kernels.values()):
-        named = dict(zip(space.kernels, chosen, strict=True))
+    for chosen in product(*values.values()):
+        named = dict(zip(values, chosen, strict=True))
         try:
-            config = GemmConfig(op=problem.op.kernel, arch=space.arch, dtype=dtype.short, **named)
+            config = GemmConfig(op=family, arch=space.arch, dtype=dtype.short, **named)
             reason = reason_unsupported(config, gemm)
             name = config.name
         except ValueError as error:
@@ -243,6 +253,13 @@ def kernels(space: Space, problem: Problem) -> tuple[list[GemmConfig], list[Prun
         else:
             pruned.append(Pruned(name, f"illegal: {reason}"))
     return kept, pruned
+
+
+def _gemm(problem: Problem) -> GemmProblem:
+    """Return the GEMM of one rank's kernel."""
+    if not isinstance(problem, SparseProblem):
+        return GemmProblem.of(problem)
+    return problems(problem.spec(), problem.world, problem.spec().local_n(problem.world, 0)[0])[0]
 
 
 def _name(knobs: Knobs, kernel: GemmConfig | None = None) -> str:
@@ -296,35 +313,20 @@ def candidates(
     """
     configs: list[GemmConfig] = []
     pruned: list[Pruned] = []
-    best_kernel, default = None, Knobs()
+    best_kernel = None
     speeds: dict[str, float] = {}
     if problem.op.exchanges:
-        return block_candidates(space, problem, cluster), pruned
+        return block_candidates(space, problem, cluster)
     combined = list(combinations(space, problem))
-    one_shots = problem.nodes > 1 and problem.name not in DISPATCHING
-    model, problem = problem.dense, problem.scheduled
     if space.backend == "cuda":
         configs, pruned = kernels(space, problem)
         best_kernel, speeds = _kernel_speeds(configs, problem, cluster)
-        default = untuned(problem, cluster)
+    if space.backend == "cuda" and isinstance(problem, SparseProblem):
+        combined, refused = _for_experts(problem, combined)
+        pruned += refused
     tile = None if best_kernel is None else best_kernel.cluster_tile
-    fixed = {
-        "unfused": Knobs(path="unfused"),
-        "medium": resolve(problem, Knobs(path="medium"), tile),
-        "default": resolve(problem, default, tile),
-    }
-    if space.backend == "cuda" and kernels_can_push(problem):
-        fixed["in_kernel"] = resolve(problem, Knobs(path="in_kernel"), tile)
-        if problem.op.reduces and cluster.switch_adds:
-            by_switch = Knobs(path="in_kernel", reduce="in_flight")
-            fixed["in_kernel_by_switch"] = resolve(problem, by_switch, tile)
-    if space.backend == "cpu" and one_shots:
-        fixed["one_shot"] = Knobs(path="one_shot")
-        ways = [resolve(problem, knobs) for knobs in ONE_SHOTS]
-        if ways[1] != ways[0]:
-            fixed["one_round"] = ways[1]
-        if ways[2] not in ways[:2]:
-            fixed["one_gemm"] = ways[2]
+    fixed = _fixed(space, problem, cluster, tile)
+    model, problem = problem.dense, problem.scheduled
     kept = []
     seen: dict[object, str] = {}
     for name, knobs in fixed.items():
@@ -353,16 +355,79 @@ def candidates(
     return [*kept[: len(fixed)], *fast], pruned
 
 
-def block_candidates(space: Space, problem: Problem, cluster: Cluster) -> list[Candidate]:
-    """Return the candidates of an all-to-all: its paths, and sizes of communication tiles.
+def _fixed(
+    space: Space, problem: Problem, cluster: Cluster, tile: ClusterTile | None
+) -> dict[str, Knobs]:
+    """Return the knobs of the candidates that no space declares, by name."""
+    dispatches, experts = problem.name in DISPATCHING, bool(problem.variant)
+    problem = problem.scheduled
+    unfused, on_gpus = Knobs(path="unfused"), space.backend == "cuda"
+    default = untuned(problem, cluster) if on_gpus else Knobs()
+    if on_gpus and experts:  # their kernels have no other path
+        default = dispatching(problem.m, problem.world) if dispatches else default
+        return {"unfused": unfused, "default": resolve(problem, default, tile)}
+    fixed = {
+        "unfused": unfused,
+        "medium": resolve(problem, Knobs(path="medium"), tile),
+        "default": resolve(problem, default, tile),
+    }
+    if on_gpus and kernels_can_push(problem):
+        fixed["in_kernel"] = resolve(problem, Knobs(path="in_kernel"), tile)
+        if problem.op.reduces and cluster.switch_adds:
+            by_switch = Knobs(path="in_kernel", reduce="in_flight")
+            fixed["in_kernel_by_switch"] = resolve(problem, by_switch, tile)
+    if not on_gpus and problem.nodes > 1 and not dispatches:
+        fixed["one_shot"] = Knobs(path="one_shot")
+        ways = [resolve(problem, knobs) for knobs in ONE_SHOTS]
+        if ways[1] != ways[0]:
+            fixed["one_round"] = ways[1]
+        if ways[2] not in ways[:2]:
+            fixed["one_gemm"] = ways[2]
+    return fixed
 
-    There is no model of it: all have the predicted time of the GEMM.
+
+def _for_experts(
+    problem: SparseProblem, combined: Sequence[Knobs]
+) -> tuple[list[Knobs], list[Pruned]]:
+    """Return the knobs that kernels of experts can run with, and the others."""
+    spec = problem.spec()
+    reasons = {knobs: spec.reason_not_on_gpus(knobs) for knobs in combined}
+    kept = [knobs for knobs, reason in reasons.items() if reason is None]
+    pruned = [
+        Pruned(_name(knobs), f"illegal: {reason}") for knobs, reason in reasons.items() if reason
+    ]
+    return kept, pruned
+
+
+def block_candidates(
+    space: Space, problem: Problem, cluster: Cluster
+) -> tuple[list[Candidate], list[Pruned]]:
+    """Return the candidates of an all-to-all: its paths, sizes of communication tiles, kernels.
+
+    On CPUs there is no model of it: all have the predicted time of the GEMM.
     """
-    ms = gemm_ms(problem.dense, cluster)
-    tile = Knobs(comm_tile_rows=problem.chunk)
-    by_name = {"unfused": Knobs(path="unfused"), "default": Knobs(), _name(tile): tile}
-    by_name |= {_name(knobs): knobs for knobs in combinations(space, problem)}
-    return [Candidate(name, knobs, None, ms) for name, knobs in by_name.items()]
+    assert isinstance(problem, SparseProblem)
+    ms, combined = gemm_ms(problem.dense, cluster), list(combinations(space, problem))
+    if space.backend == "cpu":
+        tile = Knobs(comm_tile_rows=problem.chunk)
+        by_name = {"unfused": Knobs(path="unfused"), "default": Knobs(), _name(tile): tile}
+        by_name |= {_name(knobs): knobs for knobs in combined}
+        return [Candidate(name, knobs, None, ms) for name, knobs in by_name.items()], []
+    configs, pruned = kernels(space, problem)
+    best, speeds = _kernel_speeds(configs, problem, cluster)
+    unfused, fused = (predicted_ms(problem, cluster, path) for path in ("unfused", "fused"))
+    kept = [
+        Candidate("unfused", Knobs(path="unfused"), None, unfused),
+        Candidate("default", Knobs(), best, fused),
+    ]
+    for knobs, config in product(combined, configs):
+        predicted = fused + (speeds[config.name] - 1) * ms
+        name = _name(knobs, config)
+        if predicted <= space.prune_above * min(unfused, fused):
+            kept.append(Candidate(name, knobs, config, predicted))
+        else:
+            pruned.append(Pruned(name, f"too slow: predicted {predicted:.3g} ms"))
+    return [*kept[:2], *sorted(kept[2:], key=attrgetter("predicted_ms"))], pruned
 
 
 def _examine(

@@ -157,8 +157,6 @@ def tune_shapes(
             return
         if backend == "cpu":
             check_memory(max(map(memory_of, problems)))
-        elif any(problem.variant for problem in problems):
-            raise ValueError("ops of experts and heads are tuned on CPUs: --backend cpu")
     except (ValueError, TypeError) as error:
         refuse(str(error))
     _tune(
@@ -273,6 +271,8 @@ def _simulated(search: Search, cluster: Cluster, shapes: int) -> tuple[list[Rank
     """Return the simulated ranking of the best few candidates, and a sentence about it."""
     from flux.tune.rank import MOST_TILES, ranked
 
+    if search.problem.op.exchanges:
+        return [], "not simulated: the simulator has no all-to-all of heads"
     try:
         ranking = ranked(search.problem, cluster, search.candidates, MOST_TILES // shapes)
     except ValueError as error:

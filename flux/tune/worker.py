@@ -113,10 +113,10 @@ def make_method(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
         ValueError: the op rejects them, or would run another kernel, whose time would be attributed
             to the candidate; on all ranks.
     """
+    of = FusedSparse if config.problem.variant else Fused
     if config.backend != "cuda":
-        of = FusedSparse if config.problem.variant else Fused
         return of(candidate.name, config, candidate.knobs)
-    method = Fused(candidate.name, config, Fixed(candidate.knobs, candidate.kernel))
+    method = of(candidate.name, config, Fixed(candidate.knobs, candidate.kernel))
     for of_rank, problem in enumerate(all_gather(_other_kernel(method, candidate))):
         if problem is not None:
             method.close()

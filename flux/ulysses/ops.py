@@ -187,7 +187,7 @@ class UlyssesOp(TensorParallelOp):
         transpose_weight: the weight is [K, N] instead of [N, K].
         heads_first: heads are [batch, own heads, sequence, head_dim], which
             scaled_dot_product_attention takes, else [batch, sequence, own heads, head_dim].
-        transport, timeout_s, topology: as for AGGemm.
+        backend, transport, timeout_s, topology: as for AGGemm.
         tuning: as for AGGemm; of ``flux.Knobs`` path (fused or unfused) and comm_tile_rows count.
 
     Raises:
@@ -209,6 +209,7 @@ class UlyssesOp(TensorParallelOp):
         dtype: torch.dtype = torch.float32,
         transpose_weight: bool = False,
         heads_first: bool = True,
+        backend: str | None = None,
         transport: str | None = None,
         tuning: str | Knobs = "cache",
         timeout_s: float = 600.0,
@@ -223,7 +224,7 @@ class UlyssesOp(TensorParallelOp):
             dtype=dtype,
             transpose_weight=transpose_weight,
             reduce="sum",
-            backend=None,
+            backend=backend,
             transport=transport,
             tuning=tuning,
             timeout_s=timeout_s,

@@ -4,7 +4,7 @@ that then run the winner. On real GPUs: benchmarks/gpu_check.sh."""
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +14,12 @@ import torch
 from typer.testing import CliRunner
 
 import tune_gpus
-from flux.bench.places import gpu
+from flux.bench.config import BenchConfig
+from flux.bench.places import gpu, open_place
+from flux.bench.sparse import FusedSparse
 from flux.cli.app import app
-from flux.core import problem as core_problem
-from flux.core.knobs import Knobs, Op
+from flux.core.knobs import Knobs
+from flux.core.sparse_problem import make_problem
 from flux.launch.supervisors import Launcher, Spawned
 from flux.machine.cluster import load_cluster
 from flux.machine.detection import detect
@@ -51,6 +53,26 @@ tile = [[64, 64, 64]]
 schedule = ["pingpong"]
 stages = [2, 3, 4, 5]
 """
+# Of flux's own kernels on the PTX machine, one of two is built.
+SPARSE_SPACE = """
+backend = "cuda"
+arch = "80"
+prune_above = 1000
+[ag_gemm]
+comm_tile_rows = [8]
+[gemm_rs]
+swizzle = ["xor"]
+[gemm_ar]
+swizzle = ["xor"]
+[all_to_all_gemm]
+comm_tile_rows = [8]
+[kernel]
+tile = [[128, 128, 32]]
+warps = [[2, 2]]
+schedule = ["multistage"]
+stages = [4, 5]
+alignment = [8]
+"""
 
 
 @pytest.fixture
@@ -64,16 +86,17 @@ def start(
     make: Any,
     op: str = "ag_gemm",
     launcher: Launcher | None = None,
+    sizes: tuple[int, int] = (N, K),
     **options: Any,
 ) -> tuple[Search, Cache, Tuner]:
-    """Return a search that has not started."""
+    """Return a search that has not started; ``sizes``: N and K."""
     file = folder / "space.toml"
     if not file.exists():
         file.write_text(SPACE)
     launcher = launcher or Spawned(2)
     surveyed = machine.survey(launcher, "cuda", None, 1)
     chosen = Options(**{"rounds": (2, 3), "candidate_timeout_s": 10, "make": make, **options})
-    problem = core_problem.Problem(Op[op], M, N, K, "bfloat16", 2)
+    problem = make_problem(op, M, *sizes, "bfloat16", 2)
     search = make_search(problem, load_space(file), surveyed.cluster, surveyed.placement, chosen)
     cache = Cache(folder / "cache")
     what = describe([search], surveyed, chosen)
@@ -134,6 +157,52 @@ def test_an_op_runs_the_tuned_winner(here: None, emulator: Path, tmp_path: Path,
         assert configs == [winner.kernel]
         for name, value in asdict(winner.knobs).items():
             assert value is None or knobs[name] == value, name
+
+
+def _as_tuned_sparse(
+    rank: int, world: int, make: tune_gpus.Maker, cache: str, op: str
+) -> tuple[list[Any], Knobs, bool]:
+    choice._detected = lambda kind: load_cluster("flux-h800")  # type: ignore[assignment]
+    os.environ["FLUX_TUNE_CACHE"] = cache
+    problem = make_problem(op, M, 64, 128, "bfloat16", world)
+    config = BenchConfig(problem=problem, backend="cuda", skews=(0.0, 1.0))
+    place = open_place(config, rank)
+    inputs = place.inputs(3)
+    method = FusedSparse("tuned", config, None)
+    judged = place.judge(method, method(inputs), place.reference(inputs))
+    tuned, chosen = method.op._choice, method.op._backend.configs
+    method.close()
+    others = {"topk": 1} if problem.topk > 1 else {"heads": (4,), "head_dim": 32}
+    other = FusedSparse("other", replace(config, problem=replace(problem, **others)), None)
+    untuned = isinstance(tuned, choice.Tuned) and not isinstance(other.op._choice, choice.Tuned)
+    other.close()
+    return chosen, tuned.knobs(M), untuned and judged.ok
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "op",
+    [
+        "grouped_gemm_rs",
+        *more("ag_grouped_gemm", "grouped_gemm_ar", "grouped_gemm_combine", "gemm_all_to_all"),
+        *more("dispatch_grouped_gemm", "all_to_all_gemm"),
+    ],
+)
+def test_ops_of_experts_and_heads_run_their_winners(
+    here: None, emulator: Path, ptx_kernels: Path, tmp_path: Path, op: str
+) -> None:
+    """By the size of the mixture, or of heads; on flux's kernels."""
+    (tmp_path / "space.toml").write_text(SPARSE_SPACE)
+    make = tune_gpus.Maker(emulator, of_flux=ptx_kernels, others_ms=600.0)
+    search, cache = tune(tmp_path, make, op, sizes=(64, 128), rounds=(1, 2))
+    winner = search.winner
+    assert winner is not None and winner.kernel is not None, search.problem_text
+    assert winner.kernel.stages == 4 and winner.ms < search.samples["default"][0][0]
+    ((stages, (reason,)),) = excluded(search).items()
+    assert stages == tune_gpus.MISSING and "its kernel cannot run" in reason
+    ranks = (2, _as_tuned_sparse, make, str(cache.root), op)
+    for configs, knobs, right in run_ranks(*ranks, timeout=120.0, fresh=True):
+        assert right and configs == [winner.kernel] and knobs == winner.knobs
 
 
 @pytest.mark.timeout(300)

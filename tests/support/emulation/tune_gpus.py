@@ -37,9 +37,13 @@ def config_of(op: str, stages: int) -> GemmConfig:
     return GemmConfig(kind, "90a", "bf16", (64, 64, 64), "pingpong", stages=stages)
 
 
-def open_gpu(library: Path) -> EmulatedDevice:
-    """An emulated GPU of this process, for ops and for the tuner; with the kernels of the space."""
-    device = emulate(os.getpid(), library)
+def open_gpu(library: Path, of_flux: Path | None = None) -> EmulatedDevice:
+    """An emulated GPU of this process, for ops and for the tuner; with the kernels of the space, or
+    with those of flux for sm_80 in this directory."""
+    device = emulate(os.getpid(), library, of_flux)
+    gpu.open_machine = lambda index: bench_gpus.EmulatedMachine(device)  # type: ignore
+    if of_flux is not None:
+        return device
     there = dict(device.registry.kernels)
     for kernel in list(there.values()):
         plain = (kernel.config.weight, kernel.config.scaling, kernel.config.activation)
@@ -50,7 +54,6 @@ def open_gpu(library: Path) -> EmulatedDevice:
                 config = config_of(kernel.config.op, stages)
                 there[config.name] = BuiltKernel(config, library, kernel.symbol, kernel.usage)
     device.registry = EmulatedRegistry((), there, (), (), ())
-    gpu.open_machine = lambda index: bench_gpus.EmulatedMachine(device)  # type: ignore
     return device
 
 
@@ -73,21 +76,25 @@ class Maker:
         library: of the emulator.
         fault: what is wrong with candidates of 3 stages.
         nap_ms: by stages, what calls take beside their work.
+        of_flux: see ``open_gpu``.
+        others_ms: of the fixed candidates, far apart: other programs may take the cores meanwhile.
     """
 
     library: Path
     fault: str = ""
     nap_ms: tuple[tuple[int, float], ...] = ((2, 25.0), (3, 25.0), (4, 0.0))
+    of_flux: Path | None = None
+    others_ms: float = 50.0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        open_gpu(self.library)
+        open_gpu(self.library, self.of_flux)
 
     def __call__(self, config: BenchConfig, candidate: Candidate, rank: int) -> Method:
         method = make_method(config, candidate, rank)
         stages = 0 if candidate.kernel is None else candidate.kernel.stages
         if candidate.name in ("unfused", "medium", "default"):
-            return Slow(method, 50.0)  # far apart: other programs may take the cores meanwhile
+            return Slow(method, self.others_ms)
         if stages == 3 and self.fault:
             return FAULTS[self.fault](method, rank)
         return Slow(method, dict(self.nap_ms)[stages])
