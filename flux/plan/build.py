@@ -27,7 +27,8 @@ gradients are reduce-scattered after each backward. How early a gather begins is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 
 from flux.core.collector import paused_collector
 from flux.plan.fabric import Fabric
@@ -85,8 +86,7 @@ class _Step:
                 self._backward(stage)
         if not step.serves:
             self._optimize()
-        resident = [sum(step.resident(stage).values()) for stage in range(step.parallel.pp)]
-        return self.builder.build(resident)
+        return self.builder.build(step.resident_parts())
 
     # -- operators ---------------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class _Step:
         for op in self._head_ops():
             self._run(op, op.keeps + (op.shape[0] * op.shape[1] if op.part == "head" else 0.0))
         if not self.step.serves:
-            self._free(self._head_ops()[-1])
+            self._change(self.last, frees=op.shape[0] * op.shape[1])
 
     def _head_backward(self) -> None:
         """Add backward of the head; the loss makes gradients of logits, which the head frees."""
@@ -326,9 +326,6 @@ class _Step:
         self._gemm_backward(head._replace(keeps=head.keeps + logits))
         for op in reversed(others):
             self._run_backward(op)
-
-    def _free(self, loss: LayerOp) -> None:
-        self._change(self.last, frees=loss.shape[0] * loss.shape[1])
 
     def _change(self, number: int | None, *, allocates: float = 0.0, frees: float = 0.0) -> None:
         """Let an operator allocate and free further elements."""
@@ -404,8 +401,12 @@ class _Step:
             self._change(self.last, frees=held)
 
     def _scatter_gradients(self, first: int) -> None:
-        """Add, after a layer's backward, ReduceScatter of its gradients."""
+        """Add, after a layer's backward, ReduceScatter of its gradients, if their sum is whole."""
         whole, reduced = self.step.zero == 3, []
+        if not whole and self.micro % self.step.reduce_every == 0:
+            self._allocate_gradients(first)
+        if (self.micro + 1) % self.step.reduce_every and self.micro + 1 < self.step.micro_batches:
+            return
         gathered = self._sharded_weights(used=True) if whole else []
         held = {suffix: int(weights) for suffix, _, weights in gathered}
         wgrads = self.wgrads.pop(self.layer)
@@ -422,46 +423,36 @@ class _Step:
                 leads=False,
             )
             reduced.append(added)
-            if not whole:
-                self._change(first, allocates=freed)
         for weights in held.values():  # tied: the embedding's gradient is reduced, later
             self._change(wgrads[0], frees=weights * (1 + self.gradient))
         self.reductions[self.layer] = reduced or wgrads  # of the last micro-batch in the end
 
+    def _allocate_gradients(self, first: int) -> None:
+        """Let a layer's backward, from ``first`` on, allocate its gradients where they are."""
+        for suffix, _, weights in self._sharded_weights():
+            part = "" if suffix == "_experts" else suffix
+            users = self._of(part, range(first, len(self.builder.ops)))
+            self._change(users[0], allocates=int(weights) * self.gradient)
+
     # -- the end of a step -------------------------------------------------------------------------
 
     def _optimize(self) -> None:
-        """Add, per layer: reduction of gradients, optimizer, and gathers (ZeRO-1 and 2)."""
-        step = self.step
-        self.micro, tensors = -1, OPTIMIZERS[step.optimizer].tensors
-        for stage in reversed(range(step.parallel.pp)):
-            for layer in reversed(
-                range(self.starts[stage], self.starts[stage] + step.stages[stage])
-            ):
-                self.stage, self.layer = stage, layer
-                reduced, share = self._reduce(layer)
-                optimizer = self._add(
-                    "optimizer",
-                    "optimizer",
-                    (1, int(share), tensors),
-                    role="step",
-                    behind=[*reduced, *self.wgrads.get(layer, [])],
-                )
-                for suffix, group, weights in self._weights(layer):
-                    if step.zero in (1, 2) and self.fabric.span(group).size > 1:
-                        self._add(
-                            f"weights{suffix}",
-                            "all_gather",
-                            (1, int(weights)),
-                            role="step",
-                            group=group,
-                            behind=[optimizer],
-                        )
+        """Add what a step ends with, from the last layer to the first."""
+        self.micro = -1
+        for layer in reversed(range(self.step.layers)):
+            self.stage, self.layer = bisect_right(self.starts, layer) - 1, layer
+            weights = self._weights(layer)
+            inner = [part for part in weights if part[0] in ("", "_experts")]
+            self._optimize_weights("", inner)
+            for part in weights[len(inner) :]:
+                self._optimize_weights(part[0], [part])
 
-    def _reduce(self, layer: int) -> tuple[list[int], float]:
-        """Add the reductions of a layer; return them, and the elements that the optimizer has."""
-        step, reduced, share = self.step, list(self.reductions.get(layer, [])), 0.0
-        for suffix, group, weights in self._weights(layer):
+    def _optimize_weights(self, suffix: str, parts: Sequence[tuple[str, str, float]]) -> None:
+        """Add, of a layer, embedding or head: reduction, optimizer, and gathers (ZeRO-1 and 2)."""
+        step, share = self.step, 0.0
+        wgrads = self._of(suffix, self.wgrads.get(self.layer, ()))
+        reduced = self._of(suffix, self.reductions.get(self.layer, ()))
+        for name, group, weights in parts:
             size = self.fabric.span(group).size
             kind = "reduce_scatter" if step.zero else "all_reduce"
             if step.zero == 3:
@@ -471,23 +462,23 @@ class _Step:
                 size //= shard
             share += weights / (size if step.zero in (1, 2) else 1)
             if size > 1 and step.zero != 2:
-                outer = suffix in ("_embed", "_head")
-                wgrads = [
-                    n
-                    for n in self.wgrads.get(layer, [])
-                    if (
-                        self.builder.ops[n].part == suffix[1:]
-                        if outer
-                        else not self.builder.ops[n].is_outer
-                    )
-                ]
-                added = self._add(
-                    f"grads{suffix}",
-                    kind,
-                    (1, int(weights * self.gradient)),
-                    role="step",
-                    group=group,
-                    behind=reduced if step.zero == 3 else wgrads,
-                )
+                before = reduced if step.zero == 3 else wgrads
+                part, shape = f"grads{name}", (1, int(weights * self.gradient))
+                added = self._add(part, kind, shape, role="step", group=group, behind=before)
                 reduced = [*reduced, added]
-        return reduced, share
+        last = self._add(
+            f"optimizer{suffix}",
+            "optimizer",
+            (1, int(share), OPTIMIZERS[step.optimizer].tensors),
+            role="step",
+            behind=[*reduced, *wgrads],
+        )
+        for name, group, weights in parts:
+            if step.zero in (1, 2) and self.fabric.span(group).size > 1:
+                part, shape = f"weights{name}", (1, int(weights))
+                self._add(part, "all_gather", shape, role="step", group=group, behind=[last])
+
+    def _of(self, suffix: str, numbers: Iterable[int]) -> list[int]:
+        """Return operators that are of the embedding, of the head, or of neither."""
+        ops, parts = self.builder.ops, (suffix[1:], f"grads{suffix}")
+        return [n for n in numbers if (ops[n].part in parts if suffix else not ops[n].is_outer)]

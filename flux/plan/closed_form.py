@@ -70,6 +70,8 @@ class ClosedForm:
             if op.stage != stage:
                 continue
             time, grown = layout.cost.solo(op), op.allocates - op.frees
+            if op.moves_weights and op.role == "wgrad":
+                time /= self.step.reduce_every
             times, none = (time, 0.0 if op.is_collective else time), (0.0, 0.0)
             kept = grown if op.role == "fwd" else 0.0
             form = StageForm(*((*none, *times) if op.role == "step" else (*times, *none)), kept)

@@ -141,7 +141,7 @@ class AnalyticCost:
             return gemm + self._exposed_ms(op) if op.kind in FUSED else gemm
         rows, width, tensors = op.shape
         function, size, itemsize = (
-            self.functions.get(op.part, ""),
+            self.functions.get(op.kind if op.kind == "optimizer" else op.part, ""),
             1.0 * rows * width,
             self.itemsize,
         )

@@ -33,6 +33,7 @@ OUTER = frozenset(
         *("embed", "rs_embed", "ar_embed", "ln_f", "ag_head", "ar_dx_head", "head", "loss"),
         *("ag_logits", "sample"),
         *("weights_embed", "weights_head", "grads_embed", "grads_head"),
+        *("optimizer_embed", "optimizer_head", "send_embed", "send_head"),
     )
 )
 """Parts of embedding and head, whose operators have the number of the first and last layer."""
@@ -100,6 +101,13 @@ class Operator(NamedTuple):
         """Whether the operator is of the embedding or of the head."""
         return self.part in OUTER
 
+    @property
+    def place(self) -> int:
+        """Where ``Graph.resident`` has the bytes of the operator's weights."""
+        if not self.is_outer:
+            return 1 + self.layer
+        return 0 if self.part.endswith("embed") else -1
+
 
 class GraphError(ValueError):
     """A graph, or a schedule of it, that cannot be run."""
@@ -111,7 +119,8 @@ class Graph:
 
     Attributes:
         deps: for each operator, the numbers of those that must have ended before it starts.
-        resident: bytes of weights, gradients and optimizer states, by stage.
+        resident: bytes of weights, gradients and optimizer states: of the embedding, of each layer,
+            and of the head.
 
     Raises:
         GraphError: unknown kinds, numbers out of range, equal names, or a cycle.
@@ -143,6 +152,17 @@ class Graph:
     def stages(self) -> int:
         """Number of pipeline stages."""
         return max((op.stage for op in self.ops), default=-1) + 1
+
+    @cached_property
+    def resident_by_stage(self) -> list[float]:
+        """Bytes of weights, gradients and optimizer states of a stage's rank."""
+        held, stage_of = [0.0] * self.stages, {}
+        for op in self.ops if self.resident else ():
+            if op.role == "fwd" and op.micro == 0 and op.layer >= 0 and op.kind != "send":
+                stage_of[op.place] = op.stage
+        for place, stage in stage_of.items():
+            held[stage] += self.resident[place]
+        return held
 
     @cached_property
     def micro_batches(self) -> int:

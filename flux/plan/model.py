@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,10 +73,11 @@ RECOMPUTED: dict[str, frozenset[str]] = {
     "none": frozenset(),
     "selective": frozenset({"attention", "softmax"}),
     "ops": frozenset({"ln1", "proj", "ln2", "fc1", "act"}),
+    "act": frozenset({"act", "act_shared"}),
 }
 """Parts of a layer that backward computes again: Megatron's ``selective``; torchtitan's selective
-checkpoints of operators, which keep every second product (of qkv and a gated fc1, half). ``full``
-and a number of layers compute whole layers again."""
+checkpoints of operators, which keep every second product (of qkv and a gated fc1, half); the
+activation, as xformers' SwiGLU does. ``full`` and a number of layers compute whole layers again."""
 
 
 CP_KINDS = ("ring", "all_gather")
@@ -91,8 +92,8 @@ class TrainingStep:
         micro_batches: micro-batches of a step, on each data parallel rank.
         zero: 0: gradients are all-reduced; 1: they are reduce-scattered, the optimizer steps on a
             share, and weights are gathered again (ZeRO-1); 2: gradients are reduce-scattered after
-            each backward (ZeRO-2); 3: weights are sharded, too, each layer's are gathered before
-            its forward and before its backward (ZeRO-3, FSDP).
+            backward of ``reduce_every`` micro-batches (ZeRO-2); 3: weights are sharded, too, each
+            layer's are gathered before its forward and before its backward (ZeRO-3, FSDP).
         regather: with sequence parallelism: the input of a column-parallel linear is gathered again
             in backward, in place of kept (as in Megatron-core).
         shard: with zero=3: consecutive data parallel ranks that share the weights; 0: all. Others
@@ -114,6 +115,9 @@ class TrainingStep:
         cp_kind: how context parallel ranks get keys and values: "ring": in chunks, each beside
             attention with the one before it, as Megatron does by default; "all_gather": all of them
             before attention.
+        reduce_every: with zero=2: consecutive micro-batches whose gradients a stage sums up, whole,
+            before it reduces them. Those in which an interleaved pipeline stays with a stage, as
+            for Llama 3 (arXiv 2407.21783, section 3.3.2), cost no more memory than one.
     """
 
     name: str
@@ -138,11 +142,12 @@ class TrainingStep:
     unfused_attention: bool = False
     gemm_dtype: str = ""
     cp_kind: str = "ring"
+    reduce_every: int = 1
     serves = False  # see ServingStep
 
     def __post_init__(self) -> None:
         layer, parallel = self.layer, self.parallel
-        check_sizes(self, ("layers", "sequence", "micro_batch", "micro_batches"))
+        check_sizes(self, ("layers", "sequence", "micro_batch", "micro_batches", "reduce_every"))
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero must be 0, 1, 2 or 3, got {self.zero!r}")
         self._check_choices()
@@ -152,6 +157,10 @@ class TrainingStep:
             raise ValueError(f"shard = {self.shard} needs zero = 3, got zero = {self.zero}")
         if self.shard and layer.moe is not None:
             raise ValueError(f"shard = {self.shard} needs a model without experts")
+        if self.reduce_every > 1 and self.zero != 2:
+            raise ValueError(
+                f"reduce_every = {self.reduce_every} needs zero = 2, got zero = {self.zero}"
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         sizes = [
@@ -266,13 +275,22 @@ class TrainingStep:
         With ZeRO-3 weights, and with ZeRO-2 gradients, are in memory whole only while they are
         used: operators allocate them. Of tied weights, each of two stages has its copy.
         """
-        stages, states = self.stages, OPTIMIZERS[self.optimizer]
-        first = sum(stages[:stage])
-        elements = sum(map(self.weights_of, range(first, first + stages[stage])))
-        last = stage == len(stages) - 1
-        elements += self.table_weights * (
-            (stage == 0) + (last and not (self.tied and len(stages) == 1))
-        )
+        stages, first = self.stages, sum(self.stages[:stage])
+        both = stage == 0 and stage == len(stages) - 1
+        tables = (stage == 0) + (stage == len(stages) - 1 and not (both and self.tied))
+        return self._held(range(first, first + stages[stage]), tables)
+
+    def resident_parts(self) -> list[float]:
+        """Return the bytes of ``resident`` of the embedding, of each layer, and of the head."""
+        layers = [self._held((number,), 0) for number in range(self.layers)]
+        head = self._held((), 0 if self.tied and self.parallel.pp == 1 else 1)
+        parts = [self._held((), 1), *layers, head]
+        return [sum(part.values()) for part in parts]
+
+    def _held(self, layers: Sequence[int], tables: int) -> dict[str, float]:
+        """Return bytes, by kind, of a rank that has these layers and so many tables."""
+        states = OPTIMIZERS[self.optimizer]
+        elements = sum(map(self.weights_of, layers)) + self.table_weights * tables
         share = (self.shard or self.parallel.dp) if self.zero else 1
         gradient = 4.0 if self.fp32_gradients else self.itemsize
         return {
@@ -392,17 +410,13 @@ class ServingStep(TrainingStep):
         """Bytes of an element of the layers' weights."""
         return DTYPES[self.gemm_dtype or self.dtype].itemsize
 
-    def resident(self, stage: int) -> dict[str, float]:
-        """Return bytes of weights of a stage's rank."""
-        first, stages = sum(self.stages[:stage]), self.stages
-        layers = sum(map(self.weights_of, range(first, first + stages[stage])))
-        numbers = range(first, first + stages[stage])
-        moes = sum(self.layer.moe_of(n, self.dense_layers) is not None for n in numbers)
+    def _held(self, layers: Sequence[int], tables: int) -> dict[str, float]:
+        """Return bytes of weights."""
+        moes = sum(self.layer.moe_of(n, self.dense_layers) is not None for n in layers)
         routers = moes * self.layer.hidden * (self.layer.moe.experts if self.layer.moe else 0)
-        last = stage == len(stages) - 1
-        tables = (stage == 0) + (last and not (self.tied and len(stages) == 1))
         others = tables * self.table_weights + routers
-        return {"weights": layers * self.weight_itemsize + others * self.itemsize}
+        weights = sum(map(self.weights_of, layers)) * self.weight_itemsize
+        return {"weights": weights + others * self.itemsize}
 
     def experts_read(self, rows: int) -> int:
         """Return experts of a rank that any of the group's tokens goes to, with even routing."""

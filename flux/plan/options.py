@@ -100,6 +100,9 @@ class RankStepOptions:
         int | None, typer.Option(help="Micro-batches of a step (default: 1, or 4 for each stage).")
     ] = None
     zero: Annotated[int, typer.Option(help="0: AllReduce of gradients; 1, 2: ZeRO; 3: FSDP.")] = 1
+    reduce_every: Annotated[
+        int, typer.Option(help="With --zero 2: micro-batches whose gradients are reduced together.")
+    ] = 1
     regather: Regather = None
     shard: Annotated[
         int, typer.Option(help="With --zero 3: data parallel ranks that share weights (0: all).")
@@ -107,7 +110,8 @@ class RankStepOptions:
     recompute: Annotated[
         str,
         typer.Option(
-            help="none, selective (attention), ops (as torchtitan), full, or layers of each stage."
+            help="none, selective (attention), act, ops (as torchtitan), full, or layers of each "
+            "stage."
         ),
     ] = "none"
     split: Annotated[str, typer.Option(help="Layers of each stage: 7,8,8,7; or search.")] = ""
@@ -181,7 +185,7 @@ def step_with(options: Any, dtype: str | None = None) -> TrainingStep:
 
 _AS_THEY_ARE = (
     *("zero", "regather", "shard", "recompute", "optimizer", "fp32_gradients", "eager"),
-    *("unfused_attention", "gemm_dtype", "cp_kind"),
+    *("unfused_attention", "gemm_dtype", "cp_kind", "reduce_every"),
 )
 
 

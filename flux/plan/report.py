@@ -56,8 +56,11 @@ def document(
         row["mfu"] = mfu(step, cluster, figures.iteration_ms)
         most = max(range(parallel.pp), key=lambda stage: sum(step.resident(stage).values()))
         kinds = step.resident(most)
-        # Policies may share the optimizer's states of ZeRO-0 among ranks.
-        kinds["optimizer"] += figures.resident_bytes - sum(kinds.values())
+        held = sum(kinds.values())
+        if step.zero == 0:  # policies may share the optimizer's states among ranks
+            kinds["optimizer"] += figures.resident_bytes - held
+        else:  # or have cut the model into other stages
+            kinds = {kind: it * figures.resident_bytes / held for kind, it in kinds.items()}
         row["memory_bytes"] = kinds | {
             "activations": figures.peak_memory_bytes - figures.resident_bytes
         }

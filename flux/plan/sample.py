@@ -7,8 +7,9 @@ steady state lie on a line, and longer ones lie on it too:
 
     time(m) = time(k1) + (m - k1) * (time(k2) - time(k1)) / (k2 - k1)     2 P <= k1 < k2 < m
 
-k1 and k2 are multiples of the number of pipeline ranks P, in which interleaved pipelines count.
-Their distance is P. Memory is that of k2: a steady pipeline holds no more.
+k1 and k2 are multiples of the number of pipeline ranks P, in which interleaved pipelines count, and
+of the micro-batches whose gradients are reduced together. Memory is that of k2: a steady pipeline
+holds no more.
 
 Layers of a stage are on a line in the same way: what the first ones cannot hide, and sends between
 stages, do not grow with them.
@@ -126,8 +127,9 @@ def line(
 def lengths(step: TrainingStep) -> tuple[int, ...]:
     """Return the two numbers of micro-batches that are simulated; or the step's own, if few."""
     stages, least = step.parallel.pp, LEAST_MICRO_BATCHES
-    short, long = (-(-max(n * stages, few) // stages) for n, few in zip((2, 3), least, strict=True))
-    pair = short * stages, long * stages
+    unit = lcm(stages, step.reduce_every)
+    short, long = (-(-max(n * stages, few) // unit) for n, few in zip((2, 3), least, strict=True))
+    pair = short * unit, max(long, short + 1) * unit
     return pair if step.micro_batches > pair[1] else (step.micro_batches,)
 
 

@@ -91,7 +91,7 @@ class Timeline:
     @property
     def resident_bytes(self) -> float:
         """Bytes of weights, gradients and optimizer, of the stage with the highest peak."""
-        resident = self.schedule.graph.resident
+        resident = self.schedule.graph.resident_by_stage
         return resident[self.peak.index(max(self.peak))] if resident else 0.0
 
     @cached_property
@@ -109,7 +109,7 @@ class Timeline:
                 changes[op.stage].append((end, -op.frees))
         peaks = []
         for stage, of_stage in enumerate(changes):
-            held = most = graph.resident[stage] if graph.resident else 0.0
+            held = most = graph.resident_by_stage[stage]
             for _, change in sorted(of_stage):  # at one time, what is freed comes first
                 held += change
                 most = max(most, held)

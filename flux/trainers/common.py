@@ -66,6 +66,11 @@ class Planned(NamedTuple):
             notes.append(
                 "fused linear layers are Flux's (docs/use/layers.md); else the trainer's own"
             )
+        every = plan.step.reduce_every
+        if every > 1:
+            notes.append(
+                f"{trainer} reduces gradients of each micro-batch or of all, not of {every} at once"
+            )
         return plan, notes
 
     def launch(self, program: str) -> str:

@@ -31,7 +31,7 @@ _OPTIMIZERS: dict[str, dict[str, str]] = {
     "momentum": {"optimizer": "sgd"},
     "sgd": {"optimizer": "sgd", "sgd-momentum": "0.0"},
 }
-_OPS = "layernorm mlp"
+_MODULES = {"selective": "core_attn", "ops": "layernorm mlp", "act": "moe_act"}
 """The modules that come nearest to ``recompute = ops``."""
 _REFUSED = {
     "hybrid-layer-pattern": "state-space layers",
@@ -190,14 +190,16 @@ def _recompute(plan: Planned, notes: list[str]) -> dict[str, str]:
     asked = plan.step.recompute
     if asked == "none":
         return {}
-    if asked in ("selective", "ops"):
+    if asked == "act" and plan.step.layer.moe is None:
+        notes.append("Megatron keeps the activation's output in dense layers: more memory")
+        return {}
+    if asked in _MODULES:
         if asked == "ops":
             notes.append(
-                f"Megatron cannot keep every second product: modules {_OPS} come nearest, and "
-                "multiply fc2 again"
+                f"Megatron cannot keep every second product: modules {_MODULES[asked]} come "
+                "nearest, and multiply fc2 again"
             )
-        modules = "core_attn" if asked == "selective" else _OPS
-        return {"recompute-granularity": "selective", "recompute-modules": modules}
+        return {"recompute-granularity": "selective", "recompute-modules": _MODULES[asked]}
     method, count = ("uniform", 1) if asked == "full" else ("block", -(-int(asked) // plan.chunks))
     if asked != "full" and count * plan.chunks != int(asked):
         notes.append(f"{count} layers of each virtual stage are computed again, not {asked} in all")
@@ -210,7 +212,7 @@ def _recompute(plan: Planned, notes: list[str]) -> dict[str, str]:
 
 def _pipeline(plan: Planned) -> dict[str, str]:
     if len(set(plan.stages)) > 1:
-        parts = [f"t*{count}" for count in plan.stages]
+        parts = [f"t*{count}" if count else "" for count in plan.stages]
         return {"pipeline-model-parallel-layout": f"E{'|'.join(parts)}L"}
     return {"num-virtual-stages-per-pipeline-rank": str(plan.chunks)} if plan.chunks > 1 else {}
 
@@ -291,8 +293,9 @@ def _recomputed(options: CommandOptions, chunks: int, notes: list[str]) -> str:
         granularity = "selective"
     if granularity == "selective":
         modules = options.get("recompute-modules", "core_attn")
-        if set(modules.split()) == {"core_attn"}:
-            return granularity
+        for name, known in _MODULES.items():
+            if set(modules.split()) == set(known.split()):
+                return name
         notes.append(f"--recompute-modules {shown(modules)}: planned as recompute = ops")
         return "ops"
     if options.get("recompute-method") == "block":
@@ -310,7 +313,7 @@ def _stages(options: CommandOptions, layers: int, pp: int) -> tuple[int, tuple[i
             sum(int(count or 1) for count in re.findall(r"t(?:\*(\d{1,4}))?", part))
             for part in text.split("|")
         ]
-        if sum(counts) != layers or not min(counts):
+        if sum(counts) != layers or not min(counts[1:-1], default=1):
             raise ValueError(
                 f"{where}: --pipeline-model-parallel-layout: {shown(layout)} is not known"
             )

@@ -25,7 +25,7 @@ _SCHEDULES = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-_RECOMPUTE = {"none": "none", "ops": "selective", "full": "full"}
+_RECOMPUTE = {"act": "none", "none": "none", "ops": "selective", "full": "full"}
 _RENAMED = {
     "training.batch-size": "training.local-batch-size",
     "training.compile": "compile.enable",
@@ -164,6 +164,8 @@ def _differences(plan: Planned, config: str | None, converts: bool) -> list[str]
         notes.append(
             f"torchtitan has no recompute = {step.recompute}: whole layers are computed again"
         )
+    if step.recompute == "act":
+        notes.append("torchtitan keeps the activation's output: more memory")
     if p.sequence and p.tp > 1 and step.regather:
         notes.append("inputs of column-parallel layers stay in memory: more than planned")
     if not step.fp32_gradients:

@@ -331,7 +331,7 @@ def draws(count: int) -> list[TrainingStep]:
             ({}, {"tp": 4, "dp": 2}, {"tp": 2, "cp": 2, "pp": 2}, {"pp": 2, "dp": 4, "ep": 4}),
             (False, True),
             (0, 1, 2, 3),
-            ("none", "selective", "ops", "full", "1"),
+            ("none", "selective", "ops", "act", "full", "1"),
             (False, True),
         )
     )
@@ -345,6 +345,7 @@ def draws(count: int) -> list[TrainingStep]:
                 **degrees,
                 sequence=sequence,
                 zero=zero,
+                reduce_every=1 + (zero == 2 and flag),
                 recompute=recompute,
                 tied=flag,
                 eager=flag,
@@ -413,14 +414,65 @@ def peak_gb(step: TrainingStep) -> float:
 
 def test_recomputation_and_zero_save_memory() -> None:
     base = step_with(tp=2, dp=4, sequence=True, regather=True)
-    kinds = ["none", "selective", "ops", "full"]
+    kinds = ["none", "selective", "act", "ops", "full"]
     peaks = [peak_gb(replace(base, recompute=kind)) for kind in kinds]
-    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 5
     assert peak_gb(replace(base, recompute="2")) == pytest.approx(
-        (peaks[0] + peaks[3]) / 2, rel=0.1
+        (peaks[0] + peaks[-1]) / 2, rel=0.1
     )
     of_zero = [sum(replace(base, zero=zero).resident(0).values()) for zero in (0, 1, 2, 3)]
     assert of_zero == sorted(of_zero, reverse=True) and len(set(of_zero)) == 4
+
+
+def test_gradients_of_consecutive_micro_batches_are_reduced_together() -> None:
+    step = step_with(layers=4, dp=4, micro_batches=5, zero=2, reduce_every=2)
+    graph, _ = graph_of(step)
+    sums = [n for n, op in enumerate(graph.ops) if op.name.startswith("L3.grads.w")]
+    of = [{graph.ops[dep].micro for dep in graph.deps[number]} for number in sums]
+    assert of == [{0, 1}, {2, 3}, {4}]
+    each = replace(step, reduce_every=1)
+    more = peak_gb(step) - peak_gb(each)  # of the other layers: all have been summed up once
+    held = 2 * (4 * step.weights_of(0) + 2 * step.table_weights)
+    assert 0.5 * held < more <= held
+    with pytest.raises(ValueError, match="reduce_every = 2 needs zero = 2, got zero = 1"):
+        replace(step, zero=1)
+
+
+def test_a_pipeline_may_have_embedding_and_head_on_stages_of_their_own() -> None:
+    """Llama 3's first and last stage (arXiv 2407.21783, section 3.3.2)."""
+    step = step_with(layers=14, pp=4, dp=2, micro_batches=8, zero=2, reduce_every=4)
+    graph, fabric = graph_of(step)
+    cost = AnalyticCost(fabric, step.dtype, step.itemsize)
+    schedule = planned(policy_of("interleaved", {"chunks": 4}), graph, fabric, cost)
+    made = schedule.graph
+    for op in made.ops:
+        if op.is_outer:
+            assert op.stage == (0 if op.place == 0 else 3), op.name
+        elif op.kind != "send":
+            assert op.stage == (op.layer + 1) % 4, op.name
+    for rank in range(4):
+        of_rank = [op.allocates - op.frees for op in made.ops if op.stage == rank]
+        assert sum(of_rank) == pytest.approx(0, abs=1)
+    assert schedule.rows()[0][:2] == ["0F0", "0F1"] and "15B0" in schedule.rows()[3]
+    assert simulate(schedule, cost).iteration_ms > 0
+    for other, words in (
+        (replace(step, zero=3, reduce_every=1), "16 stages must divide 14"),
+        (replace(step, vocabulary=0), "16 stages must divide 14"),
+        (replace(step, layers=13), "16 stages must divide 13"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            planned(policy_of("interleaved", {"chunks": 4}), graph_of(other)[0], fabric, cost)
+
+
+def test_the_first_rank_of_a_folded_pipeline_has_embedding_and_head() -> None:
+    step = step_with(layers=8, pp=4, micro_batches=8)
+    graph, fabric = graph_of(step)
+    cost = AnalyticCost(fabric, step.dtype, step.itemsize)
+    inner = sum(step.resident(1).values())
+    table = sum(step.resident(0).values()) - inner
+    folded = planned(policy_of("zbv"), graph, fabric, cost).graph
+    assert folded.resident_by_stage == pytest.approx([inner + 2 * table, *[inner] * 3])
+    assert graph.resident_by_stage == pytest.approx([inner + table, inner, inner, inner + table])
 
 
 @pytest.mark.parametrize(("model", "tp"), [("deepseek-v3", 8), ("llama3-8b", 16), ("gpt-6.7b", 8)])
@@ -452,7 +504,7 @@ def test_stages_are_as_even_as_possible() -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"recompute": "some"}, "recompute must be one of none, selective, ops, full"),
+        ({"recompute": "some"}, "recompute must be one of none, selective, ops, act, full"),
         ({"optimizer": "magic"}, "optimizer must be one of adam"),
         ({"gemm_dtype": "int4"}, "gemm_dtype must be one of"),
         ({"dense_layers": 1}, "dense_layers are of models with experts"),
@@ -489,24 +541,10 @@ def test_published_runs_are_within_15_per_cent_or_have_a_cause() -> None:
         assert abs(entry["off_with_causes"]) <= 0.15, (entry["name"], entry["off_with_causes"])
         assert abs(entry["off"]) <= 0.18, (entry["name"], entry["off"])
         assert (entry["off"] != entry["off_with_causes"]) == bool(entry["besides"])
+        assert entry["fits"] and entry["peak_gb"] < 80, entry["name"]
 
 
-@pytest.mark.parametrize("place", [0, 1, 6], ids=lambda place: published_runs.RUNS[place].name)
+@pytest.mark.parametrize("place", [0, 6, -2], ids=lambda place: published_runs.RUNS[place].name)
 def test_committed_predictions_are_those_of_today(place: int) -> None:
     entry = published_runs.entry_of(published_runs.RUNS[place])
     assert entry["ours"] == pytest.approx(CONTENT["runs"][place]["ours"], rel=1e-6)
-
-
-def test_the_layout_of_llama_3_405b_fits() -> None:
-    """Under the schedule that is timed, with 16 micro-batches.
-
-    Its row has all gradients in float32 until the end of the step, 12.8 GB that FSDP shards (arXiv
-    2407.21783, section 3.3.2): 76.6 GB in place of 87.6. With 32 micro-batches 154 passes of a
-    layer are in flight with 4 stages on a rank; with 8 of one layer, of which the paper's first and
-    last have embedding and head alone, it would be 141, and 84 GB in place of 90.8.
-    """
-    run = published_runs.RUNS[-2]
-    step = replace(run.step(), zero=2)
-    ((_, timeline, reason),) = compared((run.policy,), step, load_cluster(run.cluster))
-    assert timeline is not None and not reason
-    assert timeline.peak_memory_bytes == pytest.approx(76.6e9, rel=1e-3)

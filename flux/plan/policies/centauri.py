@@ -313,7 +313,7 @@ class Centauri:
             for op in graph.ops
             if op.stage == 0 and op.micro == 0 and op.role == "fwd" and not op.is_collective
         )
-        free = 1e9 * self._memory_gb(cost) - (graph.resident[0] if graph.resident else 0.0)
+        free = 1e9 * self._memory_gb(cost) - graph.resident_by_stage[0]
         most = min(graph.micro_batches, free / held if held else inf)
         plans = {str(_blocks(graph, n)): n for n in reversed(_TOGETHER) if n <= most}
         return sorted({1, *plans.values()})

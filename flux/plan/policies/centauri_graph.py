@@ -83,7 +83,7 @@ def substituted(graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
             op = op._replace(kind="reduce_scatter")
             if resident:  # each rank keeps the optimizer's states of its share
                 others = 1 - 1 / fabric.span(op.group).size
-                resident[op.stage] -= 4.0 * states * op.shape[1] * others
+                resident[op.place] -= 4.0 * states * op.shape[1] * others
         if op.kind == "optimizer":
             for dep in graph.deps[number]:
                 before = graph.ops[dep]
@@ -174,7 +174,8 @@ def window(graph: Graph, layers: int = 4) -> Graph:
     ]
     if len(kept) == len(graph.ops):
         return graph
-    part = part_of(graph, kept, graph.resident[:1])
+    resident = [0.0, *graph.resident_by_stage[:1], *[0.0] * (layers_of(graph))]
+    part = part_of(graph, kept, resident)
     renamed = {micro: index for index, micro in enumerate(sorted(micros))}
     ops = tuple(op._replace(micro=renamed.get(op.micro, op.micro)) for op in part.ops)
     return replace(part, ops=ops)

@@ -75,7 +75,9 @@ def _stages_of(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def stage_of(op: Operator, layers: int, stages: int) -> int:
-    """Return the stage of the model that an operator of a layer belongs to."""
+    """Return the stage of the model that an operator of a layer, embedding or head belongs to."""
+    if layers < stages and op.is_outer:
+        return 0 if op.place == 0 else stages - 1
     return _stages_of(layers, stages)[op.layer]
 
 
@@ -93,10 +95,12 @@ def placed(
     operator whose result it sends.
 
     An operator's ``stage`` is its pipeline rank. Raise UnevenStages unless stages have equal
-    numbers of layers, or ``uneven``.
+    numbers of layers, or ``uneven``: then the last one, and the first, may have head and embedding
+    alone, whose weights are not gathered beside those of a layer.
     """
     layers = layers_of(graph)
-    if layers < stages or (layers % stages and not uneven):
+    bare = 2 if any(op.is_outer for op in graph.ops) and not _gathers(graph) else 0
+    if layers + bare < stages or (layers % stages and not uneven):
         raise UnevenStages(stages, layers)
     templates = {op.role: op for op in graph.ops if op.kind == "send"}
     builder = Builder(graph.itemsize)
@@ -108,8 +112,14 @@ def placed(
         if number not in sends:
             op = builder.ops[number]
             template = templates["fwd" if op.role == "fwd" else "dgrad"]
-            name = f"L{op.layer}.{template.part}.m{op.micro}"
-            made = template._replace(name=name, stage=op.stage, layer=op.layer, micro=op.micro)
+            part = ("send_embed", "send_head")[op.place] if op.is_outer else template.part
+            made = template._replace(
+                name=f"L{op.layer}.{part}.m{op.micro}",
+                part=part,
+                stage=op.stage,
+                layer=op.layer,
+                micro=op.micro,
+            )
             sends[number] = builder.add(made, [number])
         return sends[number]
 
@@ -123,3 +133,8 @@ def placed(
         deps = [dep if builder.ops[dep].stage == rank else sent(dep) for dep in deps]
         at[number] = builder.add(op._replace(stage=rank), deps)
     return builder.build(graph.resident)
+
+
+def _gathers(graph: Graph) -> bool:
+    """Return whether weights are gathered for each pass (ZeRO-3)."""
+    return any(op.moves_weights and op.role == "fwd" for op in graph.ops)

@@ -22,7 +22,12 @@ from flux.plan.schedule import StepSchedule
 
 
 def _beside_sends(op: Operator) -> str:
-    """Return the stream of an operator of a pipeline that hides nothing but its sends."""
+    """Return the stream of an operator of a pipeline that hides its sends, and what FSDP does.
+
+    FSDP has a stream of its own for weights and gradients that passes gather and reduce.
+    """
+    if op.moves_weights and op.role != "step":
+        return "fsdp"
     return op.resource if op.kind == "send" else "comp"
 
 
