@@ -2,8 +2,9 @@
 
 Each target runs in a fresh copy of the working tree, without .venv and build. Only what takes long
 is replaced. Creating .venv and installing with pip provide the commands of the packages that
-are asked for; builds copy what this checkout has built; pytest collects one file. A command that
-its target did not set up is then missing there, as it would be for a newcomer.
+are asked for; builds copy what this checkout has built; pytest collects one file, or looks whether
+what it loads is there. A command that its target did not set up is then missing there, as it would
+be for a newcomer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_VARIABLE = "FLUX_MAKE_TARGETS_ROOT"  # in commands' environment: the checkout with the builds
-SHORT = "tests/project/test_harness.py"  # collected where a target names no file of tests
+SHORT = "tests/project/test_harness.py"  # collected by `make test`
+LOADED = ("flux/_C*.so", "ptx_machine/_machine*.so", "ptx_machine/gpu/*.so")  # by any pytest
 
 
 def targets() -> list[str]:
@@ -158,8 +160,7 @@ def python(arguments: list[str]) -> None:
     elif script == "tools/compile_kernels.py":
         real(script, "--help")
     elif script in ("tools/mutants.py", "tools/asan.py"):
-        need(script, "flux/_C*.so", "build/native-*/libflux_host.a")
-        collect([])
+        need(script, *LOADED, "build/native-*/libflux_host.a")
     else:
         real(*arguments)
 
@@ -198,10 +199,11 @@ def build(arguments: list[str]) -> None:
 
 
 def collect(arguments: list[str]) -> None:
-    """Stand in for pytest: what is named exists, and one file of it is collected."""
+    """Stand in for pytest: what it loads and what is named exists; one target loads it."""
     files = [argument for argument in arguments if argument.startswith("tests/")]
-    need("flux/_C*.so", *files)
-    real("-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", (files or [SHORT])[0])
+    need(*LOADED, *files)
+    if "--ignore" in arguments:  # make test
+        real("-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", SHORT)
 
 
 if __name__ == "__main__":
