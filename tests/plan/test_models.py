@@ -434,6 +434,11 @@ def test_gradients_of_consecutive_micro_batches_are_reduced_together() -> None:
     more = peak_gb(step) - peak_gb(each)  # of the other layers: all have been summed up once
     held = 2 * (4 * step.weights_of(0) + 2 * step.table_weights)
     assert 0.5 * held < more <= held
+    folded = replace(step, parallel=replace(step.parallel, pp=2))
+    graph, fabric = graph_of(folded)
+    cost = AnalyticCost(fabric, step.dtype, step.itemsize)
+    for name in ("dhelix", "dualpipev"):  # whose backward passes are not all alike
+        assert simulate(planned(policy_of(name), graph, fabric, cost), cost).iteration_ms > 0
     with pytest.raises(ValueError, match="reduce_every = 2 needs zero = 2, got zero = 1"):
         replace(step, zero=1)
 

@@ -51,10 +51,15 @@ def by_layer(graph: Graph, plan: Pairing, cost: CostModel) -> Merge:
     """Return a merge that pairs the first layer of a forward with the first one of a backward.
 
     ``plan`` has nodes named by ``node_of``; ``cost`` orders operators of one segment that share a
-    stream.
+    stream. Gradients that not every backward reduces come last.
     """
 
+    def is_late(op: Operator) -> bool:
+        return op.moves_weights and op.role == "wgrad" and node_of(op) not in plan.backward
+
     def merge(forward: Sequence[int], backward: Sequence[int]) -> Segments:
+        late = [number for number in backward if is_late(graph.ops[number])]
+        backward = [number for number in backward if number not in late] if late else backward
         layers = [_layers(graph, numbers) for numbers in (forward, backward)]
         nodes = {*plan.forward}, {*plan.backward}
         for known, of_pass in zip(nodes, layers, strict=True):
@@ -68,7 +73,7 @@ def by_layer(graph: Graph, plan: Pairing, cost: CostModel) -> Merge:
                     [of[n] for n in nodes] for of, nodes in ((f_layer, f_nodes), (b_layer, b_nodes))
                 )
                 segments.append(_started(graph, f, b, cost))
-        return [*segments, after] if after else segments
+        return [*segments, [*after, *late]] if after or late else segments
 
     return merge
 
