@@ -343,10 +343,7 @@ class _Step:
         ``used`` counts weights that it only reads: those of the embedding, in a tied head.
         """
         step, whole = self.step, self.step.weights_of(layer)
-        moe = step.layer.moe_of(layer, step.dense_layers)
-        experts = 0.0
-        if moe is not None:
-            experts = moe.experts / step.parallel.ep * step.layer.mlp_weights(moe.intermediate)
+        experts = step.expert_weights_of(layer)
         parts = [("", "dp", whole - experts)]
         parts += [("_experts", "edp", experts)] if experts else []
         if not step.vocabulary:

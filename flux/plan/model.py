@@ -264,6 +264,13 @@ class TrainingStep:
         # Inference splits experts over tensor parallel ranks, too.
         return attention + sizes.mlp_weights(1) * width / (tp if self.serves else 1)
 
+    def expert_weights_of(self, layer: int) -> float:
+        """Return those of them that belong to experts with tokens of other ranks."""
+        moe = self.layer.moe_of(layer, self.dense_layers)
+        if moe is None:
+            return 0.0
+        return moe.experts / self.parallel.ep * self.layer.mlp_weights(moe.intermediate)
+
     @property
     def table_weights(self) -> float:
         """Elements of the embedding, or of the head, on one rank."""
@@ -289,14 +296,15 @@ class TrainingStep:
 
     def _held(self, layers: Sequence[int], tables: int) -> dict[str, float]:
         """Return bytes, by kind, of a rank that has these layers and so many tables."""
-        states = OPTIMIZERS[self.optimizer]
-        elements = sum(map(self.weights_of, layers)) + self.table_weights * tables
-        share = (self.shard or self.parallel.dp) if self.zero else 1
+        whole = sum(map(self.weights_of, layers)) + self.table_weights * tables
+        experts, dp = sum(map(self.expert_weights_of, layers)), self.parallel.dp
+        # Ranks that share weights with others: an expert's are fewer.
+        shared = (whole - experts) / (self.shard or dp) + experts * self.parallel.ep / dp
         gradient = 4.0 if self.fp32_gradients else self.itemsize
         return {
-            "weights": elements * self.itemsize / (share if self.zero == 3 else 1),
-            "gradients": elements * gradient / (share if self.zero >= 2 else 1),
-            "optimizer": elements * states.state_bytes / share,
+            "weights": (shared if self.zero == 3 else whole) * self.itemsize,
+            "gradients": (shared if self.zero >= 2 else whole) * gradient,
+            "optimizer": (shared if self.zero else whole) * OPTIMIZERS[self.optimizer].state_bytes,
         }
 
     @property

@@ -491,6 +491,20 @@ def test_a_rank_holds_the_weights_that_its_gemms_read(model: str, tp: int) -> No
     assert step.resident(0)["weights"] == 2 * step.weights_of(0)
 
 
+def test_experts_are_shared_by_fewer_ranks_than_other_weights() -> None:
+    """Each of mixtral-8x7b's 8 experts is on dp / ep = 2 ranks, which share its states."""
+    step = step_of("mixtral-8x7b", Parallel(dp=16, ep=8), layers=1)
+    experts = 3 * 4096 * 14336
+    others = step.weights_of(0) - experts
+    shared = others / 16 + experts / 2
+    assert step.resident(0)["optimizer"] == pytest.approx(12 * shared)
+    sharded = replace(step, zero=3).resident(0)
+    assert sharded["weights"] == pytest.approx(2 * shared)
+    assert sharded["gradients"] == pytest.approx(2 * shared)
+    alone = step_of("mixtral-8x7b", Parallel(dp=8, ep=8), layers=1).resident(0)
+    assert alone["optimizer"] == pytest.approx(12 * (others / 8 + experts))
+
+
 def test_stages_are_as_even_as_possible() -> None:
     assert even_split(126, 16) == (7, *(8,) * 14, 7)
     assert even_split(8, 4) == (2,) * 4 and even_split(7, 4) == (2, 2, 2, 1)
