@@ -209,7 +209,7 @@ $(STAMPS)/native $(STAMPS)/native-werror:
 
 $(STAMPS)/emulator: $(VENV)/build-installed $(EMULATOR_INPUTS)
 	@echo 'Building the PTX machine ...'
-	@$(CMAKE) -S ptx_machine -B build/ptx_machine -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
-	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) > /dev/null
+	@$(CMAKE) -S ptx_machine -B build/ptx_machine -DPTX_MACHINE_IN_PLACE=ON \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) > /dev/null
 	@$(BIN)/cmake --build build/ptx_machine > build/ptx_machine/log.txt || { cat build/ptx_machine/log.txt; exit 1; }
 	@mkdir -p $(STAMPS) && touch $@
