@@ -98,7 +98,7 @@ class BuildPy(build_py):
         super().run()
         if self.editable_mode:  # they are found in the checkout
             return
-        self.copy("csrc", ("core/**/*.h", "cuda/**/*.h", "cuda/**/*.cuh", "cuda/**/*.cu"))
+        self.copy("csrc", ("core/*.h", "cuda*/**/*.h", "cuda*/**/*.cuh", "cuda/**/*.cu"))
         self.copy("tuning", ("**/*.toml", "**/*.json"))
 
     def copy(self, folder: str, patterns: tuple[str, ...]) -> None:

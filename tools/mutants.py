@@ -203,12 +203,12 @@ class Tree:
             if problem := self.apply(mutant):
                 return replace(result, note=problem)
             if any(test.startswith(KERNEL_TESTS) for test in mutant.tests) and any(
-                name.startswith("csrc/cuda/") for name in mutant.touched
+                name.startswith(("csrc/cuda/", "csrc/cuda_moe/")) for name in mutant.touched
             ):
                 self.build_kernels()
                 result = replace(result, build_s=time.monotonic() - begin)
             # The host's side includes the headers of csrc/cuda that no nvcc is needed for.
-            if any(re.match(r"csrc/(?!cuda/.*\.cuh?$)", name) for name in mutant.touched):
+            if any(re.match(r"csrc/(?!cuda(_moe)?/.*\.cuh?$)", name) for name in mutant.touched):
                 self.build()
                 result = replace(result, build_s=time.monotonic() - begin)
             result = self.test(mutant.tests, result)

@@ -100,6 +100,15 @@ struct Needs {
   }
 };
 
+FLUX_HD constexpr bool are_own(const Needs& needs, Range rows) {
+  return rows.begin >= needs.own.begin && rows.end <= needs.own.end;
+}
+// The words that rows wait for.
+FLUX_HD constexpr Range awaited(const Needs& needs, Range rows) {
+  if (needs.words == nullptr || are_own(needs, rows)) return {0, 0};
+  return signals_of_rows(needs.tiling, rows.begin, rows.end);
+}
+
 inline Needs needs_of(OpKind op, const FluxGemmArgs& args) {
   Needs needs;
   needs.tiling = comm_tiling(args);

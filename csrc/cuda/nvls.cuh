@@ -17,18 +17,13 @@ namespace flux {
 template <bool kBfloat16>
 __device__ __forceinline__ uint4 load_sum(const void* at) {
   uint4 sum{};
-  if constexpr (kBfloat16) {
-    FLUX_NVLS(
-        "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {%0, %1, %2, %3}, [%4];"
-        : "=r"(sum.x), "=r"(sum.y), "=r"(sum.z), "=r"(sum.w)
-        : "l"(at)
-        : "memory");
-  } else {
-    FLUX_NVLS(
-        "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 {%0, %1, %2, %3}, [%4];" : "="
-                                                                                                "r"(sum.x),
-        "=r"(sum.y), "=r"(sum.z), "=r"(sum.w) : "l"(at) : "memory");
-  }
+#define FLUX_LOAD_SUM(pair)                                               \
+  FLUX_NVLS("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4." pair \
+            " {%0, %1, %2, %3}, [%4];" : "=r"(sum.x),                     \
+            "=r"(sum.y), "=r"(sum.z), "=r"(sum.w) : "l"(at) : "memory")
+  if constexpr (kBfloat16) FLUX_LOAD_SUM("bf16x2");
+  if constexpr (!kBfloat16) FLUX_LOAD_SUM("f16x2");
+#undef FLUX_LOAD_SUM
   return sum;
 }
 

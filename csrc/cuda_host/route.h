@@ -1,12 +1,12 @@
-// Maps of a grouped GEMM that the device makes (cuda/route.h), of one call.
+// Maps of a grouped GEMM that the device makes (cuda_moe/route.h), of one call.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "cuda/route.h"
 #include "cuda_host/driver.h"
 #include "cuda_host/kernels.h"
+#include "cuda_moe/route.h"
 #include "schedule/schedule.h"
 
 namespace flux::host {

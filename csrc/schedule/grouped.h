@@ -12,7 +12,7 @@
 // With expert parallelism rows move only where one of their experts is: the kernel itself pushes them, and a
 // sum has the partials of ranks with one of its token's experts alone.
 //
-// Kernels take these maps from device memory, where a kernel makes them (cuda/route.h); these are what tests
+// Kernels take these maps from device memory, where a kernel makes them (cuda_moe/route.h); these are what tests
 // compare them with.
 #pragma once
 

@@ -16,6 +16,7 @@ from flux.core.collector import paused_collector
 from flux.core.env import TRACE
 from flux.core.events import Trace
 from flux.core.knobs import Knobs
+from flux.core.sparse_problem import SparseProblem
 from flux.kernels.registry import Registry
 from flux.launch.progress import Progress
 from flux.trace.record import record_op
@@ -71,8 +72,10 @@ def reason_unsupported(config: BenchConfig, wanted: Wanted) -> str | None:
     problem = config.problem
     if problem.op.reduces and problem.nodes == 1 and "medium" in wanted.methods:
         return f"copy engines send partials of {problem.op.name} in the method medium: omit it"
+    if problem.variant and "medium" in wanted.methods:
+        return f"kernels of {problem.name} have no method medium: omit it"
     built = Registry.load().traced.values()
-    op = config.problem.op.kernel
+    op = problem.spec().kernel if isinstance(problem, SparseProblem) else problem.op.kernel
     if wanted.methods != ("unfused",) and not any(kernel.config.op == op for kernel in built):
         return f"no trace build of {op} kernels was found: run `flux compile --trace`"
     return None

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from flux import _C
 
 if TYPE_CHECKING:
+    import torch
+
     from flux.core.schedule import TileSchedule
 
 CAPACITY = 4096
@@ -102,6 +104,10 @@ class CallRecorder(Protocol):
 
     def began(self, rank: int, schedule: TileSchedule) -> None:
         """Note that the next call of this rank runs this schedule."""
+        ...
+
+    def routed(self, rank: int, experts: torch.Tensor) -> None:
+        """Note the experts of the tiles of this rank's call: read when it has ended."""
         ...
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from flux.kernels.config import GemmConfig
+from flux.kernels.config import GROUPED, GemmConfig
 
 CONFIGS_PER_UNIT = 4
 
@@ -55,7 +55,10 @@ def symbol(config: GemmConfig, traced: bool = False) -> str:
 
 def header(config: GemmConfig) -> str:
     """Return the header of the kernel's template, as included: relative to csrc."""
-    return f"cuda/gemm/{_NAMESPACES[config.arch]}/{config.op}.cuh"
+    namespace = _NAMESPACES[config.arch]
+    if config.op in GROUPED:
+        return f"cuda_moe/{namespace}.cuh"
+    return f"cuda/gemm/{namespace}/{config.op}.cuh"
 
 
 def translation_unit(configs: Sequence[GemmConfig], traced: bool = False) -> str:

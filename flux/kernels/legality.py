@@ -240,7 +240,7 @@ def _reason_illegal_grouped(config: GemmConfig) -> str | None:
 
 
 def _reason_illegal_grouped_sm90(config: GemmConfig) -> str | None:
-    """Check what follows from operands that cp.async copies (csrc/cuda/gemm/sm90/grouped.cuh)."""
+    """Check what follows from operands that cp.async copies (csrc/cuda_moe/sm90.cuh)."""
     if config.itemsize != 2:
         return f"{config.op} has operands of 16 bits, got {config.dtype}"
     if config.cluster != (1, 1):

@@ -138,7 +138,10 @@ def versions(kind: str) -> tuple[str, str]:
         kernels = f"cuda {__version__}"
     else:
         headers = sorted(
-            path for part in ("core", "cuda") for path in (root / part).rglob("*") if path.is_file()
+            path
+            for part in ("core", "cuda", "cuda_moe")
+            for path in (root / part).rglob("*")
+            if path.is_file()
         )
         contents = [
             (path.relative_to(root).as_posix(), path.read_text(encoding="utf-8"))

@@ -66,6 +66,7 @@ class RankRecords(NamedTuple):
         rank: the rank.
         backend: of its op.
         schedules: of its calls; empty if the library made them (path = unfused).
+        experts: of the tiles of each of them, of an op of experts.
         first_epoch: number of the call before the first.
         kernels: of its kernels.
         streams: of its streams, by lane.
@@ -76,6 +77,7 @@ class RankRecords(NamedTuple):
     rank: int
     backend: CudaBackend
     schedules: list[TileSchedule]
+    experts: list[list[int]]
     first_epoch: int
     kernels: list[KernelRecord]
     streams: dict[str, list[Record]]
@@ -167,6 +169,7 @@ class GpuRecorder:
         self.number = 0  # of the call
         self.homes: dict[int, int] = {}  # rank by the stream of its calls
         self.schedules: dict[int, list[TileSchedule]] = {b.rank: [] for b in self.backends}
+        self.experts: dict[int, list[torch.Tensor]] = {b.rank: [] for b in self.backends}
         self.tie = ClockOffset(0, 0, 0, 0)
         self._first = {b.rank: b.native.epoch for b in self.backends}
         self._agents: dict[int, int] = {}
@@ -188,6 +191,10 @@ class GpuRecorder:
         """Note that a rank makes its next call on the current stream."""
         self.schedules[rank].append(schedule)
         self.homes[self.device.current_stream()] = rank
+
+    def routed(self, rank: int, experts: torch.Tensor) -> None:
+        """Note the experts of the tiles of a rank's call, which a kernel is about to write."""
+        self.experts[rank].append(experts)
 
     def start(self) -> None:
         """Relate the clocks, on an idle device, and record calls from now on."""
@@ -262,6 +269,7 @@ class GpuRecorder:
                     rank,
                     backend,
                     self.schedules[rank],
+                    [experts.tolist() for experts in self.experts[rank]],
                     self._first[rank],
                     records,
                     lanes[rank],

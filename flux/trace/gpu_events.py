@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from flux import _C
 from flux.core.events import Event, Kind
@@ -28,9 +27,6 @@ from flux.core.problem import ceil_div
 from flux.core.recorder import Record, Work, incoming_lane, outgoing_lane
 from flux.trace.convert import Details, Span, collective, rows_text
 from flux.trace.gpu import KernelRecord, RankRecords
-
-if TYPE_CHECKING:
-    from flux.core.schedule import TileSchedule
 
 
 class KernelEvent(IntEnum):
@@ -43,6 +39,8 @@ class KernelEvent(IntEnum):
     sum = 5
     push = 6
     copy = 7
+    send = 8
+    tokens = 9
 
 
 GATHER, ENTRY, PARTIAL, RESULT = 1, 2, 3, 7
@@ -55,6 +53,8 @@ _LANES = {
     KernelEvent.sum: "sums",
     KernelEvent.push: "pushes",
     KernelEvent.copy: "sums",
+    KernelEvent.send: "",
+    KernelEvent.tokens: "",
 }
 _KINDS = {
     KernelEvent.tile: Kind.gemm,
@@ -64,6 +64,8 @@ _KINDS = {
     KernelEvent.sum: Kind.reduce,
     KernelEvent.push: Kind.copy,
     KernelEvent.copy: Kind.copy,
+    KernelEvent.send: Kind.send,
+    KernelEvent.tokens: Kind.reduce,
 }
 _STREAM_KINDS = {
     Work.gemm: Kind.gemm,
@@ -112,8 +114,9 @@ class _Nodes:
 class _Kernels:
     """Interprets the records of the kernels of one call."""
 
-    def __init__(self, rank_records: RankRecords, schedule: TileSchedule) -> None:
-        backend = rank_records.backend
+    def __init__(self, rank_records: RankRecords, number: int) -> None:
+        backend, schedule = rank_records.backend, rank_records.schedules[number]
+        self.experts = rank_records.experts[number] if backend.spec.experts else []
         self.rank, self.world = rank_records.rank, backend.world
         self.spec = backend.spec
         self.m = schedule.shape[0]
@@ -135,6 +138,8 @@ class _Kernels:
             KernelEvent.sum: self._sum,
             KernelEvent.push: self._push,
             KernelEvent.copy: self._copy,
+            KernelEvent.send: self._send,
+            KernelEvent.tokens: self._tokens,
         }
         return describe[KernelEvent(r.kind)](r)
 
@@ -159,7 +164,19 @@ class _Kernels:
             details["weight"] = weight
         return details
 
+    def _of_expert(self, r: KernelRecord) -> tuple[str, Details]:
+        """Describe a tile of an expert, whose rows are anywhere."""
+        width, expert = self.widths[0] * (2 if self.spec.gated else 1), self.experts[r.row]
+        columns = {
+            "col_begin": r.column * self.tiles[0][1],
+            "col_end": min(width, (r.column + 1) * self.tiles[0][1]),
+        }
+        place: Details = {"tile_row": r.row, "tile_column": r.column, "expert": expert}
+        return f"tile ({r.row}, {r.column}) of expert {expert}", place | columns
+
     def _tile(self, r: KernelRecord) -> tuple[str, Details]:
+        if self.spec.experts:
+            return self._of_expert(r)
         details = self._place(r)
         name = f"tile ({r.row}, {r.column})"
         if r.kind == KernelEvent.part:
@@ -214,6 +231,15 @@ class _Kernels:
         if r.signal:
             details["raises"] = " ".join(f"{peer}:{self.rank}" for peer in range(self.world))
         return f"pushes piece {r.row} of the own rows", details
+
+    def _send(self, r: KernelRecord) -> tuple[str, Details]:
+        sent = r.row * self.spec.row_elements * self.spec.itemsize
+        details: Details = {"peer": r.column, "rows": r.row, "bytes": sent}
+        details["raises"] = f"{r.column}:{r.signal}"
+        return f"{r.row} rows to rank {r.column}", details
+
+    def _tokens(self, r: KernelRecord) -> tuple[str, Details]:
+        return f"sums the products of tile ({r.row}, {r.column})", self._place(r)
 
     def _copy(self, r: KernelRecord) -> tuple[str, Details]:
         details: Details = {"row_begin": r.row, "row_end": r.row + r.signal}
@@ -400,7 +426,7 @@ def gpu_events(rank_records: RankRecords, offset_ns: int, origin_ns: int) -> lis
         origin_ns: time zero of the trace, on rank 0's clock.
     """
     clock = _Clock(rank_records, offset_ns, origin_ns)
-    calls = [_Kernels(rank_records, schedule) for schedule in rank_records.schedules]
+    calls = [_Kernels(rank_records, number) for number in range(len(rank_records.schedules))]
     events = []
     for lane, kernel_records in in_lanes(rank_records.kernels).items():
         for k in kernel_records:

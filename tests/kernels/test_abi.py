@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).parents[2] / "csrc"
-HEADER = CSRC / "cuda" / "abi.h"
+HEADERS = [CSRC / "cuda" / "abi.h", CSRC / "cuda_moe" / "groups.h"]
 
 
 def structs() -> dict[str, list[str]]:
     """Field names by struct, as the header declares them."""
-    text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S)
+    text = "".join(header.read_text() for header in HEADERS)
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     sizes = {}
-    for name, body in re.findall(r"typedef struct (\w+) \{(.*?)\} \1;", text, flags=re.S):
+    for name, body in re.findall(r"struct (\w+) \{(.*?)\}(?: \1)?;", text, flags=re.S):
         fields = []
         for declaration in body.split(";"):
             pointer = re.search(r"\(\*(\w+)\)", declaration)
@@ -39,7 +40,9 @@ def layout(folder: Path, compiler: str, suffix: str, *options: str) -> str:
     ] + [f'  printf("{name} %zu\\n", sizeof({name}));' for name in structs()]
     source = folder / f"layout{suffix}"
     source.write_text(
-        '#include <stdio.h>\n#include "cuda/abi.h"\nint main(void) {\n' + "\n".join(lines) + "\n}\n"
+        '#include <stdio.h>\n#include "cuda_moe/groups.h"\nint main(void) {\n'
+        + "\n".join(lines)
+        + "\n}\n"
     )
     program = folder / f"layout{suffix}.out"
     command = [compiler, *options, f"-I{CSRC}", str(source), "-o", str(program)]
@@ -92,5 +95,5 @@ def test_prepare_loads_the_code() -> None:
     text = (CSRC / "cuda" / "load.cuh").read_text()
     (body,) = re.findall(r"int prepare_on\(.*?\) \{\n(.*?)\n\}", text, flags=re.S)
     assert "load_code(kernel)" in body and "cudaFuncGetAttributes(&attributes, kernels)" in text
-    for header in ("grouped.cuh", "sm80/gemm.cuh", "sm90/gemm.cuh"):
-        assert "prepare_on(device, " in (CSRC / "cuda" / "gemm" / header).read_text()
+    for header in ("cuda_moe/grouped.cuh", "cuda/gemm/sm80/gemm.cuh", "cuda/gemm/sm90/gemm.cuh"):
+        assert "prepare_on(device, " in (CSRC / header).read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -28,12 +29,15 @@ from flux.core.spec import OpSpec
 from flux.kernels.config import GROUPED
 from flux.moe.checks import Operands
 from flux.select.kernel import op_kernel
+from flux.trace import Kind, record_op
 from flux.transport.loopback import LoopbackWorld
 from flux.transport.virtual import VirtualWorld
-from harness import STRESS
+from gpu_trace_cases import check_awaited
+from harness import STRESS, stress_only
 from moe_cases import MOE_OPS, ROUTINGS, MoeCase, MoeInputs
 from moe_seeds import case_of, run_case
 from reference import share
+from trace_cases import of
 
 CASE = MoeCase("gather", 90, 64, 32, 5, 3, dtype=torch.bfloat16, knobs=Knobs(comm_tile_rows=8))
 
@@ -304,6 +308,54 @@ def test_routings_without_a_result_are_reported_on_all_ranks(ptx: Any, op: str) 
             for each in ops:
                 with pytest.raises(RuntimeError, match=said):
                     each.wait()
+
+
+@stress_only
+@pytest.mark.parametrize("op", MOE_OPS)
+@pytest.mark.parametrize("arch", ["80", "90a"])
+def test_traces_show_every_tile_once(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, arch: str, op: str
+) -> None:
+    """With its expert; what waits, for what; and what is sent. Calls return the same bits."""
+    monkeypatch.setenv("FLUX_TRACE", "1")
+    case, m, world = replace(CASE, op=op, ep=2 if MOE_OPS[op].dispatches else 1, room=7), 77, 2
+    inputs = MoeInputs(case, m, world, "dropped", 3)
+    with (
+        with_flux_kernels(request, arch, "traced_kernels") as device,
+        VirtualWorld(world, device) as ranks,
+        ExitStack() as closing,
+    ):
+        ops = [closing.enter_context(case.build(group=ranks.rank(r))) for r in range(world)]
+        given = [inputs.arguments(r) for r in range(world)]
+        outs = []
+
+        def call() -> None:
+            outs.append(ranks.run(lambda r: ops[r](*given[r][:3], **given[r][3])))
+
+        trace = record_op(ops, call, calls=2, warmup=1)
+        call()
+        device.finish()
+        assert trace is not None and trace.dropped == 0
+        check_awaited(trace.events)
+        for r, each in enumerate(ops):
+            each.wait()
+            inputs.compare(outs[0][r], r)
+            assert all(torch.equal(out[r], outs[0][r]) for out in outs)
+            tile, columns = each._backend.kernels[0].tile, each.spec.local_n(world, r)[0]
+            across, rows = -(-columns // tile[1]), each.rows_by_expert(inputs.experts).tolist()
+            for number in range(2):
+                tiles = of(trace.events, r, number, Kind.gemm)
+                places = {(e.details["tile_row"], e.details["tile_column"]) for e in tiles}
+                assert len(places) == len(tiles)
+                counts = Counter(e.details["expert"] for e in tiles)
+                wanted = [-(-count // tile[0]) * across for count in rows]
+                assert [counts[expert] for expert in range(len(rows))] == wanted
+                sends = of(trace.events, r, number, Kind.send)
+                sums = [e for e in trace.events if "sums the products" in e.name]
+                assert bool(sends) == (op == "dispatch") and bool(sums) != case.gathers
+                if sends:
+                    chosen = inputs.experts[share(m, world, r)] // 3 == 1 - r  # part of the peer
+                    assert sum(int(e.details["rows"]) for e in sends) == int(chosen.any(1).sum())
 
 
 def bench_of(op: str, transport: str | None) -> tuple[BenchConfig, list[str]]:

@@ -1,4 +1,4 @@
-"""Maps that csrc/cuda/gemm/route.cuh makes, beside those of csrc/schedule/grouped.h."""
+"""Maps that csrc/cuda_moe/route.cuh makes, beside those of csrc/schedule/grouped.h."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MANY_ROWS, BAD_EXPERT = 8, 9  # of csrc/cuda/abi.h
 
 KERNELS = """
 #include "cuda/gemm/kernel.cuh"
-#include "cuda/gemm/route.cuh"
+#include "cuda_moe/route.cuh"
 template <int kM>
 struct Maps {
   static constexpr int kTileM = kM, kTileN = 32;

@@ -103,10 +103,9 @@ __device__ __forceinline__ void sum_rows(const SumTargets& s, Piece piece, bool 
   }
 }
 
-__device__ __forceinline__ void tell_of_sum(const FluxSync& sync, std::uint64_t began,
-                                            Piece piece) {
-  const int rows = piece.end - piece.begin;
-  tell_of_warp(sync, began, {FLUX_TRACE_SUM, piece.begin, piece.column, rows});
+__device__ __forceinline__ void tell_of_piece(const FluxSync& sync, std::uint64_t began,
+                                              Piece piece, int kind = FLUX_TRACE_SUM) {
+  tell_of_warp(sync, began, {kind, piece.begin, piece.column, piece.end - piece.begin});
 }
 
 template <class Element>
@@ -133,7 +132,7 @@ __device__ __forceinline__ void sum_own(const SumTargets& s, const FluxSync& syn
   if (complete && lane < t.world && lane != s.rank) {
     store_release_sys(s.to.sums[lane] + sum_word(t, piece.begin, piece.column), sync.epoch);
   }
-  tell_of_sum(sync, began, piece);
+  tell_of_piece(sync, began, piece);
 }
 
 template <class Element, int Width>
@@ -175,8 +174,7 @@ __device__ __forceinline__ void copy_others(const SumTargets& s, const FluxSync&
   } else {
     copy_rows<Element, 1>(s, piece, complete);
   }
-  const int rows = piece.end - piece.begin;
-  tell_of_warp(sync, began, {FLUX_TRACE_COPY, piece.begin, piece.column, rows});
+  tell_of_piece(sync, began, piece, FLUX_TRACE_COPY);
 }
 
 // The same for a warp of few registers: all lanes in one row, one vector of each.
@@ -226,7 +224,7 @@ __device__ __forceinline__ void sum_the_rest(const SumTargets& s, const FluxSync
     if (!take_strip(s, index)) continue;
     const std::uint64_t began = stamp();
     sum_rows<Element, 16 / sizeof(Element)>(s, strip, complete);
-    tell_of_sum(sync, began, strip);
+    tell_of_piece(sync, began, strip);
   }
 }
 
@@ -250,7 +248,7 @@ __device__ __forceinline__ void sum_beside(const SumTargets& s, const volatile u
     if (!take_strip(s, index)) continue;
     const std::uint64_t began = stamp();
     sum_row_by_row<Element, 8 / sizeof(Element)>(s, strip);
-    tell_of_sum(sync, began, strip);
+    tell_of_piece(sync, began, strip);
   }
 }
 

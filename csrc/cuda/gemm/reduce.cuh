@@ -274,4 +274,14 @@ int prepare_reduce() {
   return load_code(reduce_kernel<Element, 16 / sizeof(Element)>, reduce_kernel<Element, 1>);
 }
 
+// A launcher of GEMMs whose partials are reduced behind them.
+template <class Launcher, class Element, bool kEarly>
+struct Reduced : Launcher {
+  static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = &reduce_partials<Element, kEarly>;
+  static int prepare(int device) {
+    const int status = Launcher::prepare(device);
+    return status != 0 ? status : prepare_reduce<Element>();
+  }
+};
+
 }  // namespace flux

@@ -63,10 +63,8 @@ __device__ __forceinline__ int claim_ready(TileCounter* counter, int tiles, unsi
 
 // Whether rows wait for nothing any more: neither for their signals, nor for the entries of their owners.
 __device__ __forceinline__ bool need_no_wait(Needs const& needs, Range rows) {
-  const bool own = rows.begin >= needs.own.begin && rows.end <= needs.own.end;
-  if (needs.words == nullptr || own) return true;
+  const Range words = awaited(needs, rows);
   const std::uint32_t number = needs.count == nullptr ? needs.epoch : *needs.count;
-  const Range words = signals_of_rows(needs.tiling, rows.begin, rows.end);
   for (int i = words.begin; i < words.end; ++i) {
     if (!epoch_reached(load_acquire_sys(needs.words + i), number)) return false;
   }

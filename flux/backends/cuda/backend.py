@@ -271,6 +271,8 @@ class CudaBackend:
         if self.spec.experts:
             rows, stream = self._rows_of(call.m), self._begin(schedule, awaits_maps=False)
             outs = self._grouped.run(schedule, stream, call, rows, gather, self._empty)
+            if self.recorder is not None:
+                self.recorder.routed(self.rank, self._grouped.tile_experts())
         elif self._exchange is not None:
             outs = self._exchange.run(schedule, self._begin(schedule), call, self._empty)
         elif self.spec.op.gathers:
@@ -411,7 +413,7 @@ class CudaBackend:
         except ValueError:
             self.refusals += 1
             raise
-        if self.recorder is not None:
+        if self.recorder is not None and not (self.spec.experts and awaits_maps):
             self.recorder.began(self.rank, schedule)
         self._waits.streams.add(stream)
         return stream

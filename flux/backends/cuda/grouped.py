@@ -1,6 +1,6 @@
 """Calls of the ops of experts on GPUs: maps of routed rows, operands, and what follows the kernel.
 
-A kernel makes the maps (csrc/cuda/gemm/route.cuh): within the call, of ``max_rows``, and the host
+A kernel makes the maps (csrc/cuda_moe/route.cuh): within the call, of ``max_rows``, and the host
 waits for nothing; else ahead of it, and the host reads how many routed rows there are, which shapes
 depend on. Of unfused calls the host makes them (csrc/schedule/grouped.h).
 """
@@ -237,8 +237,14 @@ class GroupedCalls(OpCalls):
         rows = None if made is not None else maps[route.totals + 1]
         self._routed = maps[route.routed :][: choices.rows], rows
         self._kept = (bias, probs, maps)  # until the call is on the stream
+        self._route = route
         first = addresses[0] if addresses else address_of(maps)
         return (first, step, columns, address_of(out), out.shape[1], 0, 0)
+
+    def tile_experts(self) -> torch.Tensor:
+        """Return the experts of the last call's tiles, -1 behind them, once the stream is done."""
+        offsets, maps = self._route.offsets, self._kept[2]
+        return maps[offsets["experts"] : offsets["rows"]]
 
     def _route_of(
         self, schedule: TileSchedule, choices: DeviceChoices, columns: int

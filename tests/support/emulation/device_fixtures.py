@@ -12,7 +12,7 @@ import pytest
 from emulated import ROOT, EmulatedDevice, build, emulated_device
 from flux.kernels import driver, runtime
 from flux.kernels.build import MissingToolError, find_tools
-from flux.kernels.config import GemmConfig
+from flux.kernels.config import GROUPED, GemmConfig
 from flux.kernels.sets import FUSED, config_set
 from harness import STRESS
 from ptx_target import ptx_target
@@ -27,12 +27,12 @@ def emulator(pytestconfig: pytest.Config) -> Path:
     return built_once(pytestconfig, "emulator", build)
 
 
-def _build_kernels(folder: str, configs: Sequence[GemmConfig]) -> Path:
+def _build_kernels(folder: str, configs: Sequence[GemmConfig], traced: bool = False) -> Path:
     """Kernels for the PTX machine, in the checkout: they are built again when sources change."""
     root = ROOT / "build" / folder
     root.mkdir(parents=True, exist_ok=True)
     tools = find_tools(ptx_target())
-    units = driver.plan(configs, root, tools).units
+    units = driver.plan(configs, root, tools, traced).units
     for outcome in driver.build_all(
         units, root, tools, driver.job_limit(len(units)), driver.CompileObserver()
     ):
@@ -81,6 +81,11 @@ def _build_gated_kernels(_: Path) -> Path:
     configs = [c for c in config_set("default", ["90a"]) if c.activation == "gated_silu"]
     few = [c for c in configs if (c.dtype, c.tile[0]) == ("bf16", 64)]
     return _build_kernels("emulated-gated", configs if STRESS > 1 else few)
+
+
+def _build_traced_kernels(_: Path) -> Path:
+    grouped = [c for c in config_set("minimal") if c.op in GROUPED]
+    return _build_kernels("emulated-traced", grouped, traced=True)
 
 
 def _built_or_skipped(
@@ -132,6 +137,12 @@ def float8_kernels(pytestconfig: pytest.Config) -> Path:
 def gated_kernels(pytestconfig: pytest.Config) -> Path:
     """Kernels of experts with a gate: without make stress, one of them."""
     return _built_or_skipped(pytestconfig, "gated-kernels", _build_gated_kernels)
+
+
+@pytest.fixture(scope="session")
+def traced_kernels(pytestconfig: pytest.Config) -> Path:
+    """Trace builds of the kernels of experts."""
+    return _built_or_skipped(pytestconfig, "traced-kernels", _build_traced_kernels)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from flux.cli.app import app
 from flux.kernels import sources
 from flux.kernels.build import GPU, Target, Tools
-from flux.kernels.config import OPS
+from flux.kernels.config import GROUPED, OPS
 from flux.machine import toolchain
 from scripts import start_interruptible
 
@@ -190,9 +190,10 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     shutil.copy(ROOT / "csrc/cuda/abi.h", made.csrc / "cuda")
     for arch in ("sm80", "sm90"):
         for op in OPS:
-            header = made.csrc / "cuda/gemm" / arch / f"{op}.cuh"
+            moe, own = f"cuda_moe/{arch}.cuh", f"cuda/gemm/{arch}/{op}.cuh"
+            header = made.csrc / (moe if op in GROUPED else own)
             header.parent.mkdir(parents=True, exist_ok=True)
-            header.write_text('#include "../common.cuh"\n#include "cutlass/cutlass.h"\n')
+            header.write_text('#include "cuda/gemm/common.cuh"\n#include "cutlass/cutlass.h"\n')
     (made.csrc / "cuda/gemm/common.cuh").write_text('#include "cuda/abi.h"\n')
     (made.root / "tools").mkdir()
     for name in ("compile_kernels.py", "ptx_target.py"):

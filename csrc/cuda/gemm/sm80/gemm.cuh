@@ -21,11 +21,9 @@ namespace flux::sm80 {
 // read, and the destinations of a scattering epilogue.
 struct BlockParams {
   TileMap map{};
-  const std::uint32_t* signals = nullptr;
-  CommTiling tiling{};
+  Needs needs{};  // AllGather. Own rows are in the other batch
   int tile_m = 0;
   int buffer = 0;  // of the gathered rows, where there are two: a batch of CUTLASS
-  Range own{};     // rows that are in the other batch, and there
   int slot = 0;    // dynamic tile scheduler: the one that the block has claimed
   FluxSync sync{};
   ScatterTargets targets{};
@@ -78,6 +76,10 @@ CUTLASS_DEVICE void enter_tile([[maybe_unused]] TileCoord at) {
 #endif
 }
 
+CUTLASS_DEVICE Range rows_of_tile(BlockParams const& p, int row) {
+  return {row * p.tile_m, min_of((row + 1) * p.tile_m, p.needs.tiling.m)};
+}
+
 // Every thread of the block waits for itself: each acquires what it then reads with cp.async, which
 // belongs to the generic proxy, so neither a barrier nor a proxy fence is needed.
 CUTLASS_DEVICE cutlass::gemm::GemmCoord tile_of_slot(int slot) {
@@ -85,15 +87,11 @@ CUTLASS_DEVICE cutlass::gemm::GemmCoord tile_of_slot(int slot) {
   if (slot >= p.map.rows * p.map.columns) return {p.map.rows, p.map.columns, 0};
   const TileCoord at = tile_at(p.map, slot);
   leave_tile(at);
-  const int begin = at.m * p.tile_m, end = min_of(begin + p.tile_m, p.tiling.m);
-  const bool own = begin >= p.own.begin && end <= p.own.end;
-  if (p.signals != nullptr && !own) {
-    const Range range = signals_of_rows(p.tiling, begin, end);
-    for (int i = range.begin; i < range.end; ++i)
-      await(p.signals, i, told_by_one(p.sync), FLUX_WAIT_GATHER, at.m);
-  }
+  const Range rows = rows_of_tile(p, at.m), words = awaited(p.needs, rows);
+  for (int i = words.begin; i < words.end; ++i)
+    await(p.needs.words, i, told_by_one(p.sync), FLUX_WAIT_GATHER, at.m);
   enter_tile(at);
-  return {at.m, at.n, own ? 1 : p.buffer};
+  return {at.m, at.n, are_own(p.needs, rows) ? 1 : p.buffer};
 }
 
 // Multistage: our loop over slots says which one.
@@ -107,10 +105,8 @@ struct OrderedSwizzle : cutlass::gemm::threadblock::GemmIdentityThreadblockSwizz
 CUTLASS_DEVICE int claim_slot(TileClaims const& claims, int slots) {
   BlockParams& p = block_params();
   if (threadIdx.x == 0) {
-    p.slot = claim_tile(claims, slots, gridDim.x, blockIdx.x, [&p](int slot) {
-      const int begin = tile_at(p.map, slot).m * p.tile_m;
-      return Range{begin, min_of(begin + p.tile_m, p.tiling.m)};
-    });
+    p.slot = claim_tile(claims, slots, gridDim.x, blockIdx.x,
+                        [&p](int slot) { return rows_of_tile(p, tile_at(p.map, slot).m); });
   }
   __syncthreads();
   return block_params().slot;
@@ -226,9 +222,9 @@ __global__ void __launch_bounds__(Base::kThreadCount)
   share_block_params(params.block);
   if constexpr (kMoves == Moves::kGathers) {
     if (params.gather.counts != nullptr) {
-      const CommTiling& tiling = params.block.tiling;
+      const Needs& needs = params.block.needs;
       const std::uint32_t number = begin_gather<typename C::Element>(
-          params.gather, params.block.signals, params.block.sync, tiling.world, params.rank);
+          params.gather, needs.words, params.block.sync, needs.tiling.world, params.rank);
       if (threadIdx.x == 0) {
         block_params().sync.epoch = number;
         block_params().buffer = static_cast<int>(number % 2);
@@ -266,7 +262,7 @@ __global__ void __launch_bounds__(Base::kThreadCount)
     if (sums) end_all_reduce<typename C::Output>(params.sums, Base::kThreadCount / 32);
   }
   // AllGather: every row that the block waited for has been read. GemmRS leaves it to the reduction.
-  if (params.block.signals != nullptr && threadIdx.x == 0) report_failure(block_params().sync);
+  if (params.block.needs.words != nullptr && threadIdx.x == 0) report_failure(block_params().sync);
 }
 
 // Offers (FLUX_KERNEL) and launches a kernel whose visitor arguments `Visited` makes, for the op `kOp`.
@@ -302,12 +298,11 @@ struct Launcher {
                tile_claims(kOp, args, with.blocks_per_sm, 1)};
     BlockParams& at = out.block;
     at.map = tile_map(tile_order(args, kOp, C::kTileM, C::kTileN));
-    at.signals = kOp == OpKind::kAGGemm ? args.signals : nullptr;
-    at.tiling = comm_tiling(args);
+    at.needs.tiling = comm_tiling(args);
+    if constexpr (kOp == OpKind::kAGGemm) at.needs = needs_of(kOp, args);
     at.tile_m = C::kTileM;
     at.sync = args.sync;
     at.targets = scatter_targets(args, C::kTileM, C::kTileN);
-    at.own = kOp == OpKind::kAGGemm ? own_rows(args) : Range{};
     const std::int64_t other = other_rows(args, sizeof(typename C::Element));
     if (kOp == OpKind::kAGGemm && other != 0) read_two_buffers(other, &out.base);
     // Partial sums of a tile are added up by the block that finishes it: one epilogue per tile.

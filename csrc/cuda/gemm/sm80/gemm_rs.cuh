@@ -95,15 +95,10 @@ struct Scattered {
   }
 };
 
+// Its blocks do not release the reduction early: devices before sm_90 have no programmatic launch.
 template <class C>
-struct GemmRS : Launcher<C, Scattered<C>, OpKind::kGemmRS, Moves::kSums> {
-  // Its blocks do not release the reduction early: devices before sm_90 have no programmatic launch.
-  static constexpr int (*kReduce)(FluxReduceArgs const*,
-                                  void*) = &reduce_partials<typename C::Output, false>;
-  static int prepare(int device) {
-    const int status = GemmRS::Launcher::prepare(device);
-    return status != 0 ? status : prepare_reduce<typename C::Output>();
-  }
+struct GemmRS
+    : Reduced<Launcher<C, Scattered<C>, OpKind::kGemmRS, Moves::kSums>, typename C::Output, false> {
   static int launch(FluxGemmArgs const* args, void* stream) {
     const FluxAllReduce& to = args->all_reduce;
     const bool newer = to.scatters != 0 || to.switch_in != nullptr || to.switch_out != nullptr;

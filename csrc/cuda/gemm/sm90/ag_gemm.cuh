@@ -14,8 +14,8 @@ struct GatheringKernel : Base {
   CUTLASS_DEVICE void operator()(typename Base::Params const& params, char* memory) {
     auto const& waits = params.mainloop.waits;
     if (waits.gather.counts != nullptr) {
-      begin_gather<typename C::Element>(waits.gather, waits.signals, waits.sync, waits.tiling.world,
-                                        waits.rank);
+      begin_gather<typename C::Element>(waits.gather, waits.needs.words, waits.sync,
+                                        waits.needs.tiling.world, waits.rank);
     }
     Base::operator()(params, memory);
   }
@@ -34,12 +34,7 @@ struct AGGemmParts {
   }
   static void complete(typename Kernel::Arguments& out, FluxGemmArgs const& args) {
     constexpr auto kBytes = static_cast<std::int64_t>(sizeof(typename C::Element));
-    out.mainloop.waits = {args.signals,
-                          comm_tiling(args),
-                          args.sync,
-                          args.gather,
-                          args.order.rank,
-                          own_rows(args),
+    out.mainloop.waits = {needs_of(OpKind::kAGGemm, args), args.sync, args.gather, args.order.rank,
                           other_rows(args, kBytes) / kBytes};
     out.epilogue.thread = Visitor::arguments(args);
     out.epilogue.ptr_D = static_cast<typename C::Output*>(args.d);

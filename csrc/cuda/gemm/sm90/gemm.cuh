@@ -226,7 +226,10 @@ struct Launcher {
       }
       // Stream-K counts in its workspace, from zero in each launch.
       const auto status = Kernel::initialize_workspace(given, behind_counter(args), queue);
-      if (status != cutlass::Status::kSuccess) return failure(cudaGetLastError());
+      if (status != cutlass::Status::kSuccess) {
+        const cudaError_t error = cudaGetLastError();
+        return error != cudaSuccess ? static_cast<int>(error) : FLUX_REFUSED;
+      }
     }
     Parts::set_sync(*params, args.sync);
     Launch start(Kernel::get_grid_shape(*params), queue);
@@ -295,10 +298,6 @@ struct Launcher {
   }
   static void* behind_counter(FluxGemmArgs const& args) {
     return args.workspace == nullptr ? nullptr : static_cast<char*>(args.workspace) + kCounterBytes;
-  }
-
-  static int failure(cudaError_t error) {
-    return error != cudaSuccess ? static_cast<int>(error) : FLUX_REFUSED;
   }
 
   // Multiprocessors to use, and clusters that fit on them: CUTLASS would compute those from an H100's

@@ -112,13 +112,6 @@ struct GemmRSParts {
 };
 
 template <class C>
-struct GemmRS : Launcher<C, GemmRSParts<C>> {
-  using Output = typename C::Output;
-  static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = &reduce_partials<Output, true>;
-  static int prepare(int device) {
-    const int status = GemmRS::Launcher::prepare(device);
-    return status != 0 ? status : prepare_reduce<Output>();
-  }
-};
+struct GemmRS : Reduced<Launcher<C, GemmRSParts<C>>, typename C::Output, true> {};
 
 }  // namespace flux::sm90

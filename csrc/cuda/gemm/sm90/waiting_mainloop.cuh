@@ -16,12 +16,10 @@ namespace flux::sm90 {
 template <class Base, int kTileM>
 struct WaitingMainloop : Base {
   struct Waits {
-    const std::uint32_t* signals = nullptr;
-    CommTiling tiling{};
+    Needs needs{};  // own rows are elsewhere
     FluxSync sync{};
     FluxGather gather{};
     int rank = 0;
-    Range own{};             // rows that are elsewhere, and there
     std::int64_t other = 0;  // elements from `a` to where they are
   };
   struct Arguments : Base::Arguments {
@@ -58,7 +56,7 @@ struct WaitingMainloop : Base {
     // poll for the next tile's rows meanwhile, and take issue slots from it.
     __syncwarp();
     waits_ = &params.waits;
-    const bool own = is_own(params.waits, cute::get<0>(block));
+    const bool own = are_own(waits_->needs, rows_of(*waits_, cute::get<0>(block)));
     if (!own) wait(params.waits, cute::get<0>(block));
     const bool odd = params.waits.gather.counts != nullptr && number(params.waits) % 2 != 0;
     Base::load(own || odd ? params.other : static_cast<typename Base::Params const&>(params),
@@ -75,23 +73,22 @@ struct WaitingMainloop : Base {
   }
 
  private:
-  CUTLASS_DEVICE static bool is_own(Waits const& w, int tile) {
-    const int begin = tile * kTileM;
-    return begin >= w.own.begin && min_of(begin + kTileM, w.tiling.m) <= w.own.end;
+  CUTLASS_DEVICE static Range rows_of(Waits const& w, int tile) {
+    return {tile * kTileM, min_of((tile + 1) * kTileM, w.needs.tiling.m)};
   }
 
   // All lanes of the producer warp: a lane for each signal.
   CUTLASS_DEVICE void wait(Waits const& w, int tile) {
-    const int begin = tile * kTileM;
-    if (w.signals == nullptr || begin >= w.tiling.m) return;
-    const Range range = signals_of_rows(w.tiling, begin, min_of(begin + kTileM, w.tiling.m));
+    const Range rows = rows_of(w, tile);
+    if (w.needs.words == nullptr || rows.begin >= rows.end) return;
+    const Range range = signals_of_rows(w.needs.tiling, rows.begin, rows.end);
     const std::uint64_t bits = mask(range);
     if (bits != 0 && (seen_ & bits) == bits) return;
     FluxSync sync = w.sync;
     sync.epoch = number(w);
     for (int index = range.begin + static_cast<int>(threadIdx.x % 32); index < range.end;
          index += 32) {
-      await(w.signals, index, sync, FLUX_WAIT_GATHER, tile);
+      await(w.needs.words, index, sync, FLUX_WAIT_GATHER, tile);
     }
     __syncwarp();
     // TMA reads through the async proxy what other agents wrote: see cuda/sync.cuh.

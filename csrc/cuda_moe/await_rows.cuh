@@ -8,7 +8,7 @@
 // releases the signal, for the stores of all: no other thread waits for the link.
 #pragma once
 
-#include "cuda/gemm/grouped.cuh"
+#include "cuda_moe/grouped.cuh"
 #include "cutlass/array.h"
 
 namespace flux {
@@ -61,6 +61,7 @@ struct AwaitRows {
     const int vectors = p.k / C::kAlignment;
     const int count = reached ? (words[3] - first) * vectors : 0;
     const int own = row_begin(p.tiling.m, p.tiling.world, p.targets.rank);
+    [[maybe_unused]] const std::uint64_t began = stamp();
     auto const* from = static_cast<Vector const*>(p.own);
     auto* to = static_cast<Vector*>(p.targets.slots[peer]);
     for (int at = team.thread(); at < count; at += team.threads() * kUnderWay) {
@@ -82,7 +83,9 @@ struct AwaitRows {
       }
     }
     if (!team.all(reached)) return;
-    if (team.thread() == 0) store_release_sys(p.targets.flags[peer] + signal, p.sync.epoch);
+    if (team.thread() != 0) return;
+    store_release_sys(p.targets.flags[peer] + signal, p.sync.epoch);
+    tell(p.sync, began, {FLUX_TRACE_SEND, words[3] - first, peer, signal});
   }
 
   __device__ __forceinline__ static int signal_of(GroupedParams const& p, int token) {

@@ -9,8 +9,9 @@
 #pragma once
 
 #include "cuda/gemm/kernel.cuh"
-#include "cuda/gemm/route.cuh"
 #include "cuda/sync.cuh"
+#include "cuda_moe/groups.h"
+#include "cuda_moe/route.cuh"
 
 namespace flux {
 

@@ -14,8 +14,8 @@
 // it (wgmma.wait_group) and their arrival at its other barrier.
 #pragma once
 
-#include "cuda/gemm/grouped.cuh"
-#include "cuda/gemm/reduce.cuh"
+#include "cuda_moe/await_rows.cuh"
+#include "cuda_moe/sum_tokens.cuh"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/memory_sm80.h"
 #include "cutlass/arch/reg_reconfig.h"
@@ -361,5 +361,12 @@ struct GroupedKernel {
   static constexpr auto kKernel = &grouped_kernel<C, Duty>;
   static GroupedParams const& params(FluxGemmArgs const&, GroupedParams const& own) { return own; }
 };
+
+// The two ops: GroupedGemmAR is the second one, with another reduction.
+template <class C>
+struct AGGroupedGemm : GroupedLauncher<C, AwaitRows<C>, GroupedKernel> {};
+template <class C>
+struct GroupedGemmRS
+    : Reduced<GroupedLauncher<C, SumTokens<C>, GroupedKernel>, typename C::Output, false> {};
 
 }  // namespace flux::sm90

@@ -1,10 +1,11 @@
-// Where the maps of a grouped GEMM lie that a kernel makes on the device (cuda/gemm/route.cuh), and what
+// Where the maps of a grouped GEMM lie that a kernel makes on the device (cuda_moe/route.cuh), and what
 // bounds their sizes. Host code without CUDA.
 #pragma once
 
 #include <algorithm>
 
 #include "cuda/arguments.h"
+#include "cuda_moe/groups.h"
 
 namespace flux {
 

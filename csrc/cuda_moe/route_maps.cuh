@@ -1,8 +1,8 @@
-// The phases of route_kernel (cuda/gemm/route.cuh), by all threads of its block.
+// The phases of route_kernel (cuda_moe/route.cuh), by all threads of its block.
 #pragma once
 
-#include "cuda/route.h"
 #include "cuda/sync.cuh"
+#include "cuda_moe/route.h"
 
 namespace flux {
 

@@ -18,8 +18,8 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/gemm/route_maps.cuh"
 #include "cuda/load.cuh"
+#include "cuda_moe/route_maps.cuh"
 
 namespace flux {
 

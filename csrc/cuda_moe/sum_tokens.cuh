@@ -9,9 +9,8 @@
 // tiles it awaits, which blocks that run have, and those wait for nothing.
 #pragma once
 
-#include "cuda/gemm/all_reduce.cuh"
-#include "cuda/gemm/grouped.cuh"
 #include "cuda/gemm/reduce.cuh"
+#include "cuda_moe/grouped.cuh"
 
 namespace flux {
 
@@ -73,8 +72,10 @@ struct SumTokens {
             await(to.entries, owner, told_by_one(sync, team.thread()), FLUX_WAIT_ENTRY, tile);
       }
     }
+    std::uint64_t began = stamp();
     if (reached) sum_tile(p, tile, column, team);
-    const std::uint64_t began = stamp();
+    if (team.thread() == 0) tell(to.sync, began, {FLUX_TRACE_TOKENS, tile, column, 0});
+    began = stamp();
     __threadfence_system();
     if (!team.all(reached)) return;
     const int owner = owners.begin + team.thread();
@@ -140,18 +141,6 @@ struct SumTokens {
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) result[e] = Element(sum[e]);
     return result;
-  }
-};
-
-// The op on top of a kernel of some architecture.
-template <class C, template <class, class> class Kernel>
-struct SummingLauncher : GroupedLauncher<C, SumTokens<C>, Kernel> {
-  using Launch = GroupedLauncher<C, SumTokens<C>, Kernel>;
-  static constexpr int (*kReduce)(FluxReduceArgs const*,
-                                  void*) = &reduce_partials<typename C::Output, false>;
-  static int prepare(int device) {
-    const int status = Launch::prepare(device);
-    return status != 0 ? status : prepare_reduce<typename C::Output>();
   }
 };
 

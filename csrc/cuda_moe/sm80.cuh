@@ -2,8 +2,9 @@
 // an index with cp.async (docs/kernels/protocol.md, "Mixtures of experts").
 #pragma once
 
-#include "cuda/gemm/grouped.cuh"
 #include "cuda/gemm/sm80/gemm.cuh"
+#include "cuda_moe/await_rows.cuh"
+#include "cuda_moe/sum_tokens.cuh"
 
 namespace flux::sm80 {
 
@@ -202,5 +203,12 @@ struct GroupedKernel {
                 StoredByRow<C>::arguments(args), nullptr)};
   }
 };
+
+// The two ops: GroupedGemmAR is the second one, with another reduction.
+template <class C>
+struct AGGroupedGemm : GroupedLauncher<C, AwaitRows<C>, GroupedKernel> {};
+template <class C>
+struct GroupedGemmRS
+    : Reduced<GroupedLauncher<C, SumTokens<C>, GroupedKernel>, typename C::Output, false> {};
 
 }  // namespace flux::sm80
