@@ -98,7 +98,8 @@ class BuildPy(build_py):
         super().run()
         if self.editable_mode:  # they are found in the checkout
             return
-        self.copy("csrc", ("core/*.h", "cuda*/**/*.h", "cuda*/**/*.cuh", "cuda/**/*.cu"))
+        kernels = [f"{part}/**/*.{kind}" for part in ("cuda", "cuda_moe") for kind in ("h", "cuh")]
+        self.copy("csrc", ("core/*.h", *kernels, "cuda/**/*.cu"))
         self.copy("tuning", ("**/*.toml", "**/*.json"))
 
     def copy(self, folder: str, patterns: tuple[str, ...]) -> None:
