@@ -105,13 +105,13 @@ CUTLASS_DEVICE void copy_tile(GroupedParams const& p, typename Parts::Shared& sh
     rows[i] = static_cast<const Element*>(p.a) + source * p.lda + at;
   }
   constexpr bool kGated = kHalves<C> == 2;
-  static_assert(!kGated || !C::kTransposedWeight);
-  const int half = p.n / kHalves<C>;
+  const int half = p.n / kHalves<C>, in_tile = C::kTransposedWeight ? at : row;
   const int first =
-      column * C::kTileN / kHalves<C> + (C::kTransposedWeight ? at : (kGated ? row % 8 : row));
-  const std::int64_t from_row = first + (kGated && row >= 8 ? half : 0);
-  const auto* weight = static_cast<const Element*>(p.groups.weights[p.groups.experts[tile]]) +
-                       (C::kTransposedWeight ? row * p.ldb + first : from_row * p.ldb + at);
+      column * C::kTileN / kHalves<C> + (kGated ? in_tile / 16 * 8 + in_tile % 8 : in_tile);
+  const std::int64_t from_column = first + (kGated && in_tile / 8 % 2 != 0 ? half : 0);
+  const auto* weight =
+      static_cast<const Element*>(p.groups.weights[p.groups.experts[tile]]) +
+      (C::kTransposedWeight ? row * p.ldb + from_column : from_column * p.ldb + at);
   CUTLASS_PRAGMA_NO_UNROLL
   for (int k = 0; k < p.k; k += kDepth, ++write) {
     stages.producer_acquire(write);
@@ -128,7 +128,8 @@ CUTLASS_DEVICE void copy_tile(GroupedParams const& p, typename Parts::Shared& sh
       const int n = C::kTransposedWeight ? i * kStep / kDepth * kDepth : i * kStep;
       copy(b + i * kStep * kDepth, from, k + deep < p.k && first + n / kHalves<C> < half);
       const bool ends = C::kTransposedWeight && (i + 1) * kStep % kDepth == 0;  // 64 columns
-      from += ends ? kDepth - (kDepth - kStep) * p.ldb : kStep / kHalves<C> * p.ldb;
+      const int down = C::kTransposedWeight ? kStep : kStep / kHalves<C>;
+      from += ends ? kDepth / kHalves<C> - (kDepth - kStep) * p.ldb : down * p.ldb;
       asm volatile("" : "+l"(from));  // else all sixteen would be in registers
     }
     weight += C::kTransposedWeight ? kDepth * p.ldb : kDepth;

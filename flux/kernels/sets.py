@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from flux.kernels.config import ARCHS, DENSE, GROUPED, SCHEDULES, GemmConfig
+from flux.kernels.config import ARCHS, DENSE, GATED, GROUPED, SCHEDULES, GemmConfig
 from flux.kernels.legality import reason_illegal
 
 SETS = ("minimal", "default", "full")
@@ -81,10 +81,10 @@ def _grouped_sm90() -> Iterator[GemmConfig]:
     for op, dtype, weight in product(GROUPED, ("bf16", "fp16"), ("nk", "kn")):
         yield replace(_sm90(op, (128, 256), dtype=dtype), weight=weight)
         yield replace(_sm90(op, (64, 128), "pingpong", dtype=dtype), weight=weight)
-    for dtype in ("bf16", "fp16"):  # SwiGLU
-        yield replace(_sm90(GROUPED[0], (128, 256), dtype=dtype), activation="gated_silu")
-        few = _sm90(GROUPED[0], (64, 128), "pingpong", dtype=dtype)
-        yield replace(few, activation="gated_silu")
+    for dtype, weight, gate in product(("bf16", "fp16"), ("nk", "kn"), GATED):  # SwiGLU, GeGLU
+        gated = {"weight": weight, "activation": gate}
+        yield replace(_sm90(GROUPED[0], (128, 256), dtype=dtype), **gated)
+        yield replace(_sm90(GROUPED[0], (64, 128), "pingpong", dtype=dtype), **gated)
 
 
 def _backward_sm90() -> Iterator[GemmConfig]:

@@ -297,8 +297,8 @@ def test_tiles_are_as_high_as_experts_have_rows(ep: int) -> None:
     ("arch", "activation", "transposed", "fused"),
     [
         ("90a", "silu", False, "gated_silu"),
-        ("90a", "gelu", False, ""),
-        ("90a", "silu", True, ""),
+        ("90a", "gelu", False, "gated_gelu"),
+        ("90a", "silu", True, "gated_silu"),
         ("80", "silu", False, ""),
     ],
 )

@@ -103,8 +103,10 @@ def test_a_gate_is_applied_by_the_kernel(request: pytest.FixtureRequest) -> None
     """Both halves of a column are in one tile, also of the last one, which is not full."""
     with with_flux_kernels(request, "90a", "gated_kernels") as device:
         for number, built in enumerate(device.registry.kernels.values()):
+            activation, kn = built.config.activation.split("_")[1], built.config.weight == "kn"
+            of_kernel = {"activation": activation, "gated": True, "transpose": kn}
             for n, kind in ((48, "random"), (304, "one"), (144, "none")):
-                case = replace(CASE, n=n, activation="silu", gated=True, bias=True, room=7)
+                case = replace(CASE, n=n, bias=True, room=7, **of_kernel)
                 run_case(device, built, case, 2, [kind, "random"], number)
                 spec = OpSpec(
                     Op.ag_gemm,
@@ -112,11 +114,11 @@ def test_a_gate_is_applied_by_the_kernel(request: pytest.FixtureRequest) -> None
                     (n,),
                     32,
                     torch.bfloat16,
-                    False,
+                    kn,
                     "sum",
                     experts=5,
                     topk=3,
-                    activation="silu",
+                    activation=activation,
                     gated=True,
                 )
                 assert not op_kernel(spec, 2, n // 2, device, Knobs(), 8).activate_after
