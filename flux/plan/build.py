@@ -359,7 +359,7 @@ class _Step:
         step = self.step
         parts = self._weights(self.layer, used=used)
         if step.shard:
-            mesh = (step.parallel.dp // step.shard, step.shard)
+            mesh = (step.parallel.dp // step.shard, step.shard * step.parallel.cp)
             parts = [(suffix, SubGroup(g, mesh, 1).name, weights) for suffix, g, weights in parts]
         return [part for part in parts if self.fabric.span(part[1]).size > 1]
 
@@ -453,7 +453,7 @@ class _Step:
             size = self.fabric.span(group).size
             kind = "reduce_scatter" if step.zero else "all_reduce"
             if step.zero == 3:
-                kind, shard = "all_reduce", step.shard or size
+                kind, shard = "all_reduce", step.shard * step.parallel.cp or size
                 weights /= shard
                 group = SubGroup(group, (size // shard, shard), 0).name
                 size //= shard

@@ -66,15 +66,18 @@ class Fabric:
 
     def span(self, group: str) -> GroupSpan:
         """Return where the ranks of a group, or of a part of it (flux/plan/mesh.py), are."""
-        p, part = self.parallel, parse_group(group)
+        p, part, devices = self.parallel, parse_group(group), self.cluster.devices
         size, stride = {
             "tp": (p.tp, 1),
             "cp": (p.cp, p.tp),
             "ep": (p.ep, p.tp * p.cp),
             "edp": (p.dp // p.ep, p.tp * p.cp * p.ep),
-            "dp": (p.dp, p.tp * p.cp),
+            "dp": (p.dp * p.cp, p.tp),
             "pp": (p.pp, p.tp * p.cp * p.dp),
         }[part.base]
+        if part.base == "edp" and p.cp > 1:  # the ranks of the context parallel groups as well
+            per_host = min(p.cp, ceil_div(devices, p.tp)) * max(1, min(size, devices // stride))
+            size, stride = p.cp * size, max(1, devices // per_host)
         if part.mesh:
             size, stride = part.size, stride * part.stride
         per_host = max(1, min(size, self.cluster.devices // stride))

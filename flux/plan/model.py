@@ -28,7 +28,8 @@ class Parallel:
     """Degrees of parallelism. Ranks are numbered with tp fastest, then cp, dp, and pp slowest.
 
     Attributes:
-        cp: context parallel: ranks share the tokens of a sequence.
+        cp: context parallel: ranks share the tokens of a sequence; gradients are summed up over
+            them and over data parallel ranks, and ZeRO's shares are those of both.
         ep: expert parallel: data parallel ranks that share the experts of a layer.
         sequence: sequence parallelism: AllGather and ReduceScatter in place of AllReduce.
     """
@@ -297,9 +298,9 @@ class TrainingStep:
     def _held(self, layers: Sequence[int], tables: int) -> dict[str, float]:
         """Return bytes, by kind, of a rank that has these layers and so many tables."""
         whole = sum(map(self.weights_of, layers)) + self.table_weights * tables
-        experts, dp = sum(map(self.expert_weights_of, layers)), self.parallel.dp
-        # Ranks that share weights with others: an expert's are fewer.
-        shared = (whole - experts) / (self.shard or dp) + experts * self.parallel.ep / dp
+        experts, p = sum(map(self.expert_weights_of, layers)), self.parallel
+        # An expert's states are on fewer ranks than other weights'.
+        shared = (whole - experts) / (self.shard or p.dp) / p.cp + experts * p.ep / (p.dp * p.cp)
         gradient = 4.0 if self.fp32_gradients else self.itemsize
         return {
             "weights": (shared if self.zero == 3 else whole) * self.itemsize,

@@ -290,7 +290,7 @@ def layouts(query: Query) -> Iterator[TrainingStep]:
         if query.batch % dp or model.layer.intermediate % tp:
             continue
         ep = max(size for size in _divisors(experts) if dp % size == 0)
-        zeros = (1, 3) if dp > 1 else (1,)
+        zeros = (1, 3) if dp * cp > 1 else (1,)
         for micro_batch, (sequence, regather), zero in product(
             _divisors(query.batch // dp), ((False, False), (True, False), (True, True)), zeros
         ):

@@ -23,7 +23,7 @@ def exported(plan: Planned) -> Exported:
     plan, notes = plan.for_trainer("DeepSpeed", ("serial",))
     zero: dict[str, Any] = {"stage": step.zero, "overlap_comm": plan.overlaps}
     if step.shard:
-        zero["zero_hpz_partition_size"] = step.shard
+        zero["zero_hpz_partition_size"] = step.shard * step.parallel.cp
     content: dict[str, Any] = {
         "train_batch_size": plan.batch,
         "train_micro_batch_size_per_gpu": step.micro_batch,
@@ -54,7 +54,7 @@ def _check(plan: Planned) -> None:
     problem = ""
     if step.optimizer not in _OPTIMIZERS:
         problem = f"optimizer = {step.optimizer}: moments in bfloat16 need weights in bfloat16"
-    elif step.shard == 1:
+    elif step.shard * p.cp == 1:
         problem = "shard = 1: a group of one shares nothing"
     elif step.gemm_dtype:
         problem = f"gemm_dtype = {step.gemm_dtype}"
@@ -136,8 +136,9 @@ def imported(top: Table, gpus: int | None) -> FilePlan:
     taken |= {"dp": dp, "micro_batch": micro, "micro_batches": count, "sequence_parallel": False}
     taken["zero"] = stage = zero.integer("stage", 0, least=0, most=3)
     overlaps = zero.flag("overlap_comm") if "overlap_comm" in zero.keys else stage == 3
-    taken["shard"] = zero.integer("zero_hpz_partition_size", 1) if stage == 3 else 0
-    taken["shard"] = 0 if taken["shard"] == 1 else taken["shard"]
+    shard = zero.integer("zero_hpz_partition_size", 1) if stage == 3 else 1
+    shard = quotient(shard, "zero_hpz_partition_size", cp, "cp", where) if shard > 1 else 0
+    taken["shard"] = shard
     taken["fp32_gradients"] = table("data_types").text("grad_accum_dtype", "") == "fp32"
     whole = pipeline.integer("activation_checkpoint_interval", 0, least=0)
     whole = whole or "number_checkpoints" in table("activation_checkpointing").keys

@@ -77,8 +77,6 @@ def exported(plan: Planned) -> Exported:
         notes.append("Megatron runs a dgrad's collective beside the wgrad: faster than planned")
     if p.cp > 1 and step.cp_kind != "ring":
         flags["cp-comm-type"] = step.cp_kind
-    if p.cp > 1 and step.zero:
-        notes.append("the distributed optimizer shares over context parallel ranks, too")
     notes.append("data, tokenizer, learning rate, positions, norms and biases are up to you")
     parts = (
         (name, value.split() if name in LISTS else [value] * bool(value))
@@ -176,7 +174,7 @@ def _data_parallel(plan: Planned) -> dict[str, str]:
         flags |= {"ckpt-format": "fsdp_dtensor", "no-gradient-accumulation-fusion": ""}
         if step.shard:
             flags["num-distributed-optimizer-instances"] = str(step.parallel.dp // step.shard)
-    if plan.overlaps and step.parallel.dp > 1:
+    if plan.overlaps and step.parallel.dp * step.parallel.cp > 1:
         flags["overlap-grad-reduce"] = ""
         flags |= {"overlap-param-gather": ""} if step.zero else {}
     if step.dtype == "bfloat16" and not step.fp32_gradients:
@@ -256,9 +254,10 @@ def imported(options: CommandOptions, model: str, gpus: int | None) -> FilePlan:
     chunks, counts = _stages(options, described.layers, taken["pp"])
     taken["split"] = split_of(counts) if chunks == 1 else ""
     taken["recompute"] = _recomputed(options, chunks, notes)
-    waits = dp > 1 and "overlap-grad-reduce" not in options
+    summed = dp * taken["cp"] > 1
+    waits = summed and "overlap-grad-reduce" not in options
     # Collectives of dgrads run beside wgrads in any case.
-    hides_tp = taken["tp"] > 1 or (dp > 1 and not waits)
+    hides_tp = taken["tp"] > 1 or (summed and not waits)
     policy = serial_policy(hides_tp=hides_tp, hides_dp=hides_tp and not waits)
     policy[1].update({"fused": "auto"} if "tp-comm-overlap" in options else {})
     if chunks > 1:

@@ -93,7 +93,7 @@ def exported(plan: Planned) -> Exported:
         "parallelism.data_parallel_shard_degree": shard,
     }
     options |= {f"parallelism.{_DEGREES[key]}_parallel_degree": getattr(p, key) for key in _DEGREES}
-    if shard > 1:
+    if shard * p.cp > 1:
         reshards = "always" if step.zero == 3 else "never"
         options["parallelism.fsdp_reshard_after_forward"] = reshards
     if p.pp > 1:
@@ -153,13 +153,13 @@ def _check(plan: Planned) -> None:
 def _differences(plan: Planned, config: str | None, converts: bool) -> list[str]:
     step, p = plan.step, plan.step.parallel
     notes = []
-    if step.zero in (1, 2) and p.dp > 1:
+    if step.zero == 0 and p.cp > 1:
+        notes.append("context parallel ranks share weights (FSDP): less memory")
+    if step.zero in (1, 2) and p.dp * p.cp > 1:
         notes.append(
             f"torchtitan has no ZeRO-{step.zero}: this is FSDP that gathers weights once in each "
             "micro-batch"
         )
-    if p.cp > 1:
-        notes.append("weights are shared over context parallel ranks, too: less memory")
     if step.recompute not in _RECOMPUTE:
         notes.append(
             f"torchtitan has no recompute = {step.recompute}: whole layers are computed again"
@@ -177,7 +177,7 @@ def _differences(plan: Planned, config: str | None, converts: bool) -> list[str]
         )
     if p.tp > 1 and plan.options.get("wgrad_overlap"):
         notes.append("tensor parallel collectives hide behind no wgrads")
-    if plan.policy == "serial" and p.dp > 1 and not plan.overlaps:
+    if plan.policy == "serial" and p.dp * p.cp > 1 and not plan.overlaps:
         notes.append("FSDP overlaps its collectives: faster than planned")
     return notes
 
@@ -289,10 +289,10 @@ def imported(options: CommandOptions, gpus: int | None, model: str | None = None
     taken: dict[str, Any] = {
         key: degree(f"{word}-parallel-degree") for key, word in _DEGREES.items()
     }
-    tp, pp = taken["tp"], taken["pp"]
+    tp, pp, cp = taken["tp"], taken["pp"], taken["cp"]
     replicas = degree("data-parallel-replicate-degree")
     if options.get("parallelism.data-parallel-shard-degree", "-1") == "-1":
-        others = replicas * tp * pp * taken["cp"]
+        others = replicas * tp * pp * cp
         shard = quotient(gpus_in(options, gpus, where), "GPUs", others, "degrees", where)
     else:
         shard = degree("data-parallel-shard-degree")
@@ -316,7 +316,7 @@ def imported(options: CommandOptions, gpus: int | None, model: str | None = None
     taken["sequence"] = size("training.seq-len", 2048)
     taken["sequence_parallel"] = tp > 1 and "parallelism.no-enable-sequence-parallel" not in options
     taken["regather"] = False
-    taken["zero"] = _zero(options, shard, pp) if dp > 1 else 1
+    taken["zero"] = _zero(options, shard * cp, pp) if dp * cp > 1 else 1
     taken["shard"] = shard if replicas > 1 and taken["zero"] == 3 else 0
     taken["fp32_gradients"] = True
     parts = options.get("compile.components", "model").split()
@@ -360,7 +360,7 @@ def _zero(options: CommandOptions, shard: int, pp: int) -> int:
 
 def _pipeline(options: CommandOptions, taken: dict[str, Any], notes: list[str]) -> FilePlan:
     pp, where = taken["pp"], options.where
-    hides = taken["dp"] > 1
+    hides = taken["dp"] * taken["cp"] > 1
     _, policy = serial_policy(hides_tp=hides and taken["tp"] == 1, hides_dp=hides)
     if any(name.endswith("enable-async-tensor-parallel") for name in options):
         policy["fused"] = "auto"

@@ -505,6 +505,20 @@ def test_experts_are_shared_by_fewer_ranks_than_other_weights() -> None:
     assert alone["optimizer"] == pytest.approx(12 * (others / 8 + experts))
 
 
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_context_parallel_ranks_sum_up_gradients_and_share_states(zero: int) -> None:
+    """As much as data parallel ones: they have the same weights, and other tokens."""
+    steps = [step_with(dp=dp, cp=cp, layers=2, zero=zero) for dp, cp in ((1, 4), (4, 1), (2, 2))]
+    moved = []
+    for step in steps:
+        graph, fabric = graph_of(step)
+        assert fabric.span("dp").size == 4
+        ops = [op for op in graph.ops if op.moves_weights]
+        moved.append([(op.name, op.kind, op.group, op.shape) for op in ops])
+    assert moved[0] == moved[1] == moved[2] != []
+    assert steps[0].resident(0) == steps[1].resident(0) == steps[2].resident(0)
+
+
 def test_stages_are_as_even_as_possible() -> None:
     assert even_split(126, 16) == (7, *(8,) * 14, 7)
     assert even_split(8, 4) == (2,) * 4 and even_split(7, 4) == (2, 2, 2, 1)

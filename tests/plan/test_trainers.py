@@ -108,7 +108,8 @@ def possible(trainer: str, plan: Planned) -> TrainingStep:
         changes["recompute"] = str(-(-int(step.recompute) // plan.chunks) * plan.chunks)
     elif trainer == "torchtitan":
         changes |= {"fp32_gradients": True, "gemm_dtype": ""}
-        changes["zero"] = (step.zero if step.zero != 1 else 2) if p.dp > 1 else 1
+        kept = step.zero > 1 or (step.zero == 0 and p.cp == 1)
+        changes["zero"] = (step.zero if kept else 2) if p.dp * p.cp > 1 else 1
         changes["shard"] = step.shard if p.dp > 1 else 0
         changes |= {} if step.recompute in ("none", "ops", "full") else {"recompute": "full"}
     elif trainer == "deepspeed":
@@ -145,7 +146,7 @@ def test_a_plan_comes_back_from_a_trainers_file(trainer: str, tmp_path: Path) ->
             p = step.parallel
             assert p.tp == 1 or hides(again, "wgrad_overlap") == (trainer == "megatron"), plan
             always = trainer == "torchtitan"
-            assert p.dp == 1 or again.overlaps == (plan.overlaps or always), plan
+            assert p.dp * p.cp == 1 or again.overlaps == (plan.overlaps or always), plan
             assert hides(again, "fused") <= (hides(plan, "fused") or plan.policy == "domino")
     assert back > 20
 
