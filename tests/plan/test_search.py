@@ -196,7 +196,7 @@ def test_the_first_five_are_those_of_whole_simulations(
     """And a policy more never makes the winner slower."""
     monkeypatch.setattr(searching, "MOST_OPS", 500)
     policies = (("serial", {}), ("zbv", {}), ("centauri", {}))
-    asked = query(model=small_model(tmp_path, 4), gpus=2, batch=16, policies=policies, beam=4)
+    asked = query(model=small_model(tmp_path, 4), gpus=2, batch=8, policies=policies, beam=4)
     found = search(asked, silent, workers=1)
     steps = dict.fromkeys(plan.step for plan in found.ranked)
     limit = 1e9 * asked.memory_gb
@@ -218,7 +218,7 @@ def test_the_first_five_are_those_of_whole_simulations(
     best = sorted(time for of_policy in times.values() for time in of_policy)
     assert [plan.iteration_ms for plan in found.ranked[:5]] == best[:5]
     assert not any(plan.scaled for plan in found.ranked[:5])
-    for one in (("zbv", {}), ("centauri", {})):
+    for one in policies[:2]:
         alone = search(replace(asked, policies=(one,)), silent, workers=1).ranked[0]
         assert alone.iteration_ms == min(times[one[0]]) >= found.ranked[0].iteration_ms
 
