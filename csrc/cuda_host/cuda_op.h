@@ -334,6 +334,7 @@ class CudaOp {
   std::vector<std::int32_t> visited_columns() const;
   void await_columns(const Schedule& schedule, int peer);
   void send_block(const Schedule& schedule, int peer, Address product);
+  Record block_record(const Schedule& schedule, int peer, int at, Range rows, int signal) const;
   void multiply_heads(const Schedule& schedule, Stream stream, const Operand& operand);
   void fetch_heads(const Schedule& schedule);
 

@@ -139,12 +139,17 @@ void CudaOp::project(const Schedule& schedule, Stream stream, const Rows& x,
     }
   }
   const Address mine = setup_.data[rank] + block_offset(schedule, rank);
-  if (own > 0) copy_block(stream, rank, mine, product, own, false);
-  driver_->memory_ops(stream, {{MemOp::kWrite, words_->signals[rank] + rank * kWord, number()}});
+  const auto kept = [&] { return block_record(schedule, rank, rank, {0, own}, rank); };
+  stamped(streams_.get(), stream, kept, [&] {
+    if (own > 0) copy_block(stream, rank, mine, product, own, false);
+    driver_->memory_ops(stream, {{MemOp::kWrite, words_->signals[rank] + rank * kWord, number()}});
+  });
   join(stream, copy_stream_);
   FluxMeetArgs all = rows_wait();
   all.code = FLUX_WAIT_PARTIAL;
-  kernels_.at(0)->meet(all, stream);
+  all.sync.trace = nullptr;  // the stream's record says what is awaited
+  const auto awaits = [&] { return record_of(Work::kResult, epoch_); };
+  stamped(streams_.get(), stream, awaits, [&] { kernels_.at(0)->meet(all, stream); });
   end(stream, false);
 }
 
@@ -172,20 +177,36 @@ void CudaOp::await_columns(const Schedule& schedule, int peer) {
     FluxMeetArgs args = own_flags(first, ceil_div(piece.end, s.tile_n) - first);
     args.rows = ceil_div(s.m, s.tile_m);
     args.row_step = flag_columns(s);
-    await_own_flags(args);
+    args.sync.trace = nullptr;
+    const auto what = [&] { return record_of(Work::kOwnGemm, epoch_, peer); };
+    stamped(streams_.get(), copy_stream_, what, [&] { await_own_flags(args); });
   }
+}
+
+// In a trace: rows of a block that is moved from or to a peer, and the signal at a rank that follows, if any.
+Record CudaOp::block_record(const Schedule& schedule, int peer, int at, Range rows,
+                            int signal) const {
+  const std::int64_t bytes = (rows.end - rows.begin) * block_columns() * setup_.x_bytes;
+  const int tile = rows.begin / schedule.spec.comm.rows;
+  return record_of(Work::kCopy, epoch_, peer, -1, tile, rows, at, signal, bytes);
 }
 
 // The block of the columns of `peer`, behind its entry (in captured calls all ranks have met), and its flag.
 void CudaOp::send_block(const Schedule& schedule, int peer, Address product) {
   if (capture_ == 0) {
     const Address entry = words_->entries[setup_.rank] + peer * kWord;
-    driver_->memory_ops(copy_stream_, {{MemOp::kWait, entry, epoch_}});
+    const auto awaits = [&] { return record_of(Work::kEntry, epoch_, peer); };
+    stamped(streams_.get(), copy_stream_, awaits,
+            [&] { driver_->memory_ops(copy_stream_, {{MemOp::kWait, entry, epoch_}}); });
   }
+  const int own = schedule.spec.rows[setup_.rank];
   const Address to = setup_.data[peer] + block_offset(schedule, setup_.rank);
-  copy_block(copy_stream_, peer, to, product, schedule.spec.rows[setup_.rank], false);
   const Address flag = words_->signals[peer] + setup_.rank * kWord;
-  driver_->memory_ops(copy_stream_, {{MemOp::kWrite, flag, number()}});
+  const auto what = [&] { return block_record(schedule, peer, peer, {0, own}, setup_.rank); };
+  stamped(streams_.get(), copy_stream_, what, [&] {
+    copy_block(copy_stream_, peer, to, product, own, false);
+    driver_->memory_ops(copy_stream_, {{MemOp::kWrite, flag, number()}});
+  });
 }
 
 // -- AllToAllGemm ----------------------------------------------------------------------------------
@@ -248,14 +269,23 @@ void CudaOp::fetch_heads(const Schedule& schedule) {
       const int peer = wrap(rank + step, world);
       if (first == 0) {
         const Address offer = words_->offers[rank] + peer * kWord;
-        driver_->memory_ops(copy_stream_, {{MemOp::kWait, offer, number()}});
+        const auto awaits = [&] { return record_of(Work::kEntry, epoch_, peer); };
+        stamped(streams_.get(), copy_stream_, awaits,
+                [&] { driver_->memory_ops(copy_stream_, {{MemOp::kWait, offer, number()}}); });
       }
       const Address block = result(peer) + block_offset(schedule, rank) + first * row;
       const Address gathered = setup_.data[rank] + first * setup_.row_bytes;
-      copy_block(copy_stream_, peer, block, gathered, rows, true);
+      const bool last = step == world - 1;
+      const auto what = [&] {
+        return block_record(schedule, peer, rank, {first, first + rows},
+                            last ? first / tile_rows : -1);
+      };
+      stamped(streams_.get(), copy_stream_, what, [&] {
+        copy_block(copy_stream_, peer, block, gathered, rows, true);
+        const Address signal = words_->signals[rank] + first / tile_rows * kWord;
+        if (last) driver_->memory_ops(copy_stream_, {{MemOp::kWrite, signal, number()}});
+      });
     }
-    const Address signal = words_->signals[rank] + first / tile_rows * kWord;
-    driver_->memory_ops(copy_stream_, {{MemOp::kWrite, signal, number()}});
   }
 }
 

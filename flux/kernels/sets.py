@@ -82,9 +82,9 @@ def _grouped_sm90() -> Iterator[GemmConfig]:
         yield replace(_sm90(op, (128, 256), dtype=dtype), weight=weight)
         yield replace(_sm90(op, (64, 128), "pingpong", dtype=dtype), weight=weight)
     for dtype, weight, gate in product(("bf16", "fp16"), ("nk", "kn"), GATED):  # SwiGLU, GeGLU
-        gated = {"weight": weight, "activation": gate}
-        yield replace(_sm90(GROUPED[0], (128, 256), dtype=dtype), **gated)
-        yield replace(_sm90(GROUPED[0], (64, 128), "pingpong", dtype=dtype), **gated)
+        for tile, schedule in (((128, 256), "cooperative"), ((64, 128), "pingpong")):
+            kernel = _sm90(GROUPED[0], tile, schedule, dtype=dtype)
+            yield replace(kernel, weight=weight, activation=gate)
 
 
 def _backward_sm90() -> Iterator[GemmConfig]:

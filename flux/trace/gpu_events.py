@@ -22,7 +22,7 @@ from itertools import groupby
 
 from flux import _C
 from flux.core.events import Event, Kind
-from flux.core.knobs import Op
+from flux.core.knobs import Op, op_row
 from flux.core.problem import ceil_div
 from flux.core.recorder import Record, Work, incoming_lane, outgoing_lane
 from flux.trace.convert import Details, Span, collective, rows_text
@@ -78,6 +78,7 @@ _STREAM_KINDS = {
     Work.wait: Kind.wait,
     Work.entry: Kind.wait,
     Work.result: Kind.wait,
+    Work.own_gemm: Kind.wait,
     Work.enter: Kind.barrier,
 }
 
@@ -120,6 +121,8 @@ class _Kernels:
         self.rank, self.world = rank_records.rank, backend.world
         self.spec = backend.spec
         self.m = schedule.shape[0]
+        if self.spec.op.exchanges:  # the GEMM of the own rows, as of one rank
+            self.m, self.world = schedule.rows[self.rank], 1
         self.tiles = [kernel.tile for kernel in backend.kernels]
         self.widths = backend.spec.local_n(self.world, self.rank)
         self.comm_rows = schedule.knobs.comm_tile_rows or 1
@@ -210,6 +213,8 @@ class _Kernels:
 
     def _release(self, r: KernelRecord) -> tuple[str, Details]:
         details = self._place(r)
+        if self.spec.op.exchanges:
+            return f"stores of tile ({r.row}, {r.column}) done", details
         raised = []
         for owner in range(*self.flags.owners_of_tile(r.row)):
             flag = self.flags.flag_index(self.rank, owner, r.row, r.column)
@@ -317,8 +322,12 @@ class _Streams:
         if work is Work.entry:
             if self.credits:
                 return f"waits until rank {r.peer} has a free buffer", {"peer": r.peer}
+            if self.op == "all_to_all_gemm":
+                return f"waits for the heads of rank {r.peer}", {"peer": r.peer}
             awaited = f"{self.rank}.entry:{r.peer}"
             return f"waits for rank {r.peer} to enter", {"peer": r.peer, "awaits": awaited}
+        if work is Work.own_gemm:
+            return f"waits for the columns of rank {r.peer}", {"peer": r.peer}
         if work is Work.result:
             return "waits for all ranks' rows of the result", {}
         if work is Work.collect:
@@ -361,7 +370,7 @@ class _Streams:
 
     def _tiles(self, r: Record) -> int:
         """Return the communication tiles of a copy: all own rows are one copy."""
-        if Op[self.op].reduces or r.first >= r.last:
+        if not op_row(self.op).gathers or r.first >= r.last:
             return 1
         knobs = self.schedules[(r.call - self.first_epoch - 1) & 0xFFFFFFFF].knobs
         return ceil_div(r.last - r.first, knobs.comm_tile_rows or 1)

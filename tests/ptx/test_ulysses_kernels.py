@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -10,13 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from device_fixtures import with_flux_kernels
 from emulated import EmulatedDevice
 from flux import Knobs, PeerTimeoutError
 from flux.backends.cuda.exchange import ExchangeCalls
+from flux.trace import Kind, record_op
 from flux.transport.loopback import LoopbackWorld
 from flux.transport.virtual import VirtualWorld
 from flux.ulysses import AllToAllGemm, GemmAllToAll
-from harness import STRESS
+from gpu_trace_cases import check_awaited
+from harness import STRESS, stress_only
+from op_cases import same_bits
+from trace_cases import of
 from ulysses_cases import UlyssesCase, UlyssesInputs
 from ulysses_seeds import case_of, run_case, suits
 
@@ -188,3 +194,56 @@ def test_blocks_are_awaited_beside_the_kernel(a100: EmulatedDevice) -> None:
     knobs = Knobs(sm_margin=0)
     with VirtualWorld(2, a100) as ranks, pytest.raises(ValueError, match="sm_margin must be 1"):
         ranks.run(lambda r: CASE.build(GemmAllToAll, group=ranks.rank(r), tuning=knobs))
+
+
+@stress_only
+@OPS
+def test_traces_show_tiles_and_blocks(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """Each cell of the product is in one tile, each row of a block in one copy; bits stay."""
+    monkeypatch.setenv("FLUX_TRACE", "1")
+    case = replace(CASE, lengths=(40, 33), options=(("tuning", Knobs(comm_tile_rows=32)),))
+    inputs = UlyssesInputs(case, 0)
+    given, outs = arguments(inputs, kind), []
+    with (
+        with_flux_kernels(request, "80", "traced_kernels") as device,
+        VirtualWorld(2, device) as ranks,
+        ExitStack() as closing,
+    ):
+        ops = [closing.enter_context(case.build(kind, group=ranks.rank(r))) for r in range(2)]
+
+        def call() -> None:
+            outs.append(ranks.run(lambda r: ops[r](*given[r])))
+
+        trace = record_op(ops, call, calls=2, warmup=1)
+        call()
+        device.finish()
+        assert trace is not None and trace.dropped == 0
+        check_awaited(trace.events)
+        for op in ops:
+            op.wait()
+        for results in outs:
+            check(inputs, kind, results)
+        assert all(same_bits(a, b) for a, b in zip(_flat(outs[0]), _flat(outs[-1]), strict=True))
+        for rank, length in enumerate(case.lengths):
+            own = 2 * length
+            for number in range(2):
+                cells = Counter(
+                    (row, column)
+                    for d in (e.details for e in of(trace.events, rank, number, Kind.gemm))
+                    for row in range(int(d["row_begin"]), int(d["row_end"]))
+                    for column in range(int(d["col_begin"]), int(d["col_end"]))
+                )
+                width = case.packed if kind is GemmAllToAll else case.hidden
+                assert set(cells.values()) == {1} and len(cells) == own * width
+                copies = [
+                    e for e in of(trace.events, rank, number, Kind.copy) if "peer" in e.details
+                ]
+                moved = [int(e.details["row_end"]) - int(e.details["row_begin"]) for e in copies]
+                assert {e.details["peer"] for e in copies} == {1 - rank} and sum(moved) == own
+
+
+def _flat(results: Any) -> list[torch.Tensor]:
+    """All tensors of the results of all ranks."""
+    return [t for result in results for t in (result if isinstance(result, tuple) else [result])]

@@ -67,8 +67,6 @@ def reason_untraceable(backend: _Backend, fused: bool) -> str | None:
     """Return why calls cannot be traced: a capture, or kernels of no trace build."""
     if backend.capturing():
         return f"{backend.spec.label}: {CAPTURED}"
-    if backend.spec.op.exchanges:
-        return f"{backend.spec.label}: traces do not know blocks of heads on GPUs"
     if fused and not all(kernel.traces for kernel in backend.kernels):
         return (
             f"{backend.spec.label}: its kernels are not from a trace build: run `flux compile "

@@ -85,8 +85,8 @@ def _build_gated_kernels(_: Path) -> Path:
 
 
 def _build_traced_kernels(_: Path) -> Path:
-    grouped = [c for c in config_set("minimal") if c.op in GROUPED]
-    return _build_kernels("emulated-traced", grouped, traced=True)
+    configs = [c for c in config_set("minimal") if c.op in GROUPED or c.arch == "80"]
+    return _build_kernels("emulated-traced", configs, traced=True)
 
 
 def _built_or_skipped(
@@ -142,7 +142,7 @@ def gated_kernels(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(scope="session")
 def traced_kernels(pytestconfig: pytest.Config) -> Path:
-    """Trace builds of the kernels of experts."""
+    """Trace builds of the kernels of experts, and of those of sm_80."""
     return _built_or_skipped(pytestconfig, "traced-kernels", _build_traced_kernels)
 
 
