@@ -171,7 +171,7 @@ def pushes(maps: dict[str, list[int]]) -> list[tuple[int, int, list[int]]]:
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_maps_are_those_of_the_host(machine: MachineDevice, gathers: bool) -> None:
-    for seed in range(250 * STRESS):
+    for seed in range(100 * STRESS):
         case = Case(seed, gathers)
         made = case.run(machine)
         host, device, routing = made.host, made.device, case.routing
