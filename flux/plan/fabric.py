@@ -71,13 +71,15 @@ class Fabric:
             "tp": (p.tp, 1),
             "cp": (p.cp, p.tp),
             "ep": (p.ep, p.tp * p.cp),
-            "edp": (p.dp // p.ep, p.tp * p.cp * p.ep),
+            "edp": (p.expert_copies, p.tp * p.cp * p.ep),
             "dp": (p.dp * p.cp, p.tp),
             "pp": (p.pp, p.tp * p.cp * p.dp),
         }[part.base]
-        if part.base == "edp" and p.cp > 1:  # the ranks of the context parallel groups as well
-            per_host = min(p.cp, ceil_div(devices, p.tp)) * max(1, min(size, devices // stride))
-            size, stride = p.cp * size, max(1, devices // per_host)
+        if part.base == "edp" and size > p.dp // p.ep:  # those inside a replica come first
+            inside = size // (p.dp // p.ep)
+            per_host = min(inside, ceil_div(devices * inside, p.tp * p.cp))
+            per_host *= max(1, min(p.dp // p.ep, devices // stride))
+            stride = max(1, devices // per_host)
         if part.mesh:
             size, stride = part.size, stride * part.stride
         per_host = max(1, min(size, self.cluster.devices // stride))

@@ -30,7 +30,8 @@ class Parallel:
     Attributes:
         cp: context parallel: ranks share the tokens of a sequence; gradients are summed up over
             them and over data parallel ranks, and ZeRO's shares are those of both.
-        ep: expert parallel: data parallel ranks that share the experts of a layer.
+        ep: expert parallel: data parallel ranks that share the experts of a layer. Each tensor
+            parallel rank has its experts whole (Megatron: expert-tensor-parallel-size 1).
         sequence: sequence parallelism: AllGather and ReduceScatter in place of AllReduce.
     """
 
@@ -50,6 +51,11 @@ class Parallel:
     def world(self) -> int:
         """Number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks that have the same experts, and other tokens."""
+        return self.dp // self.ep * self.cp * (self.tp if self.sequence else 1)
 
 
 class Optimizer(NamedTuple):
@@ -300,7 +306,7 @@ class TrainingStep:
         whole = sum(map(self.weights_of, layers)) + self.table_weights * tables
         experts, p = sum(map(self.expert_weights_of, layers)), self.parallel
         # An expert's states are on fewer ranks than other weights'.
-        shared = (whole - experts) / (self.shard or p.dp) / p.cp + experts * p.ep / (p.dp * p.cp)
+        shared = (whole - experts) / (self.shard or p.dp) / p.cp + experts / p.expert_copies
         gradient = 4.0 if self.fp32_gradients else self.itemsize
         return {
             "weights": (shared if self.zero == 3 else whole) * self.itemsize,

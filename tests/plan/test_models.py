@@ -503,6 +503,14 @@ def test_experts_are_shared_by_fewer_ranks_than_other_weights() -> None:
     assert sharded["gradients"] == pytest.approx(2 * shared)
     alone = step_of("mixtral-8x7b", Parallel(dp=8, ep=8), layers=1).resident(0)
     assert alone["optimizer"] == pytest.approx(12 * (others / 8 + experts))
+    for sequence, ranks in ((False, 1), (True, 2)):  # tensor parallel ranks with other tokens
+        both = Parallel(tp=2, dp=8, ep=8, sequence=sequence)
+        step = step_of("mixtral-8x7b", both, layers=1)
+        others = step.weights_of(0) - experts
+        assert step.resident(0)["optimizer"] == pytest.approx(12 * (others / 8 + experts / ranks))
+        graph, _ = graph_of(step)
+        sums = [op for op in graph.ops if op.part == "grads_experts"]
+        assert len(sums) == sequence
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])

@@ -43,17 +43,21 @@ def config(parallel: Parallel, layer: Layer = DENSE, **options: Any) -> PlanRun:
     )
 
 
-def test_groups_partition_the_ranks() -> None:
-    parallel = Parallel(tp=2, cp=2, dp=4, pp=2, ep=2)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_groups_partition_the_ranks(sequence: bool) -> None:
+    parallel = Parallel(tp=2, cp=2, dp=4, pp=2, ep=2, sequence=sequence)
     fabric = Fabric(replace(load_cluster("llama3-h100"), hosts=4), parallel)
-    assert [fabric.span(kind).per_host for kind in ("dp", "edp", "cp")] == [4, 2, 2]
+    per_host = [fabric.span(kind).per_host for kind in ("dp", "edp", "cp")]
+    assert per_host == [4, 4 if sequence else 2, 2]
     for kind in ("tp", "cp", "dp", "ep", "edp", "pp"):
         groups = members(parallel, kind)
         assert sorted(rank for group in groups for rank in group) == list(range(parallel.world))
         assert len({len(group) for group in groups}) == 1
         assert len(groups[0]) == fabric.span(kind).size
-    # Context parallel ranks have the same weights, and sum up their gradients as well.
-    assert members(parallel, "ep")[0] == [0, 4] and members(parallel, "edp")[0] == [0, 2, 8, 10]
+    # Context parallel ranks have the same weights, and sum up their gradients as well; so do
+    # tensor parallel ones of experts, where they have other tokens.
+    copies = [0, 1, 2, 3, 8, 9, 10, 11] if sequence else [0, 2, 8, 10]
+    assert members(parallel, "ep")[0] == [0, 4] and members(parallel, "edp")[0] == copies
     assert members(parallel, "dp")[0] == list(range(0, 16, 2))
     assert coordinates(parallel, 5) == {"tp": 1, "cp": 0, "dp": 1, "pp": 0}
 
