@@ -270,7 +270,7 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     run = CliRunner().invoke
     out, trace, page = (tmp_path / name for name in ("plans.json", "trace.json", "page.html"))
     words = ["plan", "search", "--model", "gpt-6.7b", "--cluster", "flux-h800", "--gpus", "2"]
-    words += ["--batch", "4", "--sequence", "256", "--beam", "3", "--policy", "domino:slices=2"]
+    words += ["--batch", "4", "--sequence", "256", "--beam", "1", "--policy", "domino:slices=2"]
     words += ["--memory", "200", "--json", str(out), "--trace", str(trace), "--html", str(page)]
     result = run(app, words)
     assert result.exit_code == 0 and "the winner: " in result.output, result.output
