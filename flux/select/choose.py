@@ -25,8 +25,9 @@ from flux.machine.detection import detect
 from flux.select import cost
 from flux.select.all_to_all import ModelledPath
 from flux.select.cache import look_up
-from flux.select.heuristic import ALL_ROWS, IN_KERNEL_ROWS, ONE_SHOTS, dispatching, untuned
+from flux.select.heuristic import IN_KERNEL_ROWS, dispatching, untuned
 from flux.select.in_kernel import FewRows, reason_not_in_kernel
+from flux.select.one_shot import ALL_ROWS, ONE_SHOTS
 from flux.select.winners import Entry, Key, Winner, fit, most_tiles
 from flux.transport.exchange import Exchange
 from flux.transport.link_speed import measured_gbs

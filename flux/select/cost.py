@@ -60,8 +60,8 @@ from flux.select.hardware import (
     UNHIDDEN,
     blocks_per_wave,
 )
-from flux.select.heuristic import ONE_SHOTS, resolve
-from flux.select.one_shot import network_cpu_ms, one_shot_exposed_ms, one_shot_ms
+from flux.select.heuristic import resolve
+from flux.select.one_shot import ONE_SHOTS, network_cpu_ms, one_shot_exposed_ms, one_shot_ms
 from flux.select.share import gemm_units, slowdown
 
 if TYPE_CHECKING:

@@ -74,6 +74,8 @@ four loads of 8 bytes under way in each lane, and 0.8 us to memory and back; our
 SLAB_COST_ROWS = 50.0
 """A GEMM cut into slabs packs its weight again for each slab. The cost equals that of this many
 more rows (5% of 1024 rows, 10% of 512, 20% of 256: flux/select/heuristic.py)."""
+FEW_ROWS = 64
+"""Rows up to which a GEMM of a CPU takes as long as reading its weight, which slabs read again."""
 SIGNAL_US = {"cpu": 3.0, "cuda": 1.6}
 """Time to raise a signal of a communication tile, and for a poll to see it. GPUs: a stream writes
 one in that time on an H100 (benchmarks/results/h100/streams.json)."""

@@ -12,9 +12,6 @@ rank, CPU time; `benchmarks/one_host.py --parts slabs`):
   the memory. So a ReduceScatter is cut from 1024 rows on.
 * Between hosts (two with one rank each, 1 Gbit/s) each communication tile costs 0.1 to 2 ms of the
   core that multiplies, so tiles are few there, up to 8 or 16 MiB each.
-* One shot: in rounds, the GEMM of the first slab delays the first message, and each slab packs the
-  weight again, which costs as much as SLAB_COST_ROWS more rows. The sum of both is least for slabs
-  of sqrt(SLAB_COST_ROWS * M) rows: 160 of 512, 320 of 2048.
 * Handing work to the copy thread costs two wake-ups, 50 to 100 us together. In that time the
   calling thread copies about 256 KiB itself. With one GEMM tile there is no computation to overlap
   with.
@@ -57,7 +54,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from math import isqrt
 from typing import TYPE_CHECKING, NamedTuple
 
 from flux import _C
@@ -65,7 +61,8 @@ from flux.core.datafile import MOST_SIZE
 from flux.core.knobs import ClusterTile, Knobs, Op, OpRow, Topology, check_legal
 from flux.core.problem import ceil_div, round_up
 from flux.core.schedule import TileSchedule
-from flux.select.hardware import SLAB_COST_ROWS
+from flux.select.hardware import FEW_ROWS
+from flux.select.one_shot import one_shot_defaults
 
 if TYPE_CHECKING:
     from flux.core.problem import Problem
@@ -79,16 +76,7 @@ MIN_SLAB_ROWS = {Op.ag_gemm: 2048, Op.gemm_rs: 1024, Op.gemm_ar: 1024}
 COMM_TILE_BYTES = 1 << 20
 NETWORK_TILE_BYTES = {Op.ag_gemm: 16 << 20, Op.gemm_rs: 8 << 20, Op.gemm_ar: 8 << 20}
 MIN_NETWORK_SLAB_ROWS = 512
-FEW_ROWS = 64
 INLINE_BYTES = 256 << 10
-
-ALL_ROWS = 2**31 - 1
-ONE_SHOTS = (
-    Knobs(path="one_shot"),
-    Knobs(path="one_shot", comm_tile_rows=ALL_ROWS),
-    Knobs(path="one_shot", tile=(ALL_ROWS, ALL_ROWS)),
-)
-"""Path one_shot in rounds, in one round, and with a GEMM that is not cut."""
 
 # GPU
 GPU_COMM_TILE_BYTES = 2 << 20
@@ -366,7 +354,7 @@ def _cpu_defaults(sizes: Problem | Sizes, row_bytes: int, knobs: Knobs) -> Knobs
     op, m, local_n, world, nodes = sizes.op, sizes.m, sizes.local[0], sizes.world, sizes.nodes
     chunk = ceil_div(m, world)
     if knobs.path == "one_shot":
-        return _one_shot_defaults(op, m, local_n, world, knobs)
+        return one_shot_defaults(op, m, local_n, world, knobs)
     medium = knobs.path == "medium"
     # A tile that is stored directly into its owner's memory must not straddle two owners.
     by_chunk = medium or (knobs.store == "direct" and op.reduces)
@@ -394,23 +382,6 @@ def _cpu_defaults(sizes: Problem | Sizes, row_bytes: int, knobs: Knobs) -> Knobs
         comm_tile_rows=comm_rows,
         store="direct" if aligned and not medium else "staged",
         copy_streams=int(moved > INLINE_BYTES and not alone and not one_tile),
-    )
-
-
-def _one_shot_defaults(op: Op, m: int, local_n: int, world: int, knobs: Knobs) -> Knobs:
-    """Return the rows of a round, and of the slab of the GEMM that belongs to it."""
-    chunk = ceil_div(m, world)
-    in_round = world if op.all_reduces else 1  # of the communication tiles, one of each rank
-    slab = isqrt(int(SLAB_COST_ROWS) * m)
-    rounds = 1 if m <= FEW_ROWS else ceil_div(chunk * in_round, slab)
-    comm_rows = min(knobs.comm_tile_rows or ceil_div(chunk, rounds), chunk)
-    rows, columns = knobs.tile or (m if m <= FEW_ROWS else comm_rows * in_round, local_n)
-    return Knobs(
-        tile=(min(rows, m), min(columns, local_n)),
-        raster=1,
-        comm_tile_rows=comm_rows,
-        store="staged",
-        copy_streams=0,
     )
 
 

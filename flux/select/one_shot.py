@@ -1,14 +1,46 @@
-"""Predict path one_shot of CPUs, and what sending between hosts takes from their cores."""
+"""Path one_shot of CPUs: its knobs, its time, and what sending between hosts takes from cores."""
 
 from __future__ import annotations
 
-from flux.core.knobs import Knobs
+from math import isqrt
+
+from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem, ceil_div
 from flux.machine.cluster import Cluster, bytes_per_ms
-from flux.select.hardware import NETWORK_CPU_MS_PER_MB, ONE_SHOT_US, SLAB_COST_ROWS
+from flux.select.hardware import FEW_ROWS, NETWORK_CPU_MS_PER_MB, ONE_SHOT_US, SLAB_COST_ROWS
+
+ALL_ROWS = 2**31 - 1
+ONE_SHOTS = (
+    Knobs(path="one_shot"),
+    Knobs(path="one_shot", comm_tile_rows=ALL_ROWS),
+    Knobs(path="one_shot", tile=(ALL_ROWS, ALL_ROWS)),
+)
+"""Path one_shot in rounds, in one round, and with a GEMM that is not cut."""
 
 TWO_PHASES_BYTES = 64 << 10
 """As in csrc/cpu/collectives.cpp."""
+
+
+def one_shot_defaults(op: Op, m: int, local_n: int, world: int, knobs: Knobs) -> Knobs:
+    """Return the rows of a round, and of the slab of the GEMM that belongs to it.
+
+    In rounds, the GEMM of the first slab delays the first message, and each slab packs the weight
+    again, which costs as much as SLAB_COST_ROWS more rows. The sum of both is least for slabs of
+    sqrt(SLAB_COST_ROWS * M) rows: 160 of 512, 320 of 2048.
+    """
+    chunk = ceil_div(m, world)
+    in_round = world if op.all_reduces else 1  # of the communication tiles, one of each rank
+    slab = isqrt(int(SLAB_COST_ROWS) * m)
+    rounds = 1 if m <= FEW_ROWS else ceil_div(chunk * in_round, slab)
+    comm_rows = min(knobs.comm_tile_rows or ceil_div(chunk, rounds), chunk)
+    rows, columns = knobs.tile or (m if m <= FEW_ROWS else comm_rows * in_round, local_n)
+    return Knobs(
+        tile=(min(rows, m), min(columns, local_n)),
+        raster=1,
+        comm_tile_rows=comm_rows,
+        store="staged",
+        copy_streams=0,
+    )
 
 
 def one_shot_ms(problem: Problem, cluster: Cluster) -> float:

@@ -29,7 +29,6 @@ from flux.select.all_to_all import predicted_ms
 from flux.select.cost import gemm_ms, predict
 from flux.select.cycles import cost
 from flux.select.heuristic import (
-    ONE_SHOTS,
     dispatching,
     kernels_can_push,
     make_schedule,
@@ -38,6 +37,7 @@ from flux.select.heuristic import (
     untuned,
 )
 from flux.select.kernel import best_of, problems
+from flux.select.one_shot import ONE_SHOTS
 from flux.select.share import gemm_units
 
 ALWAYS = ("unfused", "medium", "default")

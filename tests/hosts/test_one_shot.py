@@ -18,7 +18,7 @@ import flux
 from flux import Knobs, PeerTimeoutError
 from flux.core.env import HOST
 from flux.select.choose import Modelled
-from flux.select.heuristic import ONE_SHOTS
+from flux.select.one_shot import ONE_SHOTS
 from harness import BUSY, fresh_ranks, more, run_ranks
 from reference import Inputs, Problem
 
