@@ -35,17 +35,10 @@ from llama import Llama, Stage, layer_of, loss_of
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flux.bench.shapes import Layer
-from flux.launch.hosts import Hosts, parse_rate
+from flux.launch.hosts import Hosts
 from flux.launch.progress import Progress
 from flux.launch.spawn import run_ranks
-from flux.machine.cluster import NetworkSpec, load_cluster
-from flux.plan.build import build_step
-from flux.plan.cost import AnalyticCost
-from flux.plan.fabric import Fabric
-from flux.plan.model import Parallel, TrainingStep
-from flux.plan.policies.interleave import graph_of_layer
-from flux.runtime.dhelix.schedule import ScheduleDHelix, best_script, folded
+from flux.runtime.dhelix.schedule import ScheduleDHelix, folded
 from flux.runtime.dhelix.strands import Strands
 from flux.runtime.domino import linear as domino_linear
 
@@ -83,6 +76,7 @@ class Case:
         sequence: tokens of a sequence.
         repeats: of each method.
         cores: speed of a rank's device, a part of a core.
+        script: of the strands.
     """
 
     link: str
@@ -93,27 +87,7 @@ class Case:
     sequence: int
     repeats: int
     cores: float
-
-
-def script_for(case: Case) -> str:
-    """Return the script that is best for this case's layer and link, by data sheets.
-
-    A device that is slower than a core sees the link faster by as much.
-    """
-    sizes = case.sizes
-    dim = sizes.hidden // sizes.heads
-    layer = Layer(sizes.hidden, sizes.intermediate, sizes.heads, sizes.heads, dim, True)
-    step = TrainingStep(
-        "llama", layer, 1, sizes.dtype, Parallel(tp=TP), case.sequence, case.micro_batch, 1
-    )
-    cpu = load_cluster("cpu")
-    rate = parse_rate(case.link) / 1e9 / case.cores
-    network = NetworkSpec("ethernet", 1, rate, cpu.network.latency_us)
-    fabric = Fabric(replace(cpu, hosts=2, devices=1, network=network), step.parallel)
-    graph = build_step(step, fabric)
-    forward, backward = (graph_of_layer(graph, way) for way in ("forward", "backward"))
-    cost = AnalyticCost(fabric, sizes.dtype, step.itemsize)
-    return best_script(forward, backward, cost)
+    script: str
 
 
 def share_of(world: int) -> float:
@@ -236,9 +210,7 @@ def schedules(case: Case) -> tuple[dict[str, Any], bool, bool]:
         if kind == "wgrad":
             by_kind[kind] = Schedule1F1B(stages[0], case.micro_batches, loss_of)
         else:
-            by_kind[kind] = ScheduleDHelix(
-                stages, case.micro_batches, loss_of, script=script_for(case)
-            )
+            by_kind[kind] = ScheduleDHelix(stages, case.micro_batches, loss_of, script=case.script)
     return by_kind, rank == p - 1, rank == 0
 
 
@@ -313,7 +285,6 @@ def entry_of(case: Case) -> dict[str, Any]:
     medians = {method: statistics.median(times) for method, times in outcome["times_ms"].items()}
     return {
         **asdict(case),
-        "script": script_for(case),
         "median_ms": medians,
         "communication": 1 - medians["compute"] / medians["serial"],
         "ratio_to_serial": medians["dhelix"] / medians["serial"],
@@ -369,7 +340,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         sizes = replace(SIZES, layers=layers * pipeline)
         share = share_of(TP * pipeline)
-        case = Case(link, pipeline, sizes, MICRO_BATCHES, 1, tokens, options.repeats, share)
+        # With one pipeline rank less waits for the link where forward comes first.
+        script = "FB" if pipeline == 1 else "BF"
+        rest = tokens, options.repeats, share, script
+        case = Case(link, pipeline, sizes, MICRO_BATCHES, 1, *rest)
         entry = entry_of(case)
         cases[number : number + 1] = [entry]
         print(

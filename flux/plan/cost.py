@@ -140,14 +140,11 @@ class AnalyticCost:
                 gemm += 2 * launch + kernel_ms(device, moved)
             return gemm + self._exposed_ms(op) if op.kind in FUSED else gemm
         rows, width, tensors = op.shape
-        function, size, itemsize = (
-            self.functions.get(op.kind if op.kind == "optimizer" else op.part, ""),
-            1.0 * rows * width,
-            self.itemsize,
-        )
+        named, size, itemsize = op.part, 1.0 * rows * width, self.itemsize
         if op.kind == "optimizer":
-            itemsize, size = 4, size * tensors / OPTIMIZERS["adam"].tensors
+            named, itemsize, size = op.kind, 4, size * tensors / OPTIMIZERS["adam"].tensors
         moved = rows * width * tensors * itemsize
+        function = self.functions.get(named, "")
         return launch + kernel_ms(device, moved, function, size, backward=backward)
 
     def _ring_ms(self, op: Operator, whole: float, launch: float) -> float:
@@ -211,18 +208,3 @@ class AnalyticCost:
         return collective_ms(
             *(kind, shard, span.size, span.per_host, cluster, ports_gbs), low_latency=self.serves
         )
-
-
-class GivenCost:
-    """Times that are given, by part; operators do not slow each other down."""
-
-    def __init__(self, times: Mapping[str, float]) -> None:
-        self.times = times
-
-    def solo(self, op: Operator) -> float:
-        """Return the time of an operator's part."""
-        return self.times[op.part]
-
-    def oef(self, comp: Operator, comm: Operator) -> float:
-        """Return 1: the shorter one is hidden altogether."""
-        return 1.0

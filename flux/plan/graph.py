@@ -186,11 +186,7 @@ def _check_op(op: Operator) -> None:
     except ValueError as error:
         raise GraphError(f"{op.name}: {error}") from error
     collective = op.kind in COLLECTIVES
-    fine = (collective or op.kind in COMPUTE) and op.resource in RESOURCES and op.role in ROLES
     grouped = collective or op.kind in (*FUSED, RING)
-    fine = fine and (not grouped or base in GROUPS) and op.stage >= 0
-    if fine and collective != (op.resource == "comp"):
-        return
     for name, value, known in (
         ("kind", op.kind, (*COMPUTE, *COLLECTIVES)),
         ("resource", op.resource, RESOURCES),
@@ -201,7 +197,8 @@ def _check_op(op: Operator) -> None:
             raise GraphError(f"{op.name}: {name} must be one of {', '.join(known)}, got {value!r}")
     if op.stage < 0:
         raise GraphError(f"{op.name}: stage must be at least 0, got {op.stage}")
-    raise GraphError(f"{op.name}: {op.kind} cannot occupy {op.resource}")
+    if collective == (op.resource == "comp"):
+        raise GraphError(f"{op.name}: {op.kind} cannot occupy {op.resource}")
 
 
 def _after(deps: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -420,17 +420,13 @@ class ServingStep(TrainingStep):
         ]
         return max(held) * self.kv_bytes / self.parallel.cp
 
-    @property
-    def weight_itemsize(self) -> int:
-        """Bytes of an element of the layers' weights."""
-        return DTYPES[self.gemm_dtype or self.dtype].itemsize
-
     def _held(self, layers: Sequence[int], tables: int) -> dict[str, float]:
         """Return bytes of weights."""
         moes = sum(self.layer.moe_of(n, self.dense_layers) is not None for n in layers)
         routers = moes * self.layer.hidden * (self.layer.moe.experts if self.layer.moe else 0)
         others = tables * self.table_weights + routers
-        weights = sum(map(self.weights_of, layers)) * self.weight_itemsize
+        itemsize = DTYPES[self.gemm_dtype or self.dtype].itemsize  # of the layers' weights
+        weights = sum(map(self.weights_of, layers)) * itemsize
         return {"weights": weights + others * self.itemsize}
 
     def experts_read(self, rows: int) -> int:

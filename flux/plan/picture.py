@@ -163,14 +163,11 @@ def _span(timeline: Timeline, number: int, longest: float) -> tuple[float, float
 
 def _bar(timeline: Timeline, number: int, longest: float, top: int) -> str:
     """Return an operator's bar, with a tooltip."""
-    op, start, end = (
-        timeline.schedule.graph.ops[number],
-        timeline.start[number],
-        timeline.end[number],
-    )
+    op = timeline.schedule.graph.ops[number]
     x, width = _span(timeline, number, longest)
     shape = " x ".join(map(str, op.shape))
-    name = f"{op.name} ({op.kind} {shape}): {start:.3f} to {end:.3f} ms"
+    name = f"{op.name} ({op.kind} {shape}): {timeline.start[number]:.3f} to "
+    name += f"{timeline.end[number]:.3f} ms"
     return (
         f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_PAGE.row - 3}" '
         f'fill="{_COLOURS[_key(op)][0]}"><title>{escape(name)}</title></rect>'

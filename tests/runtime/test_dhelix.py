@@ -21,15 +21,8 @@ import torch.distributed as dist
 from llama import Llama, Stage, layer_of, loss_of
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
 
-from flux.bench.shapes import Layer
-from flux.machine.cluster import load_cluster
-from flux.plan.build import build_step
-from flux.plan.cost import AnalyticCost
-from flux.plan.fabric import Fabric
-from flux.plan.model import Parallel, TrainingStep
-from flux.plan.policies.interleave import graph_of_layer
 from flux.runtime import slices
-from flux.runtime.dhelix.schedule import ScheduleDHelix, _Chunk, best_script, folded, script_time
+from flux.runtime.dhelix.schedule import ScheduleDHelix, folded
 from flux.runtime.dhelix.strands import StrandEnded, Strands
 from harness import BUSY, PRELOAD, fresh_ranks, more, run_ranks
 from scripts import ROOT
@@ -155,26 +148,6 @@ def test_gradients_are_those_of_1f1b(pp: int, tp: int) -> None:
         assert len(result["order"]) == places
         if pp < 4 and tp > 1:
             assert result["order"] == "BF" * (places // 2)
-
-
-def test_the_best_script_hides_collectives_behind_the_other_strand() -> None:
-    step = TrainingStep("t", Layer(64, 256, 8, 8, 8, True), 2, "float32", Parallel(tp=2), 64, 4, 2)
-    fabric = Fabric(load_cluster("dhelix-a40"), step.parallel)
-    cost = AnalyticCost(fabric, "float32", 4)
-
-    def graphs(parallel: Parallel) -> list[Any]:
-        graph = build_step(replace(step, parallel=parallel), fabric)
-        return [graph_of_layer(graph, way) for way in ("forward", "backward")]
-
-    assert best_script(*graphs(step.parallel), cost) in ("BFBF", "FBFB")
-    assert sorted(best_script(*graphs(Parallel(tp=2, sequence=True)), cost)) == [*"BBBBFFFF"]
-    with pytest.raises(ValueError, match="has no collective to hide"):
-        best_script(*graphs(Parallel()), cost)
-    forward = [_Chunk(1.0, 0.0, 1.0), _Chunk(1.0, 0.0, 1.0), _Chunk(0.0, 0.0, 0.0)]
-    backward = [_Chunk(1.0, 1.0, 1.0), _Chunk(1.0, 1.0, 1.0), _Chunk(0.0, 0.0, 0.0)]
-    # By turns all is hidden but the last collective; in pairs some is waited for.
-    assert script_time("FBFB", forward, backward, 1) == 6.0
-    assert script_time("FFBB", forward, backward, 1) == 7.0
 
 
 # -- strands ---------------------------------------------------------------------------------------

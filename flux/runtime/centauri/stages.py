@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -29,8 +28,4 @@ def whole_backward_in_stage() -> None:
     # torch has no other way from a stage's module to the stage, nor a hook before a step.
     stage = None if frame is None else frame.f_locals["self"]
     if stage is not None and stage.dw_builder is None:
-        stage.dw_builder = _nothing_left
-
-
-def _nothing_left() -> Callable[..., None]:
-    return lambda *_: None
+        stage.dw_builder = lambda: lambda *_: None  # nothing is left to compute

@@ -18,21 +18,15 @@ The private classes of torch.distributed.pipelining are used in this file only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import combinations
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-import networkx as nx
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules as pipelining
 from torch.distributed.pipelining.stage import PipelineStage
 
-from flux.plan.cost import CostModel, GivenCost
-from flux.plan.graph import Builder, Operator
 from flux.plan.policies.folding import fold, w_blocks
 from flux.plan.policies.passes import row
-from flux.plan.schedule import StepSchedule
-from flux.plan.simulate import simulate
 from flux.runtime.dhelix.strands import Strands
 
 T = TypeVar("T")
@@ -49,91 +43,6 @@ def folded(layers: Sequence[T], p: int, rank: int) -> tuple[list[T], list[T]]:
     return list(layers[rank * size :][:size]), list(layers[last * size :][:size])
 
 
-class _Chunk(NamedTuple):
-    """What a strand runs between two waits, in ms.
-
-    Attributes:
-        before: compute until the collective is launched.
-        behind: compute after the launch: the gradient of the weight.
-        comm: the collective; the strand waits for it before its next chunk.
-    """
-
-    before: float
-    behind: float
-    comm: float
-
-
-def _chunks(graph: nx.DiGraph, cost: CostModel) -> list[_Chunk]:
-    """Return a pass of a layer as the linear layers run it; the last chunk has no collective."""
-    sizes, before, behind = [], 0.0, 0.0
-    collectives = {node for node, op in graph.nodes(data="op") if op.is_collective}
-    for _, op in graph.nodes(data="op"):  # in the order of a serial pass
-        if op.is_collective and op.group == "tp" and op.role != "wgrad":
-            sizes.append(_Chunk(before, behind, cost.solo(op)))
-            before = behind = 0.0
-        elif op.role == "wgrad" and any(after in collectives for after in graph[f"{op.part}.d"]):
-            behind += cost.solo(op)
-        else:
-            before += cost.solo(op)
-    return [*sizes, _Chunk(before, behind, 0.0)]
-
-
-def script_time(
-    script: str, forward: Sequence[_Chunk], backward: Sequence[_Chunk], layers: int
-) -> float:
-    """Return the time of layers in which strands take turns by a script.
-
-    One strand computes at a time, one collective has the link at a time.
-    """
-    chunks = {"F": forward, "B": backward}
-    builder, times = Builder(1), dict[str, float]()
-    lanes: dict[str, list[int]] = {"comp": [], "intra": []}
-    place, awaited = {"F": 0, "B": 0}, {"F": list[int](), "B": list[int]()}
-
-    def add(name: str, resource: str, time: float, deps: Sequence[int]) -> int:
-        times[name] = time
-        kind, group = ("gemm", "") if resource == "comp" else ("all_reduce", "tp")
-        number = builder.add(Operator(name, kind, resource, "fwd", 0, name, group=group), deps)
-        lanes[resource].append(number)
-        return number
-
-    def run(strand: str) -> None:
-        """Run a strand up to its next wait."""
-        of = chunks[strand]
-        while True:
-            name, chunk = f"{strand}{place[strand]}", of[place[strand] % len(of)]
-            place[strand] += 1
-            launched = [add(name, "comp", chunk.before, awaited[strand])]
-            awaited[strand] = []
-            if chunk.comm:
-                awaited[strand] = [add(f"{name}.comm", "intra", chunk.comm, launched)]
-            add(f"{name}.behind", "comp", chunk.behind, launched)
-            if chunk.comm or place[strand] == layers * len(of):
-                return
-
-    first = script[0]
-    for strand in (first, "B" if first == "F" else "F", *script * layers):
-        run(strand)
-    filled = {(0, lane): tuple(numbers) for lane, numbers in lanes.items()}
-    return simulate(StepSchedule(builder.build(), filled), GivenCost(times)).iteration_ms
-
-
-def best_script(forward: nx.DiGraph, backward: nx.DiGraph, cost: CostModel) -> str:
-    """Return the script with which strands need least time.
-
-    Every order of a layer's waits is tried: 6 with AllReduce, 70 with sequence parallelism.
-    """
-    f, b = _chunks(forward, cost), _chunks(backward, cost)
-    waits = len(f) + len(b) - 2
-    if waits == 0:
-        raise ValueError("a layer without tensor parallelism has no collective to hide")
-    scripts = []
-    for places in combinations(range(waits), len(f) - 1):
-        script = "".join("F" if at in places else "B" for at in range(waits))
-        scripts.append((script_time(script, f, b, 4), script))
-    return min(scripts)[1]
-
-
 class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
     """The W-shaped pipeline of a folded model with two strands.
 
@@ -141,7 +50,8 @@ class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
         stages: this rank's two stages, in order: ``rank`` and ``2p - 1 - rank`` of 2p.
         n_microbatches: of a step; more than there are pipeline ranks.
         loss_fn: of the last stage, which is on rank 0.
-        script: see ``Strands``; by default the strands alternate.
+        script: see ``Strands``; by default the strands alternate, which no other order of a layer's
+            waits is faster than by the cost model, whichever strand is first ("FB": forward).
         timeout_s: how long a strand waits for the other one.
         **options: of torch's schedules, such as ``args_chunk_spec`` and ``scale_grads``.
 
