@@ -26,7 +26,8 @@ from multi_host import RESULTS
 from one_shot import Ways, interleaved
 
 from flux import Knobs
-from flux.bench.sparse import ChosenRows, SparseShare
+from flux.bench.sparse import ChosenRows
+from flux.bench.sparse_reference import SparseShare
 from flux.core.sparse_problem import SparseProblem, make_problem
 from flux.launch.hosts import Hosts
 from flux.launch.spawn import run_ranks

@@ -179,7 +179,7 @@ class BenchConfig(Run):
         transport: None: the backend's default.
         knobs: set by the user; others are chosen.
         skews: of the routings of an op of experts, all of which a call runs
-            (``flux.bench.sparse.draw_choices``).
+            (``flux.bench.sparse_reference.draw_choices``).
     """
 
     problem: Problem

@@ -1,9 +1,9 @@
-"""Right results of ops of experts and heads in float64: see flux/bench/reference.py."""
+"""Inputs of ops of experts and heads, and right results in float64: see flux/bench/reference.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,145 @@ import torch
 import torch.distributed as dist
 
 from flux.bench.reference import Reference, accumulate, error_bound, zeros_for
-from flux.bench.sparse import Blocks, SparseInputs, SparseShare
+from flux.core.sparse_problem import SparseProblem
+from flux.core.spec import OpSpec
 
+Blocks = list[torch.Tensor]
 Sums = tuple[torch.Tensor, ...]
+
+
+def draw_choices(
+    tokens: int, experts: int, topk: int, skew: float, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a router chooses: experts int64 [M, topk], and their probabilities.
+
+    Args:
+        tokens: M.
+        experts: of all ranks.
+        topk: experts of a token.
+        skew: standard deviation of the experts' popularity, in logits; that of a token's own
+            logits is 1. 0: experts are chosen equally often. 1: of 8 experts and topk = 2 the most
+            popular one has about twice its share.
+        seed: of the draw.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    popular = skew * torch.randn(experts, generator=generator)
+    logits = torch.randn(tokens, experts, generator=generator) + popular
+    probs, chosen = logits.softmax(-1).topk(topk)
+    return chosen, probs
+
+
+@dataclass
+class Routed:
+    """One routing of a call on one rank: x as the op takes it, and what the router chose.
+
+    ``room``: x, with all rows that a router could choose if it has routed ones. ``rows``: of x.
+    ``routed``: rows of this rank.
+    """
+
+    room: torch.Tensor
+    rows: int
+    routed: int
+    experts: torch.Tensor
+    probs: torch.Tensor
+
+    @property
+    def x(self) -> torch.Tensor:
+        """The rows that there are."""
+        return self.room[: self.rows]
+
+
+@dataclass
+class SparseInputs:
+    """One rank's inputs.
+
+    Attributes:
+        weight: [experts of the rank, N, K] of an op of experts, else [N, K].
+        routings: of an op of experts.
+        heads: x of an op of heads: tokens [1, own, K], or own heads [1, heads, S, D] of each
+            packed tensor.
+    """
+
+    weight: torch.Tensor
+    routings: list[Routed]
+    heads: list[torch.Tensor]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All x."""
+        return [case.x for case in self.routings] + self.heads
+
+    def to(self, device: torch.device) -> SparseInputs:
+        """Return the same inputs on a device."""
+        routings = [
+            replace(
+                c,
+                room=c.room.to(device),
+                experts=c.experts.to(device),
+                probs=c.probs.to(device),
+            )
+            for c in self.routings
+        ]
+        return SparseInputs(self.weight.to(device), routings, [x.to(device) for x in self.heads])
+
+
+class SparseShare:
+    """Sizes of a problem on one rank; ``gpus``: whether ranks have GPUs."""
+
+    def __init__(self, problem: SparseProblem, rank: int, gpus: bool = False) -> None:
+        self.gpus = gpus
+        self.problem, self.rank, self.world = problem, rank, problem.world
+        self.spec: OpSpec = problem.spec()
+        self.rows = [end - begin for begin, end in map(problem.rows, range(self.world))]
+        self.width, self.depth = problem.n, problem.k
+        if not problem.op.exchanges:
+            self.width = self.spec.local_n(self.world, rank)[0]
+            self.depth = self.spec.local_k(self.world, rank)
+            self.first, self.count = self.spec.local_experts(self.world, rank)
+
+    def routing(self, experts: torch.Tensor) -> Any:
+        """Return the routed rows of this rank."""
+        from flux.moe import Routing
+
+        return Routing(experts, self.problem.experts, self.first, self.count, self.world)
+
+    def inputs(self, seed: int, skews: tuple[float, ...]) -> SparseInputs:
+        """Return fresh inputs; the router's choices are the same on all ranks.
+
+        On GPUs NaN is behind the routed rows, for calls with ``max_rows``.
+        """
+        problem, dtype = self.problem, self.problem.torch_dtype
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + self.rank)
+
+        def random(*shape: int, of: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(*shape, generator=of, dtype=torch.float32).to(dtype)
+
+        if problem.op.exchanges:
+            shared = torch.Generator().manual_seed(seed)
+            weight = random(problem.n, problem.k, of=shared)
+            if problem.name == "gemm_all_to_all":
+                return SparseInputs(weight, [], [random(1, self.rows[self.rank], problem.k)])
+            own = self.spec.columns_of(self.world, self.rank)
+            counts = [(end - begin) // problem.head_dim for begin, end in own]
+            heads = [random(1, count, problem.m, problem.head_dim) for count in counts]
+            return SparseInputs(weight, [], heads)
+        weight = random(self.count, self.width, self.depth)
+        routings = []
+        for skew in skews:
+            sizes = (problem.m, problem.experts, problem.topk)
+            experts, probs = draw_choices(*sizes, skew, seed)
+            routed, rows = self.routing(experts).rows, self.rows[self.rank]
+            most = rows
+            if not problem.op.gathers:
+                rows, most = routed, problem.m * problem.topk
+            room = random(most if self.gpus else rows, self.depth)
+            room[rows:] = torch.nan
+            routings.append(Routed(room, rows, routed, experts, probs))
+        return SparseInputs(weight, routings, [])
+
+    def columns(self, rank: int) -> list[slice]:
+        """Return the columns of the packed dimension of a rank's heads."""
+        return [slice(*bounds) for bounds in self.spec.columns_of(self.world, rank)]
 
 
 class AllInputs:

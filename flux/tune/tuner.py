@@ -47,7 +47,7 @@ _GPU_START_S = 20.0
 _MOST_AT_ONCE = 64
 SKEWS = (0.0, 1.0)
 """Ops of experts are measured with the routing of a balanced and of a skewed mixture: the time of
-both calls counts (``flux.bench.sparse.draw_choices``)."""
+both calls counts (``flux.bench.sparse_reference.draw_choices``)."""
 
 
 @dataclass(frozen=True)

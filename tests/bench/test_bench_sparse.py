@@ -15,6 +15,7 @@ from flux.bench.config import BenchConfig, link_bytes_minimum
 from flux.bench.op import measure
 from flux.bench.places.sparse import SparseRanks
 from flux.bench.shapes import load_shapes
+from flux.bench.sparse_reference import draw_choices
 from flux.cli.app import app
 from flux.core.sparse_problem import SPARSE, SparseProblem, make_problem
 from harness import run_ranks
@@ -62,7 +63,7 @@ def test_methods_are_right_and_a_wrong_element_is_found(name: str) -> None:
 
 def test_routers_are_balanced_or_skewed() -> None:
     def most(skew: float) -> float:
-        experts, probs = sparse.draw_choices(4000, 16, 2, skew, 3)
+        experts, probs = draw_choices(4000, 16, 2, skew, 3)
         assert experts.shape == probs.shape == (4000, 2) and experts.max() < 16
         assert (experts[:, 0] != experts[:, 1]).all() and (probs > 0).all()
         return float(experts.flatten().bincount(minlength=16).max()) / 500

@@ -14,7 +14,7 @@ from flux.bench.places import gpu, virtual
 from flux.bench.places.base import Call
 from flux.bench.places.cpu import CpuRanks
 from flux.bench.reference import Verdict, judge_values
-from flux.bench.sparse_reference import AllInputsHere, make_reference
+from flux.bench.sparse_reference import AllInputsHere, SparseShare, make_reference
 from flux.core.knobs import Knobs
 from flux.core.sparse_problem import SparseProblem
 
@@ -25,7 +25,7 @@ class SparseRanks(CpuRanks):
     def __init__(self, config: BenchConfig, rank: int) -> None:
         super().__init__(config, rank)
         assert isinstance(config.problem, SparseProblem)
-        self._layout = sparse.SparseShare(config.problem, rank, config.backend == "cuda")
+        self._layout = SparseShare(config.problem, rank, config.backend == "cuda")
 
     def factory(self, config: BenchConfig, rank: int) -> list[Method]:
         """Return the default methods; an all-to-all has no path medium."""
@@ -114,7 +114,7 @@ class SparseOnOneGpu(virtual.Ranks):
         super().__init__(config, rank)
         self._skews = config.skews
         ranks = range(self.problem.world)
-        self._layouts = [sparse.SparseShare(self.problem, rank, gpus=True) for rank in ranks]
+        self._layouts = [SparseShare(self.problem, rank, gpus=True) for rank in ranks]
 
     def fused(self, name: str, config: BenchConfig, knobs: Any) -> virtual.OfAllRanks:
         """Return an op of every rank."""
