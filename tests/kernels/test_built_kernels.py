@@ -3,6 +3,7 @@ in the libraries for the PTX machine. No GPU is needed."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -68,6 +69,7 @@ def sass_of(kernel: BuiltKernel, arch: str) -> str:
     return gemm
 
 
+@functools.cache
 def functions_in(library: Path, arch: str) -> dict[str, str]:
     """Instructions of each device function, one per line."""
     cuobjdump, nvdisasm = find_tool("cuobjdump"), find_tool("nvdisasm")
