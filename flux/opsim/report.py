@@ -137,8 +137,7 @@ def table(comparison: OrderComparison) -> Table:
     view.add_column("direction", no_wrap=True)
     for name in ("overall\nms", "ECT\nms", "overlap\neff", "bounded\neff", "vs\nunfused"):
         view.add_column(name, justify="right", no_wrap=True)
-    medium, unfused = comparison.medium, comparison.unfused
-    in_kernel = comparison.in_kernel
+    medium, unfused, in_kernel = comparison.medium, comparison.unfused, comparison.in_kernel
     rows = [
         *([] if in_kernel is None else [(in_kernel, ("direct",))]),
         *comparison.flux,

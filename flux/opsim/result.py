@@ -95,11 +95,8 @@ class Results:
             # Stores to one rank leave in order, so all before it have left.
             yield self._stores[rank].put(peer, 0)
         yield shared.flag
-        yield (
-            LAUNCH_US
-            + RAISE_US
-            + max((call.routes[rank, peer].latency_us for peer in beside), default=0.0)
-        )
+        latencies = (call.routes[rank, peer].latency_us for peer in beside)
+        yield LAUNCH_US + RAISE_US + max(latencies, default=0.0)
         machine.raise_(self._there[rank])
         start = machine.now_us
         for peer in beside:

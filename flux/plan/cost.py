@@ -86,8 +86,7 @@ class AnalyticCost:
 
     def solo(self, op: Operator) -> float:
         """Return the time of an operator by itself, in ms."""
-        function = self.functions.get(op.part, "")
-        key = (op.kind, op.shape, op.group, op.role, self._is_cast(op), function)
+        key = op.kind, op.role, op.part, op.shape, op.group
         time = self._times.get(key)
         if time is None:
             time = self._times[key] = self._time(op)

@@ -10,7 +10,7 @@ so the ranks of a host share its network ports equally.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flux.core.problem import ceil_div
 from flux.machine.cluster import Cluster
@@ -45,6 +45,7 @@ class Fabric:
 
     cluster: Cluster
     parallel: Parallel
+    _spans: dict[str, GroupSpan] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
         world, cluster = self.parallel.world, self.cluster
@@ -66,6 +67,9 @@ class Fabric:
 
     def span(self, group: str) -> GroupSpan:
         """Return where the ranks of a group, or of a part of it (flux/plan/mesh.py), are."""
+        return self._spans.get(group) or self._spans.setdefault(group, self._span(group))
+
+    def _span(self, group: str) -> GroupSpan:
         p, part, devices = self.parallel, parse_group(group), self.cluster.devices
         size, stride = {
             "tp": (p.tp, 1),

@@ -175,6 +175,11 @@ class Graph:
         return topological(self.ops, self.deps)
 
     @cached_property
+    def communicates(self) -> list[bool]:
+        """For each operator, whether it is a collective. Not to be changed."""
+        return [op.kind in COLLECTIVES for op in self.ops]
+
+    @cached_property
     def after(self) -> list[list[int]]:
         """For each operator, the numbers of those that depend on it. Not to be changed."""
         return _after(self.deps)

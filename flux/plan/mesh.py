@@ -12,6 +12,7 @@ In plans a sub-group is named by its group, the mesh and the dimension: ``dp:2x4
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -56,6 +57,7 @@ class SubGroup(NamedTuple):
         return [SubGroup(self.base, mesh, self.dim + number) for number in range(len(sizes))]
 
 
+@cache
 def parse_group(name: str) -> SubGroup:
     """Return what the name of a group in a plan says."""
     base, colon, rest = name.partition(":")
@@ -77,7 +79,9 @@ def group_partition(mesh: Sequence[int], rank: int) -> list[list[int]]:
     Returns:
         For each dimension the ranks that differ from ``rank`` in it alone, ascending.
     """
-    sizes = _checked(mesh)
+    sizes = [checked_integer("each size of a mesh", size, 1) for size in mesh]
+    if not sizes:
+        raise ValueError("mesh must be integers of at least 1, got []")
     rank = checked_integer(f"rank in mesh {sizes}", rank, 0, prod(sizes))
     groups = []
     for dim, size in enumerate(sizes):
@@ -85,10 +89,3 @@ def group_partition(mesh: Sequence[int], rank: int) -> list[list[int]]:
         first = rank - (rank // stride % size) * stride
         groups.append([first + place * stride for place in range(size)])
     return groups
-
-
-def _checked(mesh: Sequence[int]) -> list[int]:
-    sizes = [checked_integer("each size of a mesh", size, 1) for size in mesh]
-    if not sizes:
-        raise ValueError("mesh must be integers of at least 1, got []")
-    return sizes

@@ -18,7 +18,7 @@ from flux.core.collector import paused_collector
 from flux.core.spans import Span, covered
 from flux.plan.cost import CostModel
 from flux.plan.graph import FUSED, RING, Graph, GraphError
-from flux.plan.schedule import Lane, StepSchedule
+from flux.plan.schedule import StepSchedule
 
 if TYPE_CHECKING:
     from flux.core.events import Event
@@ -121,11 +121,6 @@ class Timeline:
         """Most bytes allocated at a time, of the stage with most."""
         return max(self.peak, default=0.0)
 
-    def order(self, lane: Lane) -> list[str]:
-        """Return the names of a lane's operators in the order in which they ran."""
-        numbers = sorted(self.schedule.lanes[lane], key=lambda number: self.start[number])
-        return [self.schedule.graph.ops[number].name for number in numbers]
-
     def events(self, label: str = "") -> list[Event]:
         """Return the events of a trace: a rank for each stage, a lane for each stream."""
         from flux.core.events import Event, Kind
@@ -174,6 +169,7 @@ class Simulation:
         self._left = list(self.solo)  # ms that an operator still needs by itself
         self._rate_of, self._since, self._version = [0.0] * count, [0.0] * count, [0] * count
         self._running: list[list[int]] = [[] for _ in range(graph.stages)]
+        self._changed: set[int] = set()  # stages on which operators have started or ended
         self._heap: list[tuple[float, int, int]] = []
 
     def next_on(self, lane: int) -> int | None:
@@ -183,9 +179,15 @@ class Simulation:
     def run(self) -> int:
         """Run until nothing can start; return how many operators have ended."""
         heap, versions, lane_of = self._heap, self._version, self.lane_of
-        self._start(range(len(self._busy)), 0.0)
-        ended = 0
-        while heap:
+        ended, now = 0, 0.0
+        free: Iterable[int] = range(len(self._busy))
+        while True:
+            self._start(free, now)
+            for stage in self._changed:
+                self._share(self._running[stage], now)
+            self._changed.clear()
+            if not heap:
+                return ended
             now, free = heap[0][0], []
             while heap and heap[0][0] == now:
                 _, number, version = heapq.heappop(heap)
@@ -194,15 +196,13 @@ class Simulation:
                     free.append(lane_of[number])
                     for later in self.finish(number, now):
                         free.append(lane_of[later])
-            self._start(free, now)
-        return ended
 
     def finish(self, number: int, now: float) -> list[int]:
         """End an operator; return those that wait for nothing any more."""
         self.end[number] = now
-        running = self._running[self.ops[number].stage]
-        running.remove(number)
-        self._share(running, now)
+        stage = self.ops[number].stage
+        self._running[stage].remove(number)
+        self._changed.add(stage)
         self._busy[self.lane_of[number]] = False
         ready, missing = [], self.missing
         for later in self.after[number]:
@@ -215,11 +215,11 @@ class Simulation:
         for lane in lanes:
             if self._busy[lane] or (number := self.next_on(lane)) is None:
                 continue
-            running = self._running[self.ops[number].stage]
+            stage = self.ops[number].stage
             self._busy[lane] = True
             self.start[number] = self._since[number] = now
-            running.append(number)
-            self._share(running, now)
+            self._running[stage].append(number)
+            self._changed.add(stage)
 
     def _share(self, running: Sequence[int], now: float) -> None:
         """Compute the ends of a stage's running operators, which have changed."""
@@ -237,14 +237,13 @@ class Simulation:
 
     def rate(self, number: int, running: Sequence[int]) -> float:
         """Return the progress of an operator alongside others, of what it makes by itself."""
-        op, lost = self.ops[number], 0.0
-        communicates = op.is_collective
+        oef, communicates = self.cost.oef, self.graph.communicates
+        op, lost, is_comm = self.ops[number], 0.0, communicates[number]
         for other in running:
-            beside = self.ops[other]
-            if beside.is_collective != communicates:
-                oef = self.cost.oef(beside, op) if communicates else self.cost.oef(op, beside)
-                lost += 1.0 - oef
-        return 1.0 / (1.0 + max(lost, 0.0))
+            if communicates[other] != is_comm:
+                beside = self.ops[other]
+                lost += 1.0 - (oef(beside, op) if is_comm else oef(op, beside))
+        return 1.0 / (1.0 + lost) if lost > 0.0 else 1.0
 
 
 class _Ordered(Simulation):

@@ -116,9 +116,7 @@ def _graphs_to_profile(config: PlanRun) -> list[Graph]:
         choices = [options]
         if options.get("fused") == "auto":
             choices = [{**options, "fused": kind} for kind in ("none", *sorted(fusable(graph)))]
-        graphs += [
-            planned(policy_of(name, choice), graph, fabric, cost).graph for choice in choices
-        ]
+        graphs += [planned(policy_of(name, c), graph, fabric, cost).graph for c in choices]
     return graphs or [graph]
 
 

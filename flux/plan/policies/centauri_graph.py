@@ -350,12 +350,10 @@ class _Rewriter:
         along = 1 if op.moves_weights else 0
         size = max(1, round(op.shape[along] * share * piece.volume))
         shape = (op.shape[0], size) if along else (size, op.shape[1])
-        return op._replace(
-            name=f"{op.name}{suffix}" if count > 1 or share < 1 else op.name,
-            group=group,
-            resource=self.fabric.resource(group),
-            shape=shape,
-            piece=0,
-            allocates=op.allocates * share / count,
-            frees=op.frees * share / count,
+        name, held, freed = op.name, op.allocates * share / count, op.frees * share / count
+        if count > 1 or share < 1:
+            name += suffix
+        resource, at, strand = self.fabric.resource(group), op[3:8], op.strand
+        return Operator(
+            name, op.kind, resource, *at, 0, op.pieces, strand, shape, group, held, freed
         )

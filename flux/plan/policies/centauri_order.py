@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from flux.plan.cost import CostModel
-from flux.plan.graph import RESOURCES, Graph, GraphError, Operator
+from flux.plan.graph import RESOURCES, Graph, GraphError
 from flux.plan.policies.folding import layers_of, stage_of
 from flux.plan.policies.passes import Action, Block, one_f_one_b
 from flux.plan.schedule import StepSchedule
@@ -120,33 +120,26 @@ class _Lists(Simulation):
         self, passes: Sequence[Sequence[Block]], weights_first: bool
     ) -> dict[int, tuple[int, ...]]:
         """Return a sort key of each compute operator: its place in the stage's order."""
-        where: dict[Action, int] = {}
+        where: dict[tuple[int, str, int], int] = {}
         for of_rank in passes:
             for index, block in enumerate(of_rank):
                 where |= dict.fromkeys(block, index)
+        several = self.stages > self.graph.stages
         keys: dict[int, tuple[int, ...]] = {}
         for place, number in enumerate(self.graph.order):
-            op = self.ops[number]
-            if op.is_collective:
+            if self.graph.communicates[number]:
                 continue
-            several = self.stages > self.graph.stages
+            op = self.ops[number]
             stage = stage_of(op, self.layers, self.stages) if several else op.stage
-            action = Action(stage, "F" if op.role == "fwd" else "B", op.micro)
-            index = where.get(action, len(passes[op.stage]))
-            self.block[number] = index
-            keys[number] = (index, *self._within(op, weights_first), place)
+            kind, layer, micro = "F" if op.role == "fwd" else "B", op.layer, op.micro
+            self.block[number] = index = where.get((stage, kind, micro), len(passes[op.stage]))
+            # Forward: a micro-batch as fast as it comes, others where it waits. Backward: layer by
+            # layer through all micro-batches, so that a layer's gradients are complete early.
+            if kind == "F":
+                keys[number] = index, micro, layer, 0, place
+            else:
+                keys[number] = index, -layer, micro, (op.role == "wgrad") != weights_first, place
         return keys
-
-    def _within(self, op: Operator, weights_first: bool) -> tuple[int, ...]:
-        """Return the place of an operator in its block.
-
-        Forward: a micro-batch as fast as it comes, others where it waits. Backward: layer by layer
-        through all micro-batches, so that a layer's gradients are complete early.
-        """
-        if op.role == "fwd":
-            return op.micro, op.layer, 0
-        wgrad = op.role == "wgrad"
-        return -op.layer, op.micro, int(wgrad != weights_first)
 
     def _collectives_urgency(self) -> None:
         ops = self.ops
@@ -169,9 +162,12 @@ class _Lists(Simulation):
         rows = self.rows if self.stages > self.graph.stages else ()
         return StepSchedule(self.graph, filled, policy, rows)
 
-    def rate(self, number: int, running: Sequence[int]) -> float:
-        """Return 1: which operators run side by side is not known yet."""
-        return 1.0
+    def _share(self, running: Sequence[int], now: float) -> None:
+        """Compute the ends of operators that have begun: none slows another one down."""
+        for number in running:
+            if self._version[number] == 0:
+                self._version[number] = 1
+                heapq.heappush(self._heap, (now + self.solo[number], number, 1))
 
     def _wait(self, number: int) -> None:
         """Let an operator wait for its lane, and for the turn of its block."""

@@ -229,12 +229,8 @@ def _communicates(ops: Sequence[Operator], linear: str) -> bool:
     return any(op.part in block or (op.part == row and op.kind in FUSED) for op in ops)
 
 
-_LAUNCHED_BY = {"ar_dx1": "qkv", "ag1": "qkv", "ar_dx2": "fc1", "ag2": "fc1"} | {
-    "rs1": "bda1",
-    "rs2": "bda2",
-    "ag_head": "head",
-    "ar_dx_head": "head",
-}
+_LAUNCHED_BY = {"ar_dx1": "qkv", "ag1": "qkv", "ar_dx2": "fc1", "ag2": "fc1"}
+_LAUNCHED_BY |= {"rs1": "bda1", "rs2": "bda2", "ag_head": "head", "ar_dx_head": "head"}
 """The operator after whose dgrad a collective is launched in backward."""
 
 

@@ -50,7 +50,7 @@ class IntraBatch:
 
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return the schedule: 1F1B, with a stream for collectives."""
-        return on_lanes(graph, sequences(graph, lambda kind, numbers: numbers), self.name)
+        return on_lanes(graph, sequences(graph), self.name)
 
 
 def _is_cut(op: Operator, experts: bool) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from flux.plan.graph import Graph, Operator
@@ -94,27 +94,11 @@ def sequences(
 
 def pieces(op: Operator, at: int, count: int, letter: str) -> list[Operator]:
     """Return an operator cut into ``count`` pieces along dimension ``at`` of its shape."""
-    size, memory, free = op.shape[at], op.allocates / count, op.frees / count
-    before, after = op.shape[:at], op.shape[at + 1 :]
-    name, kind, resource, role, stage, part, layer, micro = op[:8]
+    ends = [op.shape[at] * piece // count for piece in range(count + 1)]
+    shapes = [(*op.shape[:at], b - a, *op.shape[at + 1 :]) for a, b in pairwise(ends)]
+    rest = op.group, op.allocates / count, op.frees / count
     # A large step has half a million pieces, and _replace would take three times as long.
     return [
-        Operator(
-            f"{name}.{letter}{piece}",
-            kind,
-            resource,
-            role,
-            stage,
-            part,
-            layer,
-            micro,
-            piece,
-            count,
-            op.strand,
-            (*before, size * (piece + 1) // count - size * piece // count, *after),
-            op.group,
-            memory,
-            free,
-        )
-        for piece in range(count)
+        Operator(f"{op.name}.{letter}{piece}", *op[1:8], piece, count, op.strand, shape, *rest)
+        for piece, shape in enumerate(shapes)
     ]

@@ -21,16 +21,6 @@ from flux.plan.policies.torch_rows import blocks_of
 from flux.plan.schedule import StepSchedule
 
 
-def _beside_sends(op: Operator) -> str:
-    """Return the stream of an operator of a pipeline that hides its sends, and what FSDP does.
-
-    FSDP has a stream of its own for weights and gradients that passes gather and reduce.
-    """
-    if op.moves_weights and op.role != "step":
-        return "fsdp"
-    return op.resource if op.kind == "send" else "comp"
-
-
 class _TorchPipeline:
     """A schedule of torch.distributed.pipelining."""
 
@@ -58,7 +48,13 @@ class _TorchPipeline:
         return one_after_the_other
 
     def _stream(self, op: Operator) -> str:
-        return _beside_sends(op)
+        """Return the stream of an operator of a pipeline that hides its sends, and what FSDP does.
+
+        FSDP has a stream of its own for weights and gradients that passes gather and reduce.
+        """
+        if op.moves_weights and op.role != "step":
+            return "fsdp"
+        return op.resource if op.kind == "send" else "comp"
 
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return the schedule."""
@@ -113,4 +109,4 @@ class DualPipeV(_TorchPipeline):
         return by_layer(graph, pair(forward, backward, cost), cost)
 
     def _stream(self, op: Operator) -> str:
-        return op.resource if self.paired else _beside_sends(op)
+        return op.resource if self.paired else super()._stream(op)

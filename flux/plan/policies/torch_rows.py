@@ -21,15 +21,9 @@ def blocks_of(
     made: Any = getattr(schedules, f"Schedule{name}", None)
     if made is None:
         raise ValueError(f"this version of torch has no pipeline schedule {name}")
+    of_rank = {"num_stages": stages, "group_size": ranks, "group_rank": 0, "group": None}
     shapes = [  # stages without modules: what a schedule asks for when it is made
-        SimpleNamespace(
-            stage_index=index,
-            num_stages=stages,
-            group_size=ranks,
-            group_rank=0,
-            group=None,
-            submod=nn.Identity(),
-        )
+        SimpleNamespace(stage_index=index, submod=nn.Identity(), **of_rank)
         for index in range(0, stages, ranks)
     ]
     log = logging.getLogger(schedules.__name__)
