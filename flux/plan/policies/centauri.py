@@ -52,6 +52,9 @@ are, so with its numbers a better link could make a plan slower; candidates are 
 _OCTAVES, _SLOWER = (0.0, 0.5, 1.0), (("intra",), ("inter",), RESOURCES)
 """The best plan is ordered for links that are slower, too, by so much, within hosts or between: a
 list schedule for better links can make a slower step."""
+_PLANNED = (0.0, 1.0)
+"""Likewise of links that partitions are chosen for, besides the step's own. In all eight steps with
+a better link and a slower plan that were looked at, the worse link's plan was faster on both."""
 _WORSE = 2
 """Numbers of these that are tried after the best one."""
 
@@ -59,8 +62,8 @@ _WORSE = 2
 _WHOLE: dict[Key, Partition] = {}
 Options = tuple[bool, int]
 """Whether gradients of weights go first, and micro-batches that run together."""
-_Variant = tuple[int, bool, bool, Options]
-"""Stages of a rank, whether gathers are substituted and links slower, and options of the order."""
+_Variant = tuple[int, bool, int, Options]
+"""Stages of a rank, whether gathers are substituted, number of the links, options of the order."""
 Rating = tuple[float, float, float]
 """Bytes that a plan needs, or the memory of a device if they fit; time; bytes."""
 
@@ -153,10 +156,11 @@ class Centauri:
             plans.append((*self._best(shown, cost, tiers), base, _WHOLE))
             (first, together), tried = plans[-1][1], [_WHOLE]
             # A window has two micro-batches.
-            orders = {(first, min(together, 2)), (self.layer == "t2", 1)}
-            for options, slower in product(sorted(orders), (False, True) if self.operation else ()):
-                links = _Slower(graph, cost) if slower else cost
-                how = self._operation_tier(base, (chunks, less, slower, options), fabric, links)
+            orders = {(self.layer == "t2", 1): 1} | {(first, min(together, 2)): len(_PLANNED)}
+            every = [cost, *(_Slower(graph, cost, octaves) for octaves in _PLANNED)]
+            ways = [(of, at) for of, most in sorted(orders.items()) for at in range(most + 1)]
+            for options, at in ways if self.operation else ():
+                how = self._operation_tier(base, (chunks, less, at, options), fabric, every[at])
                 if how not in tried:
                     tried.append(how)
                     parts = partitioned(shown, how, fabric)
