@@ -184,19 +184,21 @@ def search(
         )
     progress("layouts", 0, len(possible))
     limit = query.memory_gb * 1e9
-    found = [_rated(step, query.cluster, limit) for step in possible]
-    rated = [first for first, *_ in found]
-    fitting = [(rating, step) for rating, step in rated if rating.memory_bytes <= limit]
-    others = sorted((pair for _, *more in found for pair in more), key=lambda pair: pair[0])
-    more = [step for _, step in others[:MOST_SPLITS]]
-    kept = [*_with_splits(_best(fitting, query.beam), more, query)]
-    if not kept:
-        least = min(rating.memory_bytes for rating, _ in rated) / 1e9
-        raise ValueError(
-            f"no layout of {query.model} on {query.gpus} GPUs fits into {query.memory_gb:g} GB: "
-            f"the smallest needs {least:.1f} GB"
-        )
     with _pool(workers) as pool:
+        rate = partial(_rated, query.cluster, limit)
+        found = list(pool.map(rate, possible, chunksize=16))
+        rated = [first for first, *_ in found]
+        fitting = [(rating, step) for rating, step in rated if rating.memory_bytes <= limit]
+        others = sorted((pair for _, *more in found for pair in more), key=lambda pair: pair[0])
+        more = [step for _, step in others[:MOST_SPLITS]]
+        kept = [*_with_splits(_best(fitting, query.beam), more, query)]
+        if not kept:
+            least = min(rating.memory_bytes for rating, _ in rated) / 1e9
+            raise ValueError(
+                f"no layout of {query.model} on {query.gpus} GPUs fits into {query.memory_gb:g} "
+                f"GB: the smallest needs {least:.1f} GB"
+            )
+        kept.sort(key=lambda pair: -_ops(pair[0]))  # the longest first, so that all end together
         round2 = pool.map(partial(estimates, query.cluster), *zip(*kept, strict=True))
         rated2 = list(_followed(round2, "policies", len(kept), progress))
         refused = Counter(
@@ -313,7 +315,7 @@ def layouts(query: Query) -> Iterator[TrainingStep]:
             )
 
 
-def _rated(step: TrainingStep, cluster: Cluster, limit: float) -> list[tuple[Rating, TrainingStep]]:
+def _rated(cluster: Cluster, limit: float, step: TrainingStep) -> list[tuple[Rating, TrainingStep]]:
     """Rate a step; or the same with recomputation, and with other stages, if it does not fit."""
     form = ClosedForm(step, cluster)
     rating = form.rating()

@@ -53,7 +53,7 @@ _OCTAVES, _SLOWER = (0.0, 0.5, 1.0), (("intra",), ("inter",), RESOURCES)
 """The best plan is ordered for links that are slower, too, by so much, within hosts or between: a
 list schedule for better links can make a slower step."""
 _PLANNED = (0.0, 1.0)
-"""Likewise of links that partitions are chosen for, besides the step's own. In all eight steps with
+"""Likewise of links that partitions are chosen for, besides the step's own. In all seven steps with
 a better link and a slower plan that were looked at, the worse link's plan was faster on both."""
 _WORSE = 2
 """Numbers of these that are tried after the best one."""
@@ -213,6 +213,8 @@ class Centauri:
                 best, chosen = time, alike
         for key, candidates in choices.items():
             for candidate in candidates:
+                if candidate == chosen.get(key, Partition()):
+                    continue
                 parts = partitioned(graph, {**chosen, key: candidate}, fabric)
                 time = self._time(parts, cost, options, best * (1 - 1e-6))
                 if time < best * (1 - 1e-6):
