@@ -99,8 +99,8 @@ def placed(
     alone, whose weights are not gathered beside those of a layer.
     """
     layers = layers_of(graph)
-    bare = 2 if any(op.is_outer for op in graph.ops) and not _gathers(graph) else 0
-    if layers + bare < stages or (layers % stages and not uneven):
+    too_few = layers < stages and (stages > layers + 2 or not _has_outer_stages(graph))
+    if too_few or (layers % stages and not uneven):
         raise UnevenStages(stages, layers)
     templates = {op.role: op for op in graph.ops if op.kind == "send"}
     builder = Builder(graph.itemsize)
@@ -135,6 +135,7 @@ def placed(
     return builder.build(graph.resident)
 
 
-def _gathers(graph: Graph) -> bool:
-    """Return whether weights are gathered for each pass (ZeRO-3)."""
-    return any(op.moves_weights and op.role == "fwd" for op in graph.ops)
+def _has_outer_stages(graph: Graph) -> bool:
+    """Return whether embedding and head can be stages: ZeRO-3 gathers them beside a layer."""
+    gathers = any(op.moves_weights and op.role == "fwd" for op in graph.ops)
+    return any(op.is_outer for op in graph.ops) and not gathers
