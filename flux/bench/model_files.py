@@ -24,8 +24,9 @@ DENSE = (
 )
 """Kinds of config.json whose layers have attention and a gated MLP."""
 _DROPOUT = ("gpt2", "gpt_neox", "gpt_bigcode", "starcoder2", "phi", "opt", "bloom", "gptj")
+_DROPPED = ("resid_pdrop", "hidden_dropout", "residual_dropout", "dropout")
 UNGATED = (*_DROPOUT, "nemotron", "apertus", "arcee", "falcon")
-"""Those with a plain MLP; the first ones train with dropout."""
+"""Those with a plain MLP; the first ones train with dropout, unless the file has 0 for it."""
 EXPERTS = (
     *("mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"),
     *("olmoe", "granitemoe", "glm4_moe", "kimi_k2", "ernie4_5_moe", "minimax_m2", "llama4_text"),
@@ -66,17 +67,22 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_attention_heads": 8, "vocab_size": 262208, "sliding_window": 4096},
     "llama4_text": {"attention_chunk_size": 8192, "n_shared_experts": 1},
     "gemma2": {"sliding_window": 4096},
+    "gpt_oss": {"sliding_window": 128},
+    **{
+        kind: {"use_sliding_window": False}
+        for kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3")
+    },
     **{kind: {"sliding_window": 4096} for kind in ("mistral", "ministral", "olmo3", "vaultgemma")},
     "gpt_bigcode": {"multi_query": True},
 }
 """What Transformers takes for keys that a file leaves out, as its saved parts of models do; with
 heads of keys, and their width, where these are neither those of queries nor their share."""
 _ALIASES = {
-    "hidden_size": ("n_embd", "d_model"),
+    "hidden_size": ("n_embd", "n_embed", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
     "num_key_value_heads": ("num_kv_heads",),
-    "intermediate_size": ("n_inner", "ffn_dim"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
     "max_position_embeddings": ("n_positions", "seq_length"),
     "num_local_experts": ("num_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": ("moe_k", "num_experts_per_token", "moe_topk"),
@@ -89,11 +95,17 @@ _REFUSED = {
     "vision_config": "a tower for pictures; plan the language model: a file with its text_config",
     "audio_config": "a tower for sound; plan the language model: a file with its text_config",
     "text_config": "parts besides the language model; plan a file with its text_config",
-    "is_encoder_decoder": "an encoder, and plans know decoders",
-    "state_size": "state-space layers, and plans know attention",
-    "ssm_cfg": "state-space layers, and plans know attention",
-    "attn_layer_period": "state-space layers, and plans know attention",
-    "mamba_d_state": "state-space layers, and plans know attention",
+    "img_processor": "a tower for pictures, and plans know language models",
+    **dict.fromkeys(
+        ("is_encoder_decoder", "type_vocab_size"), "an encoder, and plans know decoders"
+    ),
+    **dict.fromkeys(
+        (
+            *("state_size", "ssm_cfg", "attn_layer_period", "mamba_d_state", "ssm_state_size"),
+            *("hybrid_override_pattern", "block_types"),
+        ),
+        "state-space layers or recurrent ones, and plans know attention",
+    ),
     "conv_L_cache": "convolutions, and plans know attention",
     "index_topk": "attention to keys that an indexer chooses, and plans know windows",
 }
@@ -167,14 +179,15 @@ def _from_keys(content: Any, file: Path) -> Model:
     if kind not in (*DENSE, *UNGATED, *EXPERTS):
         known = ", ".join(sorted((*DENSE, *UNGATED, *EXPERTS)))
         top.fail("model_type", f"{kind!r} is not known; known are {known}")
-    layer, dense_layers = _layer_of(top, content, kind)
+    layers = top.integer("num_hidden_layers")
+    layer, dense_layers = _layer_of(top, content, kind, layers)
     dtype = top.text("dtype", "bfloat16")
     positions = top.integer("max_position_embeddings", _SEQUENCE)
     return Model(
         name=_name(content, file),
         dtype="bfloat16" if dtype == "float32" else dtype,
         layer=layer,
-        layers=top.integer("num_hidden_layers"),
+        layers=layers,
         sequence=min(positions, _SEQUENCE),
         vocabulary=top.integer("vocab_size"),
         tied=top.flag("tie_word_embeddings") if "tie_word_embeddings" in content else kind in TIED,
@@ -194,7 +207,7 @@ def _name(content: dict[str, Any], file: Path) -> str:
     return name if isinstance(name, str) and name and name.isprintable() else file.stem
 
 
-def _layer_of(top: Table, content: dict[str, Any], kind: str) -> tuple[Layer, int]:
+def _layer_of(top: Table, content: dict[str, Any], kind: str, layers: int) -> tuple[Layer, int]:
     """Return the layer, and how many leading layers have no experts."""
     hidden, heads = top.integer("hidden_size"), top.integer("num_attention_heads")
     if top.integer("word_embed_proj_dim", hidden) != hidden:
@@ -209,17 +222,18 @@ def _layer_of(top: Table, content: dict[str, Any], kind: str) -> tuple[Layer, in
         head_dim = top.integer("head_dim", hidden // heads)
     if heads % kv_heads:
         top.fail("num_key_value_heads", f"must divide {heads} heads, got {kv_heads}")
-    moe, dense_layers = _moe(top, content, kind)
+    moe, dense_layers = _moe(top, content, kind, layers)
     intermediate = top.integer("intermediate_size", 4 * hidden)
     if kind == "llama4_text":
         intermediate = top.integer("intermediate_size_mlp")
     if moe is not None and not dense_layers and moe.every == 1:
         intermediate = 0
-    window, full_every = _window(top, content, kind)
+    window, full_every = _window(top, content, kind, layers)
     return (
         Layer(
             *(hidden, intermediate, heads, kv_heads, head_dim, kind not in UNGATED),
-            *(moe, latent, window, full_every, kind in _DROPOUT),
+            *(moe, latent, window, full_every),
+            dropout=kind in _DROPOUT and all(content.get(key) != 0 for key in _DROPPED),
             chunked="attention_chunk_size" in content and bool(window),
             delta=_delta(top) if kind in _DELTA else None,
             gate=kind in _DELTA,
@@ -245,7 +259,7 @@ def _latent(top: Table) -> Latent:
     )
 
 
-def _moe(top: Table, content: dict[str, Any], kind: str) -> tuple[Moe | None, int]:
+def _moe(top: Table, content: dict[str, Any], kind: str, layers: int) -> tuple[Moe | None, int]:
     """Return the experts, and how many leading layers have none."""
     if kind not in EXPERTS:
         return None, 0
@@ -266,10 +280,15 @@ def _moe(top: Table, content: dict[str, Any], kind: str) -> tuple[Moe | None, in
     if without != list(range(len(without))):
         top.fail("mlp_only_layers", f"expected leading layers alone, got {without}")
     dense = top.integer("first_k_dense_replace", len(without), least=0)
+    if content.get("moe_layer_end_index", -1) not in (-1, layers - 1):
+        top.fail("moe_layer_end_index", f"expected {layers - 1}: experts in the last layer, too")
+    usual = [*range(every - 1, layers, every)]
+    if "moe_layers" in content and top.values("moe_layers") != usual:
+        top.fail("moe_layers", f"expected the last of every {every} layers")
     return Moe(experts, top_k, width, shared, every), dense
 
 
-def _window(top: Table, content: dict[str, Any], kind: str) -> tuple[int, int]:
+def _window(top: Table, content: dict[str, Any], kind: str, count: int) -> tuple[int, int]:
     """Return tokens of the window, and of how many layers one has none; 0 and 0: no window."""
     layers = top.values("layer_types", empty=True) if "layer_types" in content else None
     if kind in _DELTA:
@@ -285,6 +304,8 @@ def _window(top: Table, content: dict[str, Any], kind: str) -> tuple[int, int]:
     if others:
         known = ", ".join(_ATTENTION)
         top.fail("layer_types", f"the model has {shown(others[0])}, and plans know {known}")
+    if layers is not None and len(layers) != count:
+        top.fail("layer_types", f"expected {count}, one for each layer, got {len(layers)}")
     key = "attention_chunk_size" if "attention_chunk_size" in content else "sliding_window"
     window = top.integer(key, 0, least=0)
     if not window or content.get("use_sliding_window") is False:
@@ -379,8 +400,8 @@ def from_megatron(file: Path) -> Model:
             value_dim=size("v-head-dim", 128),
         )
         head_dim = size("qk-head-dim", 128) + latent.rope_dim
-    gated = "swiglu" in options
-    default = 4 * hidden * 2 // 3 // 64 * 64 if gated else 4 * hidden
+    gated = "swiglu" in options or "quick-geglu" in options
+    default = 4 * hidden * 2 // 3 // 64 * 64 if "swiglu" in options else 4 * hidden
     intermediate = size("ffn-hidden-size", default)
     moe, dense = None, 0
     if "num-experts" in options:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from pathlib import Path
 
 from flux.core.datafile import read_bytes, shown
 
-LISTS = (*("recompute-modules", "parallelism.module-fqns-per-model-part", "compile.components"),)
+LISTS = (
+    *("recompute-modules", "parallelism.module-fqns-per-model-part", "compile.components"),
+    "cp-comm-type",
+)
 """Options with several values, which are kept with blanks between."""
 _CHECKPOINTS = ("activation-checkpoint:", "activation_checkpoint:")
 _VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
+_ARITHMETIC = re.compile(r"\$\(\([^()\n]*\)\)")
+_PRODUCT = re.compile(r"\$\(\((\w{1,40}(?:\*\w{1,40}){0,7})\)\)")
+_SEVERAL = re.compile(r"\s--\w|^--[^=]*$")
+"""A quotation with several options, or with an option and its value."""
 
 
 class CommandOptions(dict[str, str]):
@@ -20,9 +28,11 @@ class CommandOptions(dict[str, str]):
     Attributes:
         where: they are from, for errors.
         program: the first word that ends in ``.py``, or "".
+        changing: variables of the text that are set to several numbers; the last one counts.
     """
 
     program = ""
+    changing: tuple[str, ...] = ()
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -45,20 +55,27 @@ def options_in(file: Path) -> CommandOptions:
         ValueError: the file cannot be read, or a quotation does not end.
     """
     try:
-        text = read_bytes(file, 1 << 20).decode("utf-8")
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
+        text = read_bytes(file, 1 << 20).decode("utf-8").replace("\\\n", " ")
+        text = _ARITHMETIC.sub(lambda it: re.sub(r"\s", "", it[0]), text)
+        quoted = shlex.split(text, comments=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
-    # Bash's lists may quote an option with its value: ("--fp8-format hybrid").
-    lists = [word.split() if word[:2] == "--" and "=" not in word else [word] for word in words]
-    words = [word for several in lists for word in several]
     variables: dict[str, str] = {}
-    for place, word in enumerate(words):
+    words, changing, before = list[str](), dict[str, None](), ""
+    for word in quoted:
         word = _VARIABLE.sub(lambda it: variables.get(it[1], it[2] or it[0]), word).rstrip(";")
-        words[place] = word
+        word = _PRODUCT.sub(lambda it: _product(it, variables), word)
         name, equals, value = word.partition("=")
-        if equals and name.isidentifier() and len(value) < 100:
-            variables[name] = value
+        several = before != "echo" and bool(_SEVERAL.search(word))
+        before = word
+        if equals and name.removesuffix("+").isidentifier():
+            if several := bool(_SEVERAL.search(value)):
+                word = f"{value} )"  # read where it is set, as Bash's lists are
+            elif variables.get(name, value) != value and value.isdecimal():
+                changing[name] = None
+            if len(value) < 100:
+                variables[name] = value
+        words += word.split() if several else [word]
     values: dict[str, list[str]] = {}
     last = ""  # the option whose value may follow
     for word in words:
@@ -74,6 +91,15 @@ def options_in(file: Path) -> CommandOptions:
             values[last].append(word)
             last = last if last in LISTS else ""
     options = CommandOptions(str(file))
+    options.changing = tuple(changing)
     options.program = next((word for word in words if word.endswith(".py")), "")
     options.update((name, " ".join(words)) for name, words in values.items())
     return options
+
+
+def _product(found: re.Match[str], variables: dict[str, str]) -> str:
+    """Return the product in ``$((NODES*GPUS))``, or the text where a factor is no number."""
+    factors = [variables.get(factor, factor) for factor in found[1].split("*")]
+    if not all(re.fullmatch("[0-9]{1,9}", factor) for factor in factors):
+        return found[0]
+    return str(math.prod(map(int, factors)))

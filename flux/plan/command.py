@@ -180,7 +180,7 @@ def _compare(options: StepOptions) -> tuple[TrainingStep, Cluster, Policies, lis
     except ValueError as error:
         refuse(str(error))
     if all(outcome.reason for outcome in outcomes):
-        refuse("\n".join(f"{outcome.label}: {outcome.reason}" for outcome in outcomes))
+        refuse("; ".join(f"{outcome.label}: {outcome.reason}" for outcome in outcomes))
     return step, cluster, policies, outcomes
 
 

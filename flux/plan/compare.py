@@ -67,7 +67,11 @@ def usable_gb(cluster: Cluster, memory_gb: float | None, headroom: float) -> flo
     """Return GB of a device that a plan may have; 0: not known."""
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be a share of at least 0 and below 1, got {headroom:g}")
-    return cluster.device.memory_gb * (1 - headroom) if memory_gb is None else memory_gb
+    if memory_gb is None:
+        return cluster.device.memory_gb * (1 - headroom)
+    if not memory_gb > 0:
+        raise ValueError(f"memory must be above 0 GB, got {memory_gb:g}")
+    return memory_gb
 
 
 def usable(outcomes: Sequence[Compared]) -> list[tuple[str, Timeline]]:

@@ -34,9 +34,24 @@ _OPTIMIZERS: dict[str, dict[str, str]] = {
 _MODULES = {"selective": "core_attn", "ops": "layernorm mlp", "act": "moe_act"}
 """The modules that come nearest to ``recompute = ops``."""
 _REFUSED = {
-    "hybrid-layer-pattern": "state-space layers",
+    **dict.fromkeys(("hybrid-layer-pattern", "hybrid-override-pattern"), "state-space layers"),
+    **dict.fromkeys(
+        ("linear-attention-freq", "experimental-attention-variant"),
+        "Megatron's linear attention, and attention to keys that an indexer chooses",
+    ),
+    "moe-latent-size": "experts narrower than the model",
+    "enable-mhc-connections": "several residual streams",
+    **dict.fromkeys(("vision-model-type", "language-model-type"), "towers for pictures"),
+    **dict.fromkeys(
+        ("deepspeed-config", "zero-stage"), "DeepSpeed's engine: give its configuration as --plan"
+    ),
+    **dict.fromkeys(
+        ("model-parallel-size", "batch-size", "checkpoint-activations"),
+        "options that Megatron-LM has no longer",
+    ),
     "encoder-num-layers": "an encoder",
     "heterogeneous-layers-config-path": "layers of several kinds",
+    "heterogeneous-layers-config-encoded-json": "layers of several kinds",
     "yaml-cfg": "options in another file",
 }
 _IGNORED = {
@@ -49,6 +64,11 @@ _IGNORED = {
     "moe-expert-capacity-factor": "dropped tokens",
     "delay-wgrad-compute": "weight gradients that are delayed",
     "overlap-moe-expert-parallel-comm": "AllToAll of experts beside another micro-batch",
+    "moe-shared-expert-overlap": "shared experts beside AllToAll",
+    "fp4-format": "products in 4 bits",
+    "fp8-param-gather": "weights that are gathered in float8",
+    "fp32-residual-connection": "a residual in float32",
+    "use-tp-pp-dp-mapping": "ranks that are numbered by stage before replicas",
 }
 
 
@@ -248,8 +268,15 @@ def imported(options: CommandOptions, model: str, gpus: int | None) -> FilePlan:
     if "num-experts" in options and size("expert-tensor-parallel-size", taken["tp"]) > 1:
         notes.append("experts are split over tensor parallel ranks: planned whole")
     taken |= _sharding(options, dp, where)
-    taken["optimizer"] = _optimizer(options)
+    taken["optimizer"] = _optimizer(options, notes)
     described = model_of(model)
+    if not described.vocabulary:
+        notes.append("no --vocab-size: planned without embedding and head")
+    if options.changing:
+        names = ", ".join(options.changing)
+        notes.append(f"{names} in the script: set several times, the last value counts")
+    if taken["ep"] > 1 and options.get("moe-token-dispatcher-type", "allgather") == "allgather":
+        notes.append("--moe-token-dispatcher-type allgather: planned as AllToAll")
     taken |= {"model": model, "sequence": described.sequence}
     chunks, counts = _stages(options, described.layers, taken["pp"])
     taken["split"] = split_of(counts) if chunks == 1 else ""
@@ -280,10 +307,15 @@ def _sharding(options: CommandOptions, dp: int, where: str) -> dict[str, int]:
     return {"zero": zero, "shard": shard if instances > 1 else 0}
 
 
-def _optimizer(options: CommandOptions) -> str:
-    if options.get("optimizer") == "sgd":
+def _optimizer(options: CommandOptions, notes: list[str]) -> str:
+    kind, moments = options.get("optimizer", "adam"), options.get("exp-avg-dtype", "fp32")
+    if kind == "sgd":
         return "sgd" if options.get("sgd-momentum") in ("0", "0.0") else "momentum"
-    return "adam-bf16" if options.get("exp-avg-dtype") == "bf16" else "adam"
+    if kind != "adam":
+        notes.append(f"--optimizer {shown(kind)}: planned as Adam")
+    if moments not in ("fp32", "bf16"):
+        notes.append(f"--exp-avg-dtype {shown(moments)}: planned in bfloat16")
+    return "adam" if moments == "fp32" else "adam-bf16"
 
 
 def _recomputed(options: CommandOptions, chunks: int, notes: list[str]) -> str:
@@ -297,8 +329,11 @@ def _recomputed(options: CommandOptions, chunks: int, notes: list[str]) -> str:
                 return name
         notes.append(f"--recompute-modules {shown(modules)}: planned as recompute = ops")
         return "ops"
+    each = options.size("recompute-num-layers", 1)
     if options.get("recompute-method") == "block":
         return str(options.size("recompute-num-layers") * chunks)
+    if granularity == "full" and each > 1:
+        notes.append(f"inputs of every {each} layers are kept: planned with those of each layer")
     return granularity
 
 
@@ -318,16 +353,19 @@ def _stages(options: CommandOptions, layers: int, pp: int) -> tuple[int, tuple[i
             )
         return quotient(len(counts), "stages", pp, "pp", where), tuple(counts)
     chunks = size("num-virtual-stages-per-pipeline-rank", 1)
+    less = [int(f"account-for-{end}-in-pipeline-split" in options) for end in ("embedding", "loss")]
     if "num-layers-per-virtual-pipeline-stage" in options:
         each = size("num-layers-per-virtual-pipeline-stage") * pp
-        chunks = quotient(layers, "num-layers", each, "layers of virtual stages", where)
+        whole = layers + sum(less)
+        chunks = quotient(whole, "num-layers", each, "layers of virtual stages", where)
     first, last = (size(f"decoder-{end}-pipeline-num-layers", 0) for end in ("first", "last"))
-    less = [int(f"account-for-{end}-in-pipeline-split" in options) for end in ("embedding", "loss")]
     stages = chunks * pp
-    if pp > 1 and (first or last) and chunks == 1:
+    if pp > 1 and (first or last):
         middle = pp - bool(first) - bool(last)
         each = quotient(layers - first - last, "layers between", middle, "stages", where)
-        return 1, (*([first] if first else []), *[each] * middle, *([last] if last else []))
+        ranks = (*([first] if first else []), *[each] * middle, *([last] if last else []))
+        parts = [quotient(n, "layers of a rank", chunks, "virtual stages", where) for n in ranks]
+        return chunks, tuple(parts * chunks)
     each = quotient(layers + sum(less), "layers", stages, "stages", where)
     counts = [each] * stages
     counts[0], counts[-1] = counts[0] - less[0], counts[-1] - less[1]

@@ -112,6 +112,18 @@ def config(tmp_path: Path, **changes: Any) -> str:
         ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder"),
         ({"model_type": "mamba", "state_size": 16}, "state-space layers"),
         ({"conv_L_cache": 3}, "convolutions"), ({"index_topk": 8}, "an indexer chooses"),
+        ({"model_type": "bert", "type_vocab_size": 2}, "an encoder, and plans know decoders"),
+        ({"model_type": "nemotron_h", "ssm_state_size": 128}, "state-space layers or recurrent"),
+        ({"model_type": "phi3_v", "img_processor": {"name": "clip"}}, "a tower for pictures"),
+        ({"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, "expected 32, one for"),
+        (
+            {"model_type": "ernie4_5_moe", "num_experts": 8, "num_experts_per_tok": 2,
+             "moe_layer_end_index": 9}, "moe_layer_end_index: expected 31",
+        ),
+        (
+            {"model_type": "mixtral", "num_experts": 8, "num_experts_per_tok": 2,
+             "moe_layers": [1, 3]}, "moe_layers: expected the last of every 1 layers",
+        ),
         ({"model_type": "youtu"}, "kv_lora_rank: missing"),
         ({"sliding_window": 8, "sliding_window_pattern": "GL"}, "expected a pattern as LLLG"),
         ({"model_type": "nobody"}, "'nobody' is not known; known are apertus"),
@@ -175,6 +187,10 @@ QWEN3_NEXT = {
                    "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
                    "mlp_layer_types": ["dense"] + ["sparse"] * 46}),
         (79.67e9, QWEN3_NEXT),
+        (176.2e9, {"model_type": "bloom", "n_embed": 14336, "num_attention_heads": 112,
+                   "n_layer": 70, "vocab_size": 250880}),
+        (4.460e9, {"model_type": "falcon", "hidden_size": 4096, "ffn_hidden_size": 12288,
+                   "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}),
     ],
     ids=lambda value: str(value)[:30],
 )  # fmt: skip
@@ -185,6 +201,21 @@ def test_keys_that_a_config_leaves_out_are_those_of_transformers(
     file = tmp_path / "config.json"
     file.write_text(json.dumps(content))
     assert model_of(file).parameters == pytest.approx(parameters, rel=0.001)
+
+
+def test_windows_and_dropout_are_those_of_transformers_if_a_file_leaves_them_out(
+    tmp_path: Path,
+) -> None:
+    for kind in ("qwen2", "qwen3"):  # use_sliding_window is false by default
+        assert not model_of(config(tmp_path, model_type=kind, sliding_window=1024)).layer.window
+    asked = config(tmp_path, model_type="qwen2", sliding_window=1024, use_sliding_window=True)
+    assert model_of(asked).layer.window == 1024
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    layer = model_of(config(tmp_path, model_type="gpt_oss", **experts)).layer
+    assert (layer.window, layer.full_every) == (128, 2)
+    for dropout in (0.0, 0.1):
+        made = model_of(config(tmp_path, model_type="bloom", hidden_dropout=dropout))
+        assert made.layer.dropout == bool(dropout)
 
 
 def test_linear_attention_takes_as_long_however_long_a_sequence_is(tmp_path: Path) -> None:
@@ -267,6 +298,10 @@ def test_options_of_megatron_and_torchtitan_are_models(tmp_path: Path) -> None:
         )
         with pytest.raises(ValueError, match="the last of every so many of 4 layers"):
             model_of(script)
+    script.write_text(
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --quick-geglu"
+    )
+    assert model_of(script).layer == Layer(64, 256, 4, 4, 16, True)
     script.write_text("--num-layers 4 --hidden-size x --num-attention-heads 4 --seq-length 8")
     with pytest.raises(ValueError, match="--hidden-size: expected a size, got 'x'"):
         model_of(script)

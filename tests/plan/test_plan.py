@@ -521,6 +521,8 @@ def test_the_command_prints_json_and_says_what_is_wrong(tmp_path: Path) -> None:
         (["--policy", "domino:slices"], "expected option=value, got 'slices'"),
         (["--cluster", "nowhere"], "nowhere"),
         (["--memory-gb", "1"], "a device needs"),
+        (["--memory-gb", "nan"], "memory must be above 0 GB, got nan"),
+        (["--memory-gb", "0"], "memory must be above 0 GB, got 0"),
         (["--dp", "4000"], "more hosts can be assumed"),
     ):
         result = run(app, [*base, *words])

@@ -360,7 +360,10 @@ def test_what_other_files_say_becomes_a_plan(tmp_path: Path) -> None:
     script.write_text(text.replace("pretrain_gpt", "pretrain_bert"))
     with pytest.raises(ValueError, match="trains no GPT"):
         read_plan(str(script))
-    assert found.notes == ["--optimizer-cpu-offload: the optimizer's steps on CPUs: not planned"]
+    assert found.notes == [
+        "--optimizer-cpu-offload: the optimizer's steps on CPUs: not planned",
+        "no --vocab-size: planned without embedding and head",
+    ]
     for more in (
         "--decoder-first-pipeline-num-layers 2",
         "--pipeline-model-parallel-layout 'Ett|(t*4|)*2ttttL'",
@@ -377,6 +380,83 @@ def test_what_other_files_say_becomes_a_plan(tmp_path: Path) -> None:
     config.write_text('{"train_batch_size": 16}')
     with pytest.raises(ValueError, match="is a plan for 16 GPUs, and --gpus says 8"):
         read_plan(str(config), gpus=8)
+
+
+SIZES = "--num-layers 24 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --bf16"
+CLASSIC = f"""#!/bin/bash
+GPUS_PER_NODE=8
+NODES=4
+RANKS="--nproc_per_node $GPUS_PER_NODE --nnodes $NODES"
+echo "usage: --seq-length TOKENS"
+ARGS="
+    --tensor-model-parallel-size 8 \\
+    --pipeline-model-parallel-size 2 {SIZES} \\
+    --sequence-parallel
+"
+ARGS="$ARGS --micro-batch-size 2 --vocab-size 512"
+ARGS+=" --global-batch-size $((GPUS_PER_NODE * $NODES))"
+torchrun $RANKS pretrain_gpt.py $ARGS --distributed-backend nccl
+"""
+
+
+def test_a_script_may_quote_its_options_and_compute_a_product(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(CLASSIC)
+    found = read_plan(str(script))
+    names = ("tp", "pp", "dp", "micro_batch", "micro_batches", "sequence", "sequence_parallel")
+    assert [found.options[name] for name in names] == [8, 2, 2, 2, 8, 64, True]
+    assert not found.notes
+    script.write_text(CLASSIC.replace("echo", "if $X; then NODES=2; fi\necho"))
+    assert read_plan(str(script)).notes == [
+        "NODES in the script: set several times, the last value counts"
+    ]
+
+
+@pytest.mark.parametrize(
+    "more, note",
+    [
+        ("--optimizer muon", "--optimizer 'muon': planned as Adam"),
+        ("--exp-avg-dtype fp8", "--exp-avg-dtype 'fp8': planned in bfloat16"),
+        ("--fp4-format e2m1", "--fp4-format: products in 4 bits: not planned"),
+        ("--cp-comm-type p2p a2a", "--cp-comm-type 'p2p a2a': planned as a ring"),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
+            "inputs of every 4 layers are kept: planned with those of each layer",
+        ),
+        (
+            "--num-experts 8 --expert-model-parallel-size 8",
+            "--moe-token-dispatcher-type allgather: planned as AllToAll",
+        ),
+        (
+            "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+            "--decoder-first-pipeline-num-layers 4 --overlap-grad-reduce "
+            "--decoder-last-pipeline-num-layers 4",
+            "stages of (2, 4, 4, 2, 2, 4, 4, 2) layers: planned as even as possible",
+        ),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_what_a_plan_does_otherwise_than_megatron_is_noted(
+    more: str, note: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(f"pretrain_gpt.py {SIZES} {more}")
+    vocabulary = "no --vocab-size: planned without embedding and head"
+    assert sorted(read_plan(str(script), gpus=8).notes) == sorted([note, vocabulary])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("model-parallel-size 8", "zero-stage 3", "linear-attention-freq 4", "moe-latent-size 8"),
+        *("vision-model-type clip", "hybrid-override-pattern M-M*"),
+    ],
+)
+def test_what_plans_do_not_know_of_megatron_is_refused(option: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(f"pretrain_gpt.py {SIZES} --{option}")
+    with pytest.raises(ValueError, match=f"--{option.split()[0]}: plans do not know"):
+        read_plan(str(script), gpus=8)
 
 
 JOB = """
