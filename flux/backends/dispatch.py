@@ -16,7 +16,7 @@ def tokens_by_rank(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tokens of each owner that this rank needs, and the own ones that each rank needs.
 
-    Tokens count from the first of all ranks.
+    Tokens count from the first of all ranks. They are on the CPU, which sizes the all-to-all.
     """
     assert call.needed is not None
     begins = [_C.core.row_begin(call.m, world, owner) for owner in range(1, world)]
@@ -58,6 +58,7 @@ def sum_of_rows(
     wide = torch.float64 if arrived.dtype == torch.float64 else torch.float32
     total = arrived.new_zeros(count, arrived.shape[1], dtype=wide)
     lengths = [len(tokens) for tokens in into]
-    for tokens, rows in zip(into, arrived.split(lengths), strict=True):
-        total.index_add_(0, tokens - first, rows.to(wide))
+    places = (torch.cat(list(into)) - first).to(arrived.device)
+    for at, rows in zip(places.split(lengths), arrived.split(lengths), strict=True):
+        total.index_add_(0, at, rows.to(wide))
     return total.to(arrived.dtype)

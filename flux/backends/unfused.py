@@ -258,13 +258,13 @@ class UnfusedBackend:
     def _start_dispatch(self, call: Call) -> Callable[[], torch.Tensor]:
         """Begin to send own tokens to the ranks that need them; see ``start_gather``."""
         into, out = tokens_by_rank(call, self.world, self.rank)
-        own = torch.cat(out) - _C.core.row_begin(call.m, self.world, self.rank)
+        own = (torch.cat(out) - _C.core.row_begin(call.m, self.world, self.rank)).to(call.x.device)
         arrived, work = start_all_to_all(call.x.index_select(0, own), out, into, self.group)
 
         def finish() -> torch.Tensor:
             self._wait(work)
             full = call.x.new_empty(call.m, call.x.shape[1])  # other rows are not read
-            return full.index_copy_(0, torch.cat(into), arrived)
+            return full.index_copy_(0, torch.cat(into).to(full.device), arrived)
 
         return finish
 
@@ -274,7 +274,7 @@ class UnfusedBackend:
         """Sum the partial rows of own tokens over the ranks that have some, in rank order."""
         began = self._began()
         out, into = tokens_by_rank(call, self.world, self.rank)
-        rows = partial.index_select(0, torch.cat(out))
+        rows = partial.index_select(0, torch.cat(out).to(partial.device))
         arrived, work = start_all_to_all(rows, out, into, self.group)
         self._beside(meanwhile, lambda: self._wait(work))
         first = _C.core.row_begin(call.m, self.world, self.rank)

@@ -187,7 +187,7 @@ def choose(
         return ModelledPath(problem, cluster)
     problem = problem.dense
     if kind == "cuda" and spec.dispatches:
-        return Fixed(dispatching(problem.m, problem.world))
+        return Fixed(dispatching(problem))
     if kind == "cuda":
         return untuned_on_gpus(spec, problem, cluster)
     if apart:

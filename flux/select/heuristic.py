@@ -109,12 +109,15 @@ def untuned(problem: Problem, cluster: Cluster) -> Knobs:
     return Knobs()
 
 
-def dispatching(m: int, world: int) -> Knobs:
+def dispatching(problem: Problem) -> Knobs:
     """Return what an op on GPUs fixes that sends rows only where their experts are.
 
     One block of the kernel pushes the rows of a communication tile to a peer, so tiles are small.
+    Between nodes copies move all rows, as in an AllGather.
     """
-    chunk = ceil_div(m, world)
+    if problem.nodes > 1:
+        return Knobs()
+    chunk = ceil_div(problem.m, problem.world)
     return Knobs(comm_tile_rows=max(PUSHED_ROWS, ceil_div(chunk, MAX_COMM_TILES)))
 
 

@@ -364,7 +364,7 @@ def _fixed(
     unfused, on_gpus = Knobs(path="unfused"), space.backend == "cuda"
     default = untuned(problem, cluster) if on_gpus else Knobs()
     if on_gpus and experts:  # their kernels have no other path
-        default = dispatching(problem.m, problem.world) if dispatches else default
+        default = dispatching(problem) if dispatches else default
         return {"unfused": unfused, "default": resolve(problem, default, tile)}
     fixed = {
         "unfused": unfused,

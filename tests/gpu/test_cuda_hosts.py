@@ -31,6 +31,7 @@ from harness import STRESS, more
 from matrix import OPS
 from op_cases import Case, random_cases
 from reference import Inputs, Problem
+from ulysses_cases import CALLS, UlyssesCase, UlyssesInputs
 from virtual_cases import check_same_bits, checked_calls, on_one_device
 
 BF16 = torch.bfloat16
@@ -63,6 +64,26 @@ def test_random_cases(library: Path, op: str, hosts: int, lanes: int) -> None:
         for c in random_cases(70 + OPS.index(op), op, world, 3 * STRESS)
     ]
     assert run(world, _cases, library, cases, lanes) == [sum(len(c.calls) for c in cases)] * world
+
+
+def _heads(rank: int, world: int, library: Path) -> None:
+    here = Emulated(rank, library, rank // 2)
+    for seed, lengths in enumerate(((3, 3, 3, 3), (5, 0, 2, 4))):
+        case = UlyssesCase(lengths, (8, 4, 4), 8, 16, dtype=BF16, bias=seed == 0)
+        inputs = UlyssesInputs(case, seed)
+        for kind, call in CALLS.items():
+            for tuning in ("cache", "off", Knobs(path="unfused")):
+                with case.build(kind, backend="cuda", tuning=tuning) as op:
+                    assert call(inputs, op, rank) and op.knobs == Knobs(path="unfused")
+            for knobs in (Knobs(path="fused"), Knobs(comm_tile_rows=2)):
+                said = f"on GPUs of 2 nodes heads have path = unfused alone, .* got {knobs}"
+                with pytest.raises(ValueError, match=said):
+                    case.build(kind, backend="cuda", tuning=knobs)
+    here.close()
+
+
+def test_heads_are_exchanged_by_the_library(library: Path) -> None:
+    run(4, _heads, library)
 
 
 def _everything(op: str, world: int) -> tuple[Problem, list[Inputs]]:

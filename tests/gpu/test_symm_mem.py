@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 import flux
-from emulated_processes import emulate, run
+from emulated_processes import apart_from_cpus, emulate, run
 from flux import PeerDiedError, PeerTimeoutError
-from flux.backends.cuda.backend import CudaBackend
 from flux.backends.cuda.waits import GRACE_S
 from flux.layers import ColumnParallelLinear, RowParallelLinear, UlyssesAttention, close_pools
 from flux.ops import executor
@@ -99,45 +97,21 @@ def _attended(rank: int, world: int, kv_heads: int) -> list[torch.Tensor]:
     return seen
 
 
-def _trained_on_gpus(
-    rank: int, world: int, library: Path, train: Callable[..., list[torch.Tensor]], *options: object
-) -> list[float]:
-    """How far gradients on emulated GPUs are from those on CPUs. torch's own kernels run at once
-    there, not on streams, so each call is waited for."""
-    right = train(rank, world, *options)
-    device, call = emulate(rank, library), CudaBackend.run
-
-    def run_to_end(self: Any, *args: Any, hooks: Any = None) -> Any:
-        outs = call(self, *args)
-        device.finish()
-        if hooks is not None:
-            hooks.both()
-        return outs
-
-    CudaBackend.run = run_to_end  # type: ignore[method-assign]
-    executor.default_backend = lambda exchange: "cuda"
-    got = train(rank, world, *options)
-    assert not device.error()
-    device.close()
-    norms = [
-        (float((a - b).float().norm()), float(b.float().norm()))
-        for a, b in zip(got, right, strict=True)
-    ]
-    return [away / norm for away, norm in norms]
-
-
 @pytest.mark.parametrize("sequence", [True, False])
 def test_layers_train_as_on_cpus(library: Path, sequence: bool) -> None:
     """A backward multiplies by weights in the other order, with kernels of its own."""
-    for of_rank in run(2, _trained_on_gpus, library, _trained, sequence):
+    for of_rank in run(2, apart_from_cpus, library, None, 2, _trained, sequence):
         assert len(of_rank) == 18 and max(of_rank) < 0.01, of_rank
 
 
-@pytest.mark.parametrize(("world", "kv_heads"), [(2, 2), (4, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("world", "hosts", "kv_heads"), [(2, 1, 2), (4, 1, 2), (2, 1, 1), (4, 2, 2)]
+)
 def test_attention_of_parts_of_a_sequence_trains_as_on_cpus(
-    library: Path, world: int, kv_heads: int
+    library: Path, world: int, hosts: int, kv_heads: int
 ) -> None:
-    for of_rank in run(world, _trained_on_gpus, library, _attended, kv_heads):
+    ranks = run(world, apart_from_cpus, library, None, world // hosts, _attended, kv_heads)
+    for of_rank in ranks:
         assert len(of_rank) == 12 and max(of_rank) < 0.02, of_rank
 
 

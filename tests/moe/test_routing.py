@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 import torch
 
 from flux import _C, Knobs
+from flux.backends import dispatch
+from flux.backends.unfused import UnfusedBackend
+from flux.core.call import Call
+from flux.core.knobs import Op
+from flux.core.spec import OpSpec
 from flux.moe import Routing
 from flux.moe.routing import Needed
 from flux.select.heuristic import make_schedule
@@ -130,3 +136,18 @@ def test_hops_carry_what_ranks_behind_them_need() -> None:
                 count = selection.gathered(t.chunk, t.dst, *range_, rows.data_ptr())
                 carried = {t.row_begin + int(row) for row in rows[:count]}
                 assert carried == wanted & set(range(*range_)), (schedule, t)
+
+
+def test_tokens_of_a_gpu_are_taken_there() -> None:
+    """The library's path has no tensor of another device in a kernel: on meta as on a GPU."""
+    m, world, rank, k = 10, 2, 1, 3
+    spec = OpSpec(Op.ag_gemm, m, (4,), k, torch.float32, False, "sum", experts=4, topk=2, ep=2)
+    routing = Routing(torch.arange(2 * m).view(m, 2) % 4, 4, 2, 2, world)
+    needed = Needed(routing, 2, world)
+    call = Call(m, torch.empty(5, k, device="meta"), (), (4,), (None,), needed=needed)
+    backend = UnfusedBackend(spec, None, rank, world, 1.0)
+    with mock.patch.object(dispatch.dist, "all_to_all_single"):
+        gathered = backend._start_dispatch(call)()
+        summed = backend._combine(torch.empty(m, 4, device="meta"), call, lambda: None)
+    assert (gathered.device.type, *gathered.shape) == ("meta", m, k)
+    assert (summed.device.type, *summed.shape) == ("meta", 5, 4)

@@ -170,7 +170,7 @@ class CudaBackend:
         self._workspaces = Workspaces(self.device)
         # Producers of sm_90a claim an item while another one is multiplied.
         items = self.sm_count * (2 if self.configs[0].arch == "90a" else 1)
-        kernel = (tile, items, self._activate_after)
+        kernel = (tile, items, self._activate_after, self.nodes)
         parts = OpParts(spec, self.device, self.native, self._workspaces, self._fit)
         self._grouped = GroupedCalls(parts, self.kernels[0], *kernel)
         self._exchange: ExchangeCalls | None = None

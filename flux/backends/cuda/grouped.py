@@ -81,6 +81,8 @@ class GroupedCalls(OpCalls):
         tile: rows and columns of a tile of its kernel.
         items: of the kernel, about as many as are in work at once.
         activates: whether the activation is left to a kernel of its own.
+        nodes: of the ranks. Kernels reach the ranks of one node alone, so with several all tokens
+            travel as in AGGroupedGemm and GroupedGemmRS: one time to each other node.
     """
 
     def __init__(
@@ -90,8 +92,10 @@ class GroupedCalls(OpCalls):
         tile: tuple[int, int],
         items: int,
         activates: bool,
+        nodes: int,
     ) -> None:
         super().__init__(parts)
+        self._selects = self._spec.dispatches and nodes == 1
         self._kernel = kernel
         self._tile = tile
         self._items = items
@@ -262,7 +266,7 @@ class GroupedCalls(OpCalls):
             max_rows=choices.most,
             n=columns,
             ahead=self._items,
-            parallel=spec.dispatches,
+            parallel=self._selects,
         )
         room = torch.empty(route.words, dtype=torch.int32, device=self._device.torch_device)
         return route, room

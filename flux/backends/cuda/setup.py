@@ -141,9 +141,6 @@ def choose_kernels(
             f"{spec.label}: reduce = in_flight adds in the memory of peers, and on rank "
             f"{transport.rank} {problem}; use reduce = local"
         )
-    if (spec.experts or spec.op.exchanges) and transport.nodes > 1:
-        what = "experts" if spec.experts else "heads"
-        problem = f"{spec.label}: {what} on GPUs need ranks of one node, got {transport.nodes}"
     kernels = []
     taken = taken_units(knobs, transport.sm_share, transport.nodes)
     args = (transport.device, knobs, sm_count, preferred, TRACE.get(), taken, spare)

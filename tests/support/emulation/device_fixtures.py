@@ -84,6 +84,12 @@ def _build_gated_kernels(_: Path) -> Path:
     return _build_kernels("emulated-gated", few if STRESS > 1 else one)
 
 
+def _build_backward_kernels(_: Path) -> Path:
+    minimal = [c for c in config_set("minimal", ["80"]) if c.op in GROUPED]
+    both = [replace(c, weight=weight) for c in minimal for weight in ("nk", "kn")]
+    return _build_kernels("emulated-backward", both)
+
+
 def _build_traced_kernels(_: Path) -> Path:
     configs = [c for c in config_set("minimal") if c.op in GROUPED or c.arch == "80"]
     return _build_kernels("emulated-traced", configs, traced=True)
@@ -138,6 +144,12 @@ def float8_kernels(pytestconfig: pytest.Config) -> Path:
 def gated_kernels(pytestconfig: pytest.Config) -> Path:
     """Kernels of experts with a gate: without make stress, one of them."""
     return _built_or_skipped(pytestconfig, "gated-kernels", _build_gated_kernels)
+
+
+@pytest.fixture(scope="session")
+def backward_kernels(pytestconfig: pytest.Config) -> Path:
+    """Kernels of experts for sm_80 that take weights as the forward, and as the backward does."""
+    return _built_or_skipped(pytestconfig, "backward-kernels", _build_backward_kernels)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from emulated import EmulatedDevice
+from flux.backends.cuda.backend import CudaBackend
+from flux.ops import executor
 from flux.transport import nodes, shm, symm_mem
 from flux.transport.exchange import Exchange
 from flux.transport.placement import Placement
@@ -20,6 +22,13 @@ from harness import run_ranks
 def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """On ranks that are not used again: an emulation changes the process, or joins it to a job."""
     return run_ranks(world, fn, *args, timeout=200.0, fresh=True)
+
+
+def ptx_device_of(kernels: Path, arch: str = "80") -> EmulatedDevice:
+    """Return a device with kernels of flux."""
+    from ptx_device import PtxDevice  # needs the PTX machine, which only make test builds
+
+    return PtxDevice(kernels, arch)
 
 
 def map_shared(
@@ -35,12 +44,7 @@ def emulate(
     rank: int, library: Path, kernels: Path | None = None, arch: str = "80"
 ) -> EmulatedDevice:
     """Place ops of this process on an emulated device; ``kernels``: with these, of flux."""
-    if kernels is None:
-        device = EmulatedDevice(library)
-    else:
-        from ptx_device import PtxDevice  # needs the PTX machine, which only make test builds
-
-        device = PtxDevice(kernels, arch)
+    device = EmulatedDevice(library) if kernels is None else ptx_device_of(kernels, arch)
     device.identity = f"emulated {rank}"
     symm_mem._map_everywhere = map_shared  # type: ignore[assignment]
     symm_mem.open_symm_mem = lambda exchange: symm_mem.SymmMem(exchange, device)  # type: ignore
@@ -48,10 +52,13 @@ def emulate(
 
 
 class Emulated:
-    """An emulated device and NCCL for the ops of this process, on a host of this number."""
+    """An emulated device and NCCL for the ops of this process, on a host of this number.
 
-    def __init__(self, rank: int, library: Path, host: int) -> None:
-        self.device = EmulatedDevice(library)
+    ``kernels``: of flux, for sm_80; ``library`` is then the emulated GPU's own.
+    """
+
+    def __init__(self, rank: int, library: Path, host: int, kernels: Path | None = None) -> None:
+        self.device = EmulatedDevice(library) if kernels is None else ptx_device_of(kernels)
         self.device.identity = f"emulated {rank}"
         self.nccl = ctypes.CDLL(str(library))
         os.environ["FLUX_HOST"] = f"host {host}"
@@ -67,3 +74,40 @@ class Emulated:
         self.device.close()
         assert self.device.streams() == 0
         assert self.nccl.emulated_nccl_alive() == 0
+
+
+def apart_from_cpus(
+    rank: int,
+    world: int,
+    library: Path,
+    kernels: Path | None,
+    lanes: int,
+    train: Callable[..., list[torch.Tensor]],
+    *options: object,
+) -> list[float]:
+    """How far results and gradients on emulated GPUs, ``lanes`` of a host, are from those on CPUs.
+
+    torch's own kernels run at once there, not on streams, so each call is waited for.
+    """
+    right = train(rank, world, *options)
+    hosts = Emulated(rank, library, rank // lanes, kernels) if lanes < world else None
+    device = hosts.device if hosts is not None else emulate(rank, library, kernels)
+    call = CudaBackend.run
+
+    def run_to_end(self: Any, *args: Any, hooks: Any = None) -> Any:
+        outs = call(self, *args)
+        device.finish()
+        if hooks is not None:
+            hooks.both()
+        return outs
+
+    CudaBackend.run = run_to_end  # type: ignore[method-assign]
+    executor.default_backend = lambda exchange: "cuda"
+    got = train(rank, world, *options)
+    assert not device.error()
+    device.close() if hosts is None else hosts.close()
+    norms = [
+        (float((a - b).float().norm()), float(b.float().norm()))
+        for a, b in zip(got, right, strict=True)
+    ]
+    return [away / (norm or 1.0) for away, norm in norms]
