@@ -142,7 +142,7 @@ def _block_schedule(
 
 
 def predicted_ms(problem: SparseProblem, cluster: Cluster, path: str) -> float:
-    """Return the time of a call on the GPUs of one node.
+    """Return the time of a call on GPUs, which on several nodes has path unfused alone.
 
         unfused         GEMM of each rank's heads, or of all | library | a pass over memory each way
         GemmAllToAll    GEMM, columns of one rank after the other | copies, a block behind | a pass
@@ -164,7 +164,8 @@ def predicted_ms(problem: SparseProblem, cluster: Cluster, path: str) -> float:
 
     if path == "unfused":
         gemm = world * gemm_ms(problem.local[0]) if gemm_first else gemm_ms(problem.n)
-        library = all_to_all_ms(sent, world, world, cluster, cluster.network.gbs)
+        lanes = ceil_div(world, problem.nodes)
+        library = all_to_all_ms(sent, world, lanes, cluster, cluster.network.gbs)
         return gemm + 2 * one_pass + library + 1e-3 * LIBRARY_LATENCY_US["cuda"]
     gemm = gemm_ms(problem.n) * slowdown(problem.dense, cluster, Knobs(), None)
     op = AllToAllOp[problem.name]

@@ -25,6 +25,7 @@ from flux.machine.detection import detect
 from flux.select import cost
 from flux.select.all_to_all import ModelledPath
 from flux.select.cache import look_up
+from flux.select.dispatching import ModelledDispatch
 from flux.select.heuristic import IN_KERNEL_ROWS, dispatching, untuned
 from flux.select.in_kernel import FewRows, reason_not_in_kernel
 from flux.select.one_shot import ALL_ROWS, ONE_SHOTS
@@ -185,9 +186,10 @@ def choose(
         return Fixed(Knobs())
     if isinstance(problem, SparseProblem) and spec.op.exchanges:
         return ModelledPath(problem, cluster)
+    if isinstance(problem, SparseProblem) and kind == "cuda" and spec.dispatches:
+        between_nodes = topology.nodes > 1
+        return ModelledDispatch(problem, cluster) if between_nodes else Fixed(dispatching(problem))
     problem = problem.dense
-    if kind == "cuda" and spec.dispatches:
-        return Fixed(dispatching(problem))
     if kind == "cuda":
         return untuned_on_gpus(spec, problem, cluster)
     if apart:

@@ -26,8 +26,9 @@ from flux.kernels.config import GROUPED, GemmConfig
 from flux.kernels.legality import GemmProblem, reason_not_summing, reason_unsupported
 from flux.machine.cluster import Cluster
 from flux.select.all_to_all import predicted_ms
-from flux.select.cost import gemm_ms, predict
+from flux.select.cost import gemm_ms
 from flux.select.cycles import cost
+from flux.select.dispatching import predict_sparse
 from flux.select.heuristic import (
     dispatching,
     kernels_can_push,
@@ -326,12 +327,12 @@ def candidates(
         pruned += refused
     tile = None if best_kernel is None else best_kernel.cluster_tile
     fixed = _fixed(space, problem, cluster, tile)
-    model, problem = problem.dense, problem.scheduled
+    model, problem = problem, problem.scheduled
     kept = []
     seen: dict[object, str] = {}
     for name, knobs in fixed.items():
         kernel = best_kernel if knobs.is_tiled else None
-        ms = sum(predict(model, cluster, knobs, kernel))
+        ms = sum(predict_sparse(model, cluster, knobs, kernel))
         kept.append(Candidate(name, knobs, kernel, ms))
     if problem.world > 1:
         seen[_schedule_identity(problem, topology, fixed["default"], best_kernel)] = "default"
@@ -413,13 +414,14 @@ def block_candidates(
         by_name = {"unfused": Knobs(path="unfused"), "default": Knobs(), _name(tile): tile}
         by_name |= {_name(knobs): knobs for knobs in combined}
         return [Candidate(name, knobs, None, ms) for name, knobs in by_name.items()], []
+    unfused, fused = (predicted_ms(problem, cluster, path) for path in ("unfused", "fused"))
+    kept = [Candidate("unfused", Knobs(path="unfused"), None, unfused)]
+    if problem.nodes > 1:  # the default
+        why = f"illegal: on GPUs of {problem.nodes} nodes heads have path = unfused alone"
+        return kept, [Pruned(_name(knobs), why) for knobs in dict.fromkeys((Knobs(), *combined))]
     configs, pruned = kernels(space, problem)
     best, speeds = _kernel_speeds(configs, problem, cluster)
-    unfused, fused = (predicted_ms(problem, cluster, path) for path in ("unfused", "fused"))
-    kept = [
-        Candidate("unfused", Knobs(path="unfused"), None, unfused),
-        Candidate("default", Knobs(), best, fused),
-    ]
+    kept.append(Candidate("default", Knobs(), best, fused))
     for knobs, config in product(combined, configs):
         predicted = fused + (speeds[config.name] - 1) * ms
         name = _name(knobs, config)
@@ -465,7 +467,7 @@ def _examine(
     if identity in seen:
         return candidate, f"the same schedule as {seen[identity]}"
     seen[identity] = name
-    predicted = predict(model, cluster, full, kernel)
+    predicted = predict_sparse(model, cluster, full, kernel)
     slower = speeds.get(kernel.name, 1.0) if kernel is not None else 1.0
     total = predicted.gemm_ms * slower + predicted.exposed_ms
     return replace(candidate, predicted_ms=total), None

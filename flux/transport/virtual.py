@@ -83,7 +83,7 @@ class VirtualWorld(OneGpuWorld):
         """
         rows = knobs.comm_tile_rows
         least = least_tile_rows(self.world, spec.max_m, max(1, len(spec.heads)))
-        copied = spec.op.gathers and not spec.dispatches  # those rows kernels push
+        copied = spec.op.gathers and (not spec.dispatches or self.nodes > 1)  # kernels push
         copied |= spec.op.kernel == "ag_gemm" and spec.op.exchanges
         if copied and rows is not None and rows < least:
             return f"ranks of one thread need comm_tile_rows >= {least} for M = {spec.max_m}"

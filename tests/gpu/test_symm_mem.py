@@ -20,7 +20,6 @@ from emulated_processes import apart_from_cpus, emulate, run
 from flux import PeerDiedError, PeerTimeoutError
 from flux.backends.cuda.waits import GRACE_S
 from flux.layers import ColumnParallelLinear, RowParallelLinear, UlyssesAttention, close_pools
-from flux.ops import executor
 from flux.transport import symm_mem
 from flux.transport.watch import LOOK_S
 from harness import BUSY, STRESS, fresh_ranks

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flux.core.env import TUNE_CACHE
-from flux.core.knobs import Knobs
-from flux.core.sparse_problem import SPARSE, make_problem
+from flux.core.knobs import Knobs, Topology
+from flux.core.sparse_problem import DISPATCHING, SPARSE, SparseProblem, make_problem
 from flux.launch.supervisors import Spawned
+from flux.machine.cluster import load_cluster
+from flux.machine.detection import detect
 from flux.moe import DispatchGroupedGemm
 from flux.select.cache import Cache
 from flux.select.choose import Tuned
-from flux.select.space import load_space
+from flux.select.dispatching import ModelledDispatch, needed_share, predict_sparse
+from flux.select.heuristic import dispatching
+from flux.select.space import candidates, load_space
 from flux.select.winners import Entry, Key, Winner
 from flux.tune.halving import median_ms
 from flux.tune.machine import survey
@@ -101,10 +106,6 @@ def test_keys_of_variants_differ_and_those_of_dense_ops_stay() -> None:
 
 
 def test_dispatch_is_not_tried_with_paths_that_move_all_tokens() -> None:
-    from flux.core.knobs import Topology
-    from flux.machine.detection import detect
-    from flux.select.space import candidates
-
     topology, cluster = Topology(2, 1, 1), detect("cpu")
     for name in SPARSE:
         problem = make_problem(name, 64, 128, 128, "float32", 2)
@@ -112,3 +113,47 @@ def test_dispatch_is_not_tried_with_paths_that_move_all_tokens() -> None:
         paths = {candidate.knobs.path for candidate in kept}
         expected = "one_shot" in paths
         assert expected == (name in ("ag_grouped_gemm", "grouped_gemm_rs", "grouped_gemm_ar")), name
+
+
+def test_pushed_rows_are_rated_by_their_bytes_not_by_copies() -> None:
+    """Kernels push rows and store partials: a tile starts no copy, and no stream raises a word."""
+    cluster = load_cluster("flux-h800")
+    for name in DISPATCHING:
+        for m in (64, 1024, 8192):
+            problem = make_problem(name, m, 4096, 4096, "bfloat16", 8)
+            assert isinstance(problem, SparseProblem)
+            unfused, fused, fine = (
+                sum(predict_sparse(problem, cluster, knobs))
+                for knobs in (Knobs(path="unfused"), dispatching(problem), Knobs(comm_tile_rows=8))
+            )
+            assert fused < unfused and fine < 1.5 * fused, (name, m, fused, unfused, fine)
+
+
+def test_the_share_of_tokens_that_a_rank_needs() -> None:
+    for experts, topk, ep in ((8, 2, 8), (6, 3, 2), (5, 1, 5), (4, 4, 2)):
+        sizes = {"experts": experts, "topk": topk, "ep": ep}
+        problem = make_problem("dispatch_grouped_gemm", 64, 64, 64, "bfloat16", ep, sizes)
+        assert isinstance(problem, SparseProblem)
+        chosen = list(combinations(range(experts), topk))
+        needed = sum(min(of_token) < experts // ep for of_token in chosen)
+        assert needed_share(problem) == pytest.approx(needed / len(chosen))
+
+
+def test_tokens_go_to_other_nodes_by_the_path_that_sends_fewer() -> None:
+    """Fused, a token crosses to each other node once; unfused, once for each rank that needs it."""
+    cluster = load_cluster("flux-h800")
+    for topk, path in ((1, "unfused"), (8, "fused")):
+        sizes = {"experts": 64, "topk": topk, "ep": 16}
+        problem = make_problem("dispatch_grouped_gemm", 8192, 4096, 4096, "bfloat16", 16, sizes, 2)
+        assert isinstance(problem, SparseProblem)
+        assert ModelledDispatch(problem, cluster).knobs(8192) == Knobs(path=path)
+
+
+def test_heads_of_several_nodes_of_gpus_have_one_path() -> None:
+    cluster = load_cluster("flux-h800")
+    for name in ("gemm_all_to_all", "all_to_all_gemm"):
+        problem = make_problem(name, 8192, 1024, 1024, "bfloat16", 16, nodes=2)
+        topology = Topology(2, 1, 8)
+        kept, pruned = candidates(load_space("sm90a"), problem, topology, cluster)
+        assert [c.name for c in kept] == ["unfused"] and kept[0].predicted_ms > 0
+        assert pruned and all("2 nodes heads have path = unfused" in p.reason for p in pruned)

@@ -137,6 +137,16 @@ GROUPED_BUGS = {
     "the counter of items is not set back": _sum(
         r"atom\.global\.exch\.b32[^;]*;", "", NEVER_COMES, POLLS, idle=True
     ),
+    # -- each rank a node, which libflux_nvshmem connects
+    "signals of tokens from other nodes read relaxed": _gather(
+        r"ld\.acquire\.sys", "ld.relaxed.sys", ACQUIRED, CP_ASYNC, puts=True
+    ),
+    "flags of sums for a relay raised relaxed": _sum(
+        r"st\.release\.sys", "st.relaxed.sys", OF_GPU, SUMMED, puts=True
+    ),
+    "no barrier before the flags of sums for a relay": _sum(
+        JOINED, NOT_JOINED, OF_GPU, SUMMED, puts=True
+    ),
     # -- the same with wgmma
     "signals of tokens read relaxed by producers": _gather90(
         r"ld\.acquire\.sys", "ld.relaxed.sys", ACQUIRED, CP_ASYNC

@@ -88,19 +88,26 @@ def case_of(seed: int, kernels: list[GemmConfig]) -> tuple[GemmConfig, MoeCase, 
 
 
 def run_case(
-    device: Any, built: BuiltKernel, case: MoeCase, world: int, kinds: list[str], seed: int
+    device: Any,
+    built: BuiltKernel,
+    case: MoeCase,
+    world: int,
+    kinds: list[str],
+    seed: int,
+    make_world: Callable[..., VirtualWorld] = VirtualWorld,
 ) -> tuple[list[list[torch.Tensor]], float]:
     """Make a call for each kind of routing; return results by call and rank, and the worst error.
 
-    The error is a part of the bound.
+    The error is a part of the bound. ``make_world(world, device)`` places the ranks.
     """
     rng = random.Random(seed)
     device.cuda.clear()
     device.cuda.seed = 1 + 1000 * seed
     device.take_turns(device.cuda.seed)
     results, worst = [], 0.0
-    with only(device, built, world), VirtualWorld(world, device) as ranks, ExitStack() as closing:
-        options = {"topology": topology_of(rng, world), "timeout_s": 120.0}
+    with only(device, built, world), make_world(world, device) as ranks, ExitStack() as closing:
+        topology = topology_of(rng, world) if ranks.nodes == 1 else None
+        options = {"topology": topology, "timeout_s": 120.0}
         ops = [
             closing.enter_context(case.build(group=ranks.rank(r), **options)) for r in range(world)
         ]

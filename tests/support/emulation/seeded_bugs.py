@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -473,4 +474,5 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
     PAGE.write_text(page(), encoding="utf-8")
