@@ -184,6 +184,8 @@ def test_what_cannot_run_is_refused(a100: EmulatedDevice, kind: Any) -> None:
             CASE.build(kind, group=ranks.rank(0), dtype=torch.int32)
         with pytest.raises(ValueError, match="backend cuda needs one of"):
             ranks.run(lambda r: CASE.build(kind, group=ranks.rank(r), dtype=torch.float32))
+    with VirtualWorld(2, a100, nodes=2) as ranks, pytest.raises(ValueError, match="unfused alone"):
+        CASE.build(kind, group=ranks.rank(0))
     with LoopbackWorld(2, a100) as world, CASE.build(kind, group=world.rank()) as op:
         given = arguments(UlyssesInputs(CASE, 0), kind)[0]
         with pytest.raises(ValueError, match="heads need peers with a GPU of their own"):
