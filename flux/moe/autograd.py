@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import torch
 
-from flux import _C
 from flux.core.backend import OverlapHooks, nothing
 from flux.moe.checks import Operands
 from flux.moe.expert_parallel import DispatchGroupedGemm, GroupedGemmCombine
@@ -30,7 +29,7 @@ from flux.moe.routing import Routing
 from flux.ops.autograd import Mirrors
 from flux.ops.base import op_of
 from flux.ops.gradients import Grad
-from flux.ops.library import own_rows, product_flops
+from flux.ops.library import own_bounds, own_rows, product_flops
 from flux.ops.transforms import FORMULAS, Formula, call, define
 
 Tensors = Sequence[torch.Tensor]
@@ -119,19 +118,26 @@ def _sum_flops(x: Any, weights: Any, *args: Any, out_shape: Any) -> int:
 # -- gradients -----------------------------------------------------------------------------------
 
 
-def _mirror(op: GroupedOp, m: int, dtype: torch.dtype) -> Any:
+def _mirror(op: GroupedOp, mirrors: Mirrors, m: int, dtype: torch.dtype) -> Any:
     """Return the op of the backward of ``op``: n and k change places. Collective."""
     sums, gathers = GroupedGemmRS, AGGroupedGemm
     if op.dispatches:
         sums, gathers = GroupedGemmCombine, DispatchGroupedGemm
-    return _turned(op, sums if op.kind.gathers else gathers, m, op.spec.k, sum(op.spec.n), dtype)
+    kind: Any = sums if op.kind.gathers else gathers
+    return _turned(op, mirrors, kind, m, op.spec.k, sum(op.spec.n), dtype)
 
 
 def _turned(
-    op: GroupedOp, kind: type[GroupedOp], m: int, n: int, k: int, dtype: torch.dtype
+    op: GroupedOp,
+    mirrors: Mirrors,
+    kind: type[GroupedOp],
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
 ) -> Any:
     """Return an op of the experts of ``op``, whose weights it takes transposed. Collective."""
-    spec, mirrors = op.spec, Mirrors(op, m, dtype)
+    spec = op.spec
     options = {"experts": spec.experts, "topk": spec.topk, "ep": spec.ep}
     transposed = not spec.transpose_weight
     return mirrors.op(cast(Any, kind), m, n, k, dtype, transpose_weight=transposed, **options)
@@ -171,16 +177,23 @@ def _gather_grads(
 ) -> list[torch.Tensor]:
     """Return the gradients that are needed of x [own rows, K], the weights and the bias.
 
-    ``x``: own rows, or of an op that dispatches the routed ones, [R, K].
+    ``x``: own rows, or of an op that dispatches the routed ones, [R, K]. Tokens travel if any rank
+    needs them: the experts of some may be frozen.
     """
     op, m = _op(handle), experts.shape[0]
     need_x, need_w, need_b = needed
+    needs = [need_x, need_w, d_gathered is not None]
+    travels = need_x or not op.dispatches
+    mirrors = Mirrors(op, m, x.dtype, needs) if travels else None
+    any_x, any_w, any_gathered = needs if mirrors is None else mirrors.needs
     routing = op.routing(experts)
     dy = dy[: routing.rows]  # of a call with max_rows there are more
     dbs = [_bias_grad(dy, routing, len(op.local_experts))] if need_b else []
-    mirror = _mirror(op, m, x.dtype) if need_x and d_gathered is None else None
+    mirror = None
+    if mirrors is not None and any_x and not any_gathered:
+        mirror = _mirror(op, mirrors, m, x.dtype)
     wait = None
-    if need_w:
+    if any_w:
         own = x[: op.own_rows(m)]
         wait = (lambda: x[: routing.rows]) if op.dispatches else op._unfused.start_gather(own, m)
     dws: list[torch.Tensor] = []
@@ -188,21 +201,25 @@ def _gather_grads(
     def multiply() -> None:
         if wait is not None:
             routed = wait()
+            if not need_w:
+                return
             if not op.dispatches:
                 routed = routed.index_select(0, routing.on(x.device)[0])
             dws.extend(_weight_grads(op, dy, routed, routing, weights))
 
     if mirror is not None:
         operands = Operands(weights, None, experts)
-        return [*mirror.execute(dy, operands, hooks=OverlapHooks(multiply)), *dws, *dbs]
+        dxs = mirror.execute(dy, operands, hooks=OverlapHooks(multiply))
+        return [*(dxs if need_x else []), *dws, *dbs]
     multiply()
-    if not need_x:
+    if not any_x:
         return [*dws, *dbs]
-    of_tokens = cast(torch.Tensor, d_gathered)
+    of_tokens = x.new_zeros(m, x.shape[1]) if d_gathered is None else d_gathered
     partial = torch.empty_like(of_tokens)
     of_experts = Experts(_each(op, weights, transposed=True), None, routing)
     SumProduct(op.spec, of_experts, None)(dy, 0, m, partial, None)
-    return [op._unfused.scatter_rows(partial + of_tokens), *dws, *dbs]
+    dx = op._unfused.scatter_rows(partial + of_tokens)
+    return [*([dx] if need_x else []), *dws, *dbs]
 
 
 def _sum_grads(
@@ -218,14 +235,17 @@ def _sum_grads(
     """Return the gradients that are needed of x, the weights, the probabilities and the bias."""
     op, m = _op(handle), experts.shape[0]
     need_x, need_w, need_p, need_b = needed
+    needs = [need_x or need_p, need_p]
+    mirrors = Mirrors(op, m, dz.dtype, needs) if op.kind.scatters else None
+    any_dh, any_p = needs if mirrors is None else mirrors.needs
     routing = op.routing(experts)
     room, x = x, x[: routing.rows]  # of a call with max_rows
-    of_rows, dh = _scattered_back(op, dz, weights, experts, routing, need_x or need_p)
+    of_rows, dh = _scattered_back(op, mirrors, dz, weights, experts, routing, any_dh)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     choices = routing.on(x.device)[1]
     p = probs[0].reshape(-1)[choices].to(wide)[:, None] if probs else None
     dps, summed = [], nothing
-    if need_p:
+    if any_p:
         dots = torch.linalg.vecdot(x.to(wide), dh.to(wide))
         if biases and op.adds_bias:
             for expert, begin, end in routing.groups(0, m):
@@ -242,11 +262,12 @@ def _sum_grads(
         dws = _weight_grads(op, weighted, x, routing, weights) if need_w else []
         dbs = [_bias_grad(weighted, routing, len(op.local_experts))] if need_b else []
     summed()
-    return [*dxs, *dws, *(dp.view(m, -1).to(probs[0].dtype) for dp in dps), *dbs]
+    return [*dxs, *dws, *(dp.view(m, -1).to(probs[0].dtype) for dp in dps if need_p), *dbs]
 
 
 def _scattered_back(
     op: GroupedOp,
+    mirrors: Mirrors | None,
     dz: torch.Tensor,
     weights: Tensors,
     experts: torch.Tensor,
@@ -255,9 +276,9 @@ def _scattered_back(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dz of routed rows, [R, N], and with ``multiply`` dz @ w of them, [R, K/tp]."""
     m = experts.shape[0]
-    if op.kind.scatters and (multiply or op.dispatches):
+    if mirrors is not None and (multiply or op.dispatches):
         operands = Operands(weights, None, experts, keeps=True)
-        dh, routed = _mirror(op, m, dz.dtype).execute(dz, operands)
+        dh, routed = _mirror(op, mirrors, m, dz.dtype).execute(dz, operands)
         return routed, dh
     full = op._unfused.gather_rows(dz, m) if op.kind.scatters else dz
     each = _each(op, weights, transposed=True)
@@ -337,11 +358,9 @@ def _setup_choices(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward_choices(
     ctx: Any, saved: Tensors, needed: Sequence[Any], grad_experts: Grad, grad: torch.Tensor
 ) -> tuple[Any, ...]:
-    op = _op(ctx.handle)
-    begin, own = _C.core.row_begin(ctx.m, op.world, op.rank), op.own_rows(ctx.m)
-    rows = grad.new_zeros(ctx.rows, grad.shape[1])
-    rows[:own] = grad[begin : begin + own]
-    return None, rows, None, None
+    begin, end = own_bounds(_op(ctx.handle), ctx.m)
+    padding = grad.new_zeros(ctx.rows - (end - begin), grad.shape[1])
+    return None, torch.cat([grad[begin:end], padding]), None, None
 
 
 define(

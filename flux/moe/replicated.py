@@ -21,6 +21,7 @@ from flux.moe.checks import GroupedChecker, Operands
 from flux.moe.ops import GroupedGemmAR, Weights
 from flux.moe.product import Experts, GatherProduct
 from flux.moe.routing import Routing
+from flux.ops.autograd import Mirrors
 from flux.ops.transforms import Formula, call, define
 
 Tensors = Sequence[torch.Tensor]
@@ -149,7 +150,8 @@ def _grads(
         m, spec = x.shape[0], op.spec
         own, parts = dy.shape[1], op.world // spec.ep
         columns = spec.k if own == op._checker.k else own * parts
-        mirror = _turned(op, GroupedGemmAR, m, x.shape[1], columns, x.dtype)
+        mirrors = Mirrors(op, m, x.dtype)
+        mirror = _turned(op, mirrors, GroupedGemmAR, m, x.shape[1], columns, x.dtype)
         hooks = OverlapHooks(multiply)
         dxs = mirror.execute(dy, Operands(weights, None, experts), hooks=hooks)
     else:

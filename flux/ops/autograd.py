@@ -29,13 +29,19 @@ O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
 
 
 class Mirrors:
-    """The ops of the backward of ``op`` with ``m`` rows. Construction is collective."""
+    """The ops of the backward of ``op`` with ``m`` rows. Construction is collective.
+
+    Attributes:
+        needs: which gradients any of the ranks needs, of those that this rank ``needs``.
+    """
 
     reduces_dx = GemmRS
     gathers_dz = True
     splits_wgrad = False
 
-    def __init__(self, op: TensorParallelOp, m: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, op: TensorParallelOp, m: int, dtype: torch.dtype, needs: Sequence[bool] = ()
+    ) -> None:
         spec, group = op.spec, op._unfused.group
         if group is None:
             raise RuntimeError(
@@ -43,7 +49,13 @@ class Mirrors:
             )
         self._op, self._pool = op, pool_of(group)
         what = f"the backward of {spec.label}(m {m}, n {spec.n}, k {spec.k}, {dtype})"
-        self._pool.agree(lambda: what, op.timeout_s)
+        self.needs = list(needs)
+        try:
+            self._pool.agree(lambda: f"{what}, gradients {self.needs}", op.timeout_s)
+        except ValueError:  # on all ranks
+            self._pool.agree(lambda: what, op.timeout_s)
+            of_ranks = self._pool.exchange.all_gather(self.needs)
+            self.needs = [any(of) for of in zip(*of_ranks, strict=True)]
 
     def whole(self, own: int) -> int:
         """Return the size of the split dimension, over all ranks."""

@@ -90,10 +90,18 @@ def _reduce_fake(
     return x.new_empty(rows, weight.shape[side], dtype=op.spec.out_dtype)
 
 
+def own_bounds(op: TensorParallelOp, m: Any) -> tuple[Any, Any]:
+    """Return the first own row of ``m``, and the end of them; ``m`` may be a symbol.
+
+    A number that is made of a symbol by flux._C would be that of one graph: each M, a graph.
+    """
+    chunk = (m + op.world - 1) // op.world
+    return torch.sym_min(m, op.rank * chunk), torch.sym_min(m, (op.rank + 1) * chunk)
+
+
 def own_rows(op: TensorParallelOp, m: Any) -> Any:
     """Return ``op.own_rows(m)`` for fake kernels, where ``m`` may be a symbol."""
-    chunk = (m + op.world - 1) // op.world
-    begin, end = (torch.sym_min(m, (op.rank + i) * chunk) for i in (0, 1))
+    begin, end = own_bounds(op, m)
     return end - begin
 
 

@@ -1,4 +1,4 @@
-"""Ops of mixtures of experts in programs: autocast, torch.compile with many layers."""
+"""Ops of mixtures of experts in programs: autocast, torch.compile, frozen experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from flux.moe import AGGroupedGemm, GroupedGemmAR, GroupedGemmRS, expand_tokens
+from flux.moe import (
+    AGGroupedGemm,
+    DispatchGroupedGemm,
+    GroupedGemmAR,
+    GroupedGemmCombine,
+    GroupedGemmRS,
+    expand_tokens,
+)
 from harness import run_ranks
 from op_cases import same_bits
 
@@ -111,6 +118,74 @@ def _shared(rank: int, world: int) -> int:
 
 def test_layers_that_share_ops_compile_once() -> None:
     assert run_ranks(2, _shared) == [1, 1]
+
+
+def _token_counts(rank: int, world: int) -> int:
+    """Return the graphs of a layer with its router that is called with six numbers of tokens."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    _, w1, w2, *_ = operands(M // world, world)
+    first, second = AGGroupedGemm(n=FFN, k=HIDDEN, **SIZES), GroupedGemmRS(n=HIDDEN, k=FFN, **SIZES)
+    leaves = [torch.randn(EXPERTS, HIDDEN), w1, w2]
+    graphs: list[object] = []
+
+    def layer(x: torch.Tensor, router: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        probs, experts = (x @ router.t()).softmax(-1).topk(TOPK)
+        experts, probs = first.gather_choices(experts, probs)
+        return x + second(first(x, weights[0], experts).tanh(), weights[1], experts, probs)
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(inputs)
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    for rows in (4, 10, 6, 3, 9, 5):
+        x, results = torch.randn(rows, HIDDEN), []
+        for run in (layer, compiled):
+            given = [t.clone().requires_grad_() for t in (x, *leaves)]
+            run(*given).square().sum().backward()
+            results.append([t.grad for t in given])
+        for eager, graph in zip(*results, strict=True):
+            torch.testing.assert_close(eager, graph, rtol=1e-4, atol=1e-4)
+    first.close()
+    second.close()
+    return len(graphs)
+
+
+def test_other_token_counts_need_no_other_graph() -> None:
+    assert run_ranks(2, _token_counts) == [2, 2]  # the second one, for any number
+
+
+def _frozen(rank: int, world: int, dispatches: bool) -> None:
+    """Gradients do not depend on what is frozen on this rank, or on another one."""
+    up, down = AGGroupedGemm, GroupedGemmRS
+    if dispatches:
+        up, down = DispatchGroupedGemm, GroupedGemmCombine
+    sizes: dict[str, Any] = {**SIZES, "experts": 4, "ep": world, "timeout_s": 5.0}
+    first, second = up(n=FFN, k=HIDDEN, **sizes), down(n=HIDDEN, k=FFN, **sizes)
+    own = len(first.local_experts)
+    shapes = ((M // world, HIDDEN), (own, FFN, HIDDEN), (own, HIDDEN, FFN), (M, TOPK))
+    torch.manual_seed(1)  # equal probabilities
+    drawn, experts = [torch.randn(s) for s in shapes], torch.rand(M, 4).topk(TOPK).indices
+    wanted: list[torch.Tensor | None] = []
+    for frozen in ((), ("w1 0",), ("w2 1",), ("w1 0", "w2 0"), ("w1 1", "w2 0", "p 0", "p 1")):
+        names = [f"{name} {rank}" for name in ("x", "w1", "w2", "p")]
+        x, w1, w2, p = leaves = [
+            t.clone().requires_grad_(name not in frozen)
+            for t, name in zip(drawn, names, strict=True)
+        ]
+        second(first(x, w1, experts).tanh(), w2, experts, p).square().sum().backward()
+        wanted = wanted or [leaf.grad for leaf in leaves]
+        for name, leaf, grad in zip(names, leaves, wanted, strict=True):
+            assert (leaf.grad is None) == (name in frozen)
+            assert leaf.grad is None or (grad is not None and same_bits(leaf.grad, grad)), name
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("dispatches", [False, True])
+def test_experts_of_some_ranks_are_frozen(dispatches: bool) -> None:
+    run_ranks(2, _frozen, dispatches)
 
 
 def _earlier_calls(rank: int, world: int, kind: str) -> None:
