@@ -26,8 +26,12 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 
 from flux.layers.eligible import reason_unsupported, say_once
 from flux.moe import AGGroupedGemm, DispatchGroupedGemm, GroupedGemmCombine, GroupedGemmRS
+from flux.moe.ops import Weights
 from flux.ops.autocast import compute_dtype
 from flux.ops.pool import User, pool_of
+
+GROUPED = getattr(megatron_experts, "GroupedMLP", None)
+"""Experts whose weights are two tensors. Its own forward needs the package grouped_gemm."""
 
 
 def chosen(
@@ -65,14 +69,15 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc, unused-ignore]
             return "tp_comm_overlap is off in the configuration"
         if config.moe_token_dispatcher_type not in ("allgather", "alltoall"):
             return f"the dispatcher is {config.moe_token_dispatcher_type}"
-        if type(experts) is not megatron_experts.SequentialMLP:
-            return f"experts are {type(experts).__name__}, not SequentialMLP"
+        if type(experts) not in (megatron_experts.SequentialMLP, GROUPED):
+            return f"experts are {type(experts).__name__}, not SequentialMLP or GroupedMLP"
         for name in _UNSUPPORTED:
             if getattr(config, name, None):
                 return f"{name} = {getattr(config, name)} is not supported by flux"
         if self.shared_expert_overlap:
             return "moe_shared_expert_overlap is not supported by flux"
-        first = experts.local_experts[0]
+        if getattr(experts, "activation_recompute", False):
+            return "recompute_modules has moe_act, which flux does not support"
         if any(has_hooks(module) for module in experts.modules()):
             return "the experts have hooks, which a grouped product does not call"
         parts = get_pg_size(experts.tp_group)
@@ -80,7 +85,8 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc, unused-ignore]
         rank = get_pg_rank(self.ep_group) * parts + get_pg_rank(experts.tp_group)
         if rank != get_pg_rank(group) or get_pg_size(group) != parts * get_pg_size(self.ep_group):
             return "ranks of a tensor-parallel group of experts are not neighbours"
-        reason = reason_unsupported(group.group_name, hidden, first.linear_fc1.weight)
+        weight = next(experts.parameters())
+        reason = reason_unsupported(group.group_name, hidden, weight)
         if reason is None and not self._equal_shares(hidden):
             return "ranks have different numbers of tokens"
         return reason
@@ -137,14 +143,13 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc, unused-ignore]
         """
         if self._routing_map is None:
             return super().routed_experts_compute(hidden_states, probs)
-        layers = self.experts.local_experts
-        up, down = self._ops(hidden_states)
+        w1, w2 = self._weights()
+        up, down = self._ops(hidden_states, w1)
         experts, weights = chosen(self._routing_map, probs, self.config.moe_router_topk)
         experts, weights = up.gather_choices(experts, weights)
-        w1, w2 = ([getattr(e, n).weight for e in layers] for n in ("linear_fc1", "linear_fc2"))
-        hidden = up(hidden_states, w1, experts, _biases(layers, "linear_fc1"))
-        hidden = self._activated(hidden)
-        return down(hidden, w2, experts, weights, _biases(layers, "linear_fc2")), None
+        b1, b2 = (_biases(self.experts, name) for name in ("linear_fc1", "linear_fc2"))
+        hidden = self._activated(up(hidden_states, w1, experts, b1))
+        return down(hidden, w2, experts, weights, b2), None
 
     def combine(self, output: torch.Tensor) -> torch.Tensor:
         """Do nothing: the second product has scattered the sums."""
@@ -162,17 +167,28 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc, unused-ignore]
         output = output.reshape(self._shape)
         return output if shared_expert_output is None else output + shared_expert_output
 
-    def _ops(self, hidden: torch.Tensor) -> tuple[AGGroupedGemm, GroupedGemmRS]:
+    def _weights(self) -> tuple[Weights, Weights]:
+        """Return both products' weights: of each expert [N, K], or of GroupedMLP [E, K, N]."""
+        experts, width = self.experts, self.config.hidden_size
+        if type(experts) is GROUPED:
+            count = experts.num_local_experts
+            first, second = experts.weight1, experts.weight2
+            return first.view(count, width, -1), second.view(count, -1, width)
+        layers = experts.local_experts
+        return [e.linear_fc1.weight for e in layers], [e.linear_fc2.weight for e in layers]
+
+    def _ops(self, hidden: torch.Tensor, w1: Weights) -> tuple[AGGroupedGemm, GroupedGemmRS]:
         """Return the ops of both products. Collective if one has to be built."""
         config, pool = self.config, pool_of(self.token_dispatcher.tp_ep_group)
         if self._flux_user is None:
             self._flux_user = User()
         parts = get_pg_size(self.experts.tp_group)
-        wide = self.experts.local_experts[0].linear_fc1.weight.shape[0] * parts
+        grouped = type(self.experts) is GROUPED
+        wide = w1[0].shape[1 if grouped else 0] * parts
         deep = wide // 2 if config.gated_linear_unit else wide
         m = hidden.shape[0] * get_pg_size(self.token_dispatcher.tp_ep_group)
         sizes = {"experts": config.num_moe_experts, "topk": config.moe_router_topk}
-        options: Any = {**sizes, "ep": get_pg_size(self.ep_group)}
+        options: Any = {"transpose_weight": grouped, **sizes, "ep": get_pg_size(self.ep_group)}
         width, dtype = hidden.shape[1], compute_dtype(hidden)
         first: Any = AGGroupedGemm if options["ep"] == 1 else DispatchGroupedGemm
         second: Any = GroupedGemmRS if options["ep"] == 1 else GroupedGemmCombine
@@ -183,6 +199,8 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc, unused-ignore]
     def _activated(self, hidden: torch.Tensor) -> torch.Tensor:
         """Apply the activation of Megatron's MLP to the first product, [rows, columns]."""
         config = self.config
+        if type(self.experts) is GROUPED:
+            return cast(torch.Tensor, self.experts.activation_func(hidden))
         if not config.gated_linear_unit:
             return cast(torch.Tensor, config.activation_func(hidden))
         gate, up = hidden.chunk(2, dim=-1)
@@ -212,9 +230,11 @@ _UNSUPPORTED = (
 """Settings with which Megatron's own path is used, if they are on."""
 
 
-def _biases(layers: Any, name: str) -> torch.Tensor | None:
+def _biases(experts: Any, name: str) -> torch.Tensor | None:
     """Return the biases of all experts, [experts, columns], or None."""
-    biases = [getattr(layer, name).bias for layer in layers]
+    if type(experts) is GROUPED:
+        return None
+    biases = [getattr(layer, name).bias for layer in experts.local_experts]
     return None if biases[0] is None else torch.stack(biases)
 
 

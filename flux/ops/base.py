@@ -481,6 +481,10 @@ class TensorParallelOp:
 
     # -- end ---------------------------------------------------------------------------------------
 
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return this op: a copy of a layer shares it, as layers of one shape may."""
+        return self
+
     def _release(self, failed: bool) -> None:
         """Give everything back. A call that a signal handler interrupts can be repeated."""
         if self._released or self._pid != os.getpid():

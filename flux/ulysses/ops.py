@@ -283,7 +283,8 @@ class UlyssesOp(TensorParallelOp):
     def _lengths(self, seq_lens: Sequence[int] | None) -> list[int]:
         if seq_lens is None:
             return []
-        if not isinstance(seq_lens, (list, tuple)) or not seq_lens:
+        listed = isinstance(seq_lens, (list, tuple)) and seq_lens
+        if not listed or not all(isinstance(n, (int, torch.SymInt)) for n in seq_lens):
             self._turn_away(TypeError, f"seq_lens must be a list of lengths, got {seq_lens!r}")
         return list(seq_lens)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,9 +37,7 @@ def _layers(settings: dict[str, Any], tp: int) -> tuple[Any, Any]:
             **settings,
         },
     )
-    spec = get_moe_module_spec(
-        use_te=False, num_experts=4, moe_grouped_gemm=False, moe_use_legacy_grouped_gemm=False
-    )
+    spec = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=made.moe_grouped_gemm)
     theirs, ours = (MoELayer(made, spec.submodules, layer_number=1) for _ in range(2))
     torch.manual_seed(3)
     for name, parameter in theirs.named_parameters():
@@ -50,11 +50,22 @@ def _layers(settings: dict[str, Any], tp: int) -> tuple[Any, Any]:
     return theirs, ours
 
 
+def _gmm(x: torch.Tensor, w: torch.Tensor, rows: torch.Tensor, trans_b: bool) -> torch.Tensor:
+    """What the package grouped_gemm, which needs CUDA, has for GroupedMLP."""
+    assert not trans_b
+    parts = x.split(rows.tolist())
+    return torch.cat([part @ expert for part, expert in zip(parts, w, strict=True)])
+
+
 def _compare(
     rank: int, world: int, tp: int, ep: int, etp: int, settings: dict[str, Any], path: str
 ) -> None:
     options = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
-    with megatron(tp, **options):
+    from megatron.core.transformer.moe import grouped_gemm_util
+
+    package = SimpleNamespace(ops=SimpleNamespace(gmm=_gmm))
+    changes = mock.patch.multiple(grouped_gemm_util, grouped_gemm=package, ops=package.ops)
+    with changes, megatron(tp, **options):
         parallel = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
         theirs, ours = _layers({**settings, **parallel}, tp)
         if path == "fused":
@@ -79,6 +90,7 @@ def _compare(
 
 
 GATED = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+GROUPED = {"moe_grouped_gemm": True, "bf16": True}  # its forward asks for bf16
 
 
 @pytest.mark.parametrize(
@@ -109,6 +121,8 @@ GATED = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
                 "recompute_modules": ["moe"],
             },
         ),
+        (1, 2, 1, {"moe_token_dispatcher_type": "alltoall", **GROUPED, **GATED}),
+        (2, 2, 2, {"moe_token_dispatcher_type": "allgather", **GROUPED, **GATED}),
         *more((2, 4, 1, {"moe_token_dispatcher_type": "allgather", **GATED})),
     ],
 )

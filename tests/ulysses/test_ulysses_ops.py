@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import signal
@@ -193,6 +194,7 @@ def _refusals(rank: int, world: int) -> None:
             (project, (x, weight, bias, (4, 0, 5)), "tokens of each"),
             (project, (x, weight, bias, [99, 0, 4]), "must have 1 to ceil"),
             (project, (x, weight, bias, 9), "must be a list of lengths"),
+            (project, (x, weight, bias, [5.0, 0, 4]), "must be a list of lengths"),
             (output, (heads[0], *into[1:], lens), "x must be"),
             (output, (heads[:, :1], *into[1:], lens), r"x must be \[batch, 2, sequence, 4\]"),
             (output, (*into, [5, 0, 5]), "add up to 10"),
@@ -310,6 +312,8 @@ def _attention(rank: int, world: int) -> None:
     layer = UlyssesAttention(hidden, heads, 1, **sizes)
     twin = UlyssesAttention(hidden, heads, 1, ops=layer.ops, **sizes)
     twin.load_state_dict(layer.state_dict())
+    twin = copy.deepcopy(twin)  # as averages of a model's weights are made
+    assert twin.ops == layer.ops
     x = torch.randn(batch, length * world, hidden, requires_grad=True)
     q, k, v = (
         part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in layer.qkv(x).split((16, 4, 4), -1)
