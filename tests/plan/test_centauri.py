@@ -73,6 +73,7 @@ STEPS = [
     step_with(zero=3, shard=2, dp=8, micros=2),
     step_with(zero=1, dp=4, tp=2, sequence=True),
     step_with(zero=3, dp=4, tp=2, sequence=True, pp=2, micros=4),
+    step_with(zero=3, dp=8, pp=2, micros=2),  # backward follows on the last micro-batch
     step_with(zero=1, dp=4, tp=2, pp=2, micros=5),
     step_with(EXPERTS, zero=3, dp=8, ep=2),
     step_with(EXPERTS, zero=1, dp=8, ep=4, micros=2),

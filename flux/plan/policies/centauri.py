@@ -149,10 +149,9 @@ class Centauri:
         plans = []
         substitutes = self.substitute and any(map(is_substituted, graph.ops))
         for less in (True, False) if substitutes else (False,):
-            base = substituted(graph, fabric, cost) if less else graph
-            passes = [list(chain.from_iterable(of)) for of in _blocks(base, 1)]
-            base = limited(base, passes, ranks * chunks, self.prefetch)
-            shown, tiers = window(base) if large else base, self.model and not large
+            whole = substituted(graph, fabric, cost) if less else graph
+            base, part = self._limited(whole), self._limited(window(whole))
+            shown, tiers = part if large else base, self.model and not large
             plans.append((*self._best(shown, cost, tiers), base, _WHOLE))
             (first, together), tried = plans[-1][1], [_WHOLE]
             # A window has two micro-batches.
@@ -160,7 +159,7 @@ class Centauri:
             every = [cost, *(_Slower(graph, cost, octaves) for octaves in _PLANNED)]
             ways = [(of, at) for of, most in sorted(orders.items()) for at in range(most + 1)]
             for options, at in ways if self.operation else ():
-                how = self._operation_tier(base, (chunks, less, at, options), fabric, every[at])
+                how = self._operation_tier(part, (chunks, less, at, options), fabric, every[at])
                 if how not in tried:
                     tried.append(how)
                     parts = partitioned(shown, how, fabric)
@@ -176,17 +175,21 @@ class Centauri:
                 rating, best = min((rating, best), (rated, schedule), key=lambda plan: plan[0])
         return rating, best
 
+    def _limited(self, graph: Graph) -> Graph:
+        """Return the graph whose ZeRO-3 gathers are as far ahead as they may be under 1F1B."""
+        passes = [list(chain.from_iterable(of)) for of in _blocks(graph, 1)]
+        return limited(graph, passes, graph.stages * chunks_of(graph), self.prefetch)
+
     # -- operation tier ----------------------------------------------------------------------------
 
     def _operation_tier(
         self, graph: Graph, variant: _Variant, fabric: Fabric, cost: CostModel
     ) -> dict[Key, Partition]:
-        """Return how collectives are partitioned: one after the other, each the best way.
+        """Return how a window's collectives are partitioned: one by one, each the best way.
 
         Steps of one layout that differ in their number of micro-batches have equal windows.
         """
-        graph, options = window(graph), variant[-1]
-        asked = [op[1:] for op in graph.ops], graph.deps
+        asked, options = ([op[1:] for op in graph.ops], graph.deps), variant[-1]
         if variant in self._tiers and self._tiers[variant][0] == asked:
             return self._tiers[variant][1]
         chosen: dict[Key, Partition] = {}
