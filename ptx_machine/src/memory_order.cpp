@@ -330,8 +330,8 @@ void note_put(Context& c, const Op& op, int lane, std::uint64_t from, std::uint6
 namespace {
 
 Outcome fence(Context& c, const Op& op, Mask mask) {
-  c.warp->order->fence(op.order.scope, mask, c.warp->alive);
-  if (op.number != 0) c.races->forget_values();
+  Sequential* all = op.number != 0 && c.launch.races ? &c.races->sequential() : nullptr;
+  c.warp->order->fence(op.order.scope, mask, c.warp->alive, all);
   return Outcome::kYield;
 }
 

@@ -108,6 +108,19 @@ ViewPtr join(const ViewPtr& a, const Known& known) {
   return out;
 }
 
+ViewPtr Sequential::meet(const View& before) {
+  constexpr auto kAt = static_cast<std::size_t>(ProxyFence::kSequential);
+  auto own = std::make_shared<View>();
+  own->fenced[kAt] = joined(before.known, before.fenced[kAt]);
+  const std::lock_guard<std::mutex> lock(meeting_);
+  return met_ = join(met_, own);
+}
+
+void Sequential::clear() {
+  const std::lock_guard<std::mutex> lock(meeting_);
+  met_ = nullptr;
+}
+
 ViewPtr WarpOrder::view(Mask lanes, Mask alive) const {
   ViewPtr joint = common;
   each(lanes & has_extra, [&](int l) { joint = join(joint, extra[l]); });
@@ -151,7 +164,7 @@ void WarpOrder::meet(Mask lanes, Mask alive) {
   ++clock;
 }
 
-void WarpOrder::fence(Scope scope, Mask lanes, Mask alive) {
+void WarpOrder::fence(Scope scope, Mask lanes, Mask alive, Sequential* sequential) {
   const auto widest = static_cast<std::size_t>(scope);
   if (seen != nullptr) {
     each(lanes, [&](int l) {
@@ -161,6 +174,7 @@ void WarpOrder::fence(Scope scope, Mask lanes, Mask alive) {
       }
     });
   }
+  if (sequential != nullptr) acquire(sequential->meet(*view(lanes, alive)), lanes, alive);
   if (fences == nullptr) fences = std::make_unique<std::array<std::array<Fence, 4>, kLanes>>();
   each(lanes, [&](int l) {
     (*fences)[l][widest] = {

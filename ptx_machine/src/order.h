@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "machine.h"
@@ -69,17 +70,38 @@ using Clocks = std::vector<Known>;  // by agent
 bool covers(const Clocks& clocks, const Access& a);
 
 // Proxy fences: .async of global and of shared memory, .alias; .tensormap, which takes two: a release
-// behind the change of a map, and an acquire before its use.
-enum class ProxyFence : std::uint8_t { kAsyncGlobal, kAsyncShared, kAlias, kMap, kMapReleased };
-constexpr std::size_t kFences = 5;
+// behind the change of a map, and an acquire before its use. kSequential stands for fence.sc.
+enum class ProxyFence : std::uint8_t {
+  kAsyncGlobal,
+  kAsyncShared,
+  kAlias,
+  kMap,
+  kMapReleased,
+  kSequential
+};
+constexpr std::size_t kFences = 6;
 constexpr std::size_t kOftenAsked = 3;  // the first of them
 
 struct View;
 using ViewPtr = std::shared_ptr<const View>;
 struct View {
   Clocks known;
-  // What proxy fences have made known beyond the proxy that accessed it.
+  // What proxy fences have made known beyond the proxy that accessed it. What pairs of fence.sc have
+  // made known besides: strong loads return nothing older. The order of a pair is chance, so what has
+  // no other order is still a race.
   std::array<Clocks, kFences> fenced;
+};
+
+// What was done before any fence.sc so far. Each of them is ordered behind all that came before it.
+class Sequential {
+ public:
+  // Adds what a thread knows at its fence. Returns a view of what all have added.
+  ViewPtr meet(const View& before);
+  void clear();
+
+ private:
+  std::mutex meeting_;
+  ViewPtr met_;
 };
 
 ViewPtr join(const ViewPtr& a, const ViewPtr& b);
@@ -150,7 +172,8 @@ struct WarpOrder {
   void acquire(const Known& known, Mask lanes, Mask alive);
   // The lanes take what the others of them know (bar.warp.sync, and barriers of all threads).
   void meet(Mask lanes, Mask alive);
-  void fence(Scope scope, Mask lanes, Mask alive);
+  // Of a fence.sc with what meets the others.
+  void fence(Scope scope, Mask lanes, Mask alive, Sequential* sequential = nullptr);
   void fence_proxy(const std::vector<ProxyFence>& fences, Mask lanes, Mask alive);
   // fence.proxy.tensormap::generic.acquire: maps are read as they were released.
   void acquire_maps(Mask lanes, Mask alive);

@@ -166,6 +166,7 @@ class GlobalOrder {
   std::uint64_t next_value() { return ++values_; }
   // Whatever is loaded from now on, no value that has been replaced so far.
   void forget_values() { settled_ = values_.load(); }
+  Sequential& sequential() { return sequential_; }
   std::uint64_t settled() const { return settled_; }
 
   // What an outside value orders, as of now: all that has ended.
@@ -219,6 +220,7 @@ class GlobalOrder {
   std::atomic<bool> is_clear_{true};  // nothing is kept about any memory
   std::atomic<std::uint32_t> outside_{1};
   std::atomic<std::uint64_t> values_{0}, settled_{0};
+  Sequential sequential_;
   std::vector<std::shared_ptr<LaunchOrder>> launched_;
 };
 
@@ -304,6 +306,7 @@ class Races {
   std::unique_lock<std::mutex> hold_vector() { return std::unique_lock(global_.accessing_vector); }
   // fence.sc: see StrongAccess.
   void forget_values() { global_.forget_values(); }
+  Sequential& sequential() { return global_.sequential(); }
 
   Agent new_agent(const Warp& warp, AgentInfo::Kind kind);
   Agent new_agent(const Block& block);

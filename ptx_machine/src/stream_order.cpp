@@ -131,6 +131,7 @@ void GlobalOrder::clear() {
   for (std::uint32_t i = 0; i < next_chunk_; ++i) chunks_[i] = nullptr;
   next_chunk_ = 1;
   launched_.clear();
+  sequential_.clear();
   of_streams_ = nullptr;
   streams_.clear();
   host_ = everything_ = nullptr;

@@ -56,7 +56,10 @@ SyncValue& StrongAccess::choose(SyncPlace& place) const {
   const bool newest = whole && op_.targets.size() > 1;
   if (count == 1 || !c_.launch.races || c_.random == nullptr || newest) return place.values.back();
   if ((*c_.random)() % 4 != 0) return place.values.back();
-  const auto knows = [&](const Access& a) { return c_.races->knows(c_, lane_, a); };
+  const auto knows = [&](const Access& a) {
+    return c_.races->knows(c_, lane_, a) ||
+           c_.warp->order->has_fenced(a, ProxyFence::kSequential, lane_);
+  };
   std::uint64_t least = c_.races->global_.settled();
   for (const SyncPlace::Seen& one : place.seen) {
     if (one.number > least && knows(one.load)) least = one.number;

@@ -183,9 +183,15 @@ enum Shuffle { kUp, kDown, kButterfly, kIndex };
 Outcome shuffle(Context& c, const Op& op, Mask mask) {
   const Mask named = named_lanes(c, op, 3, mask);
   if (!have_met(c, op, mask, named)) return Outcome::kWait;
-  const Lanes a = read(c, op, 0, mask), b = read(c, op, 1, mask), e = read(c, op, 2, mask);
+  // A lane may give what it never wrote, as others than the leader do in warp-aggregated atomics. Where
+  // it is received, it was not written either.
+  const Value& given = op.values[0];
+  const bool in_register = given.kind == Value::Kind::kRegister;
+  const Mask lacking = in_register ? mask & ~c.warp->written[given.index] : 0;
+  const Lanes a = in_register ? c.warp->registers[given.index] : read(c, op, 0, mask);
+  const Lanes b = read(c, op, 1, mask), e = read(c, op, 2, mask);
   Lanes& d = write(c, op, 0, mask);
-  Mask valid = 0;
+  Mask valid = 0, unwritten = 0;
   each(mask, [&](int lane) {
     const int by = static_cast<int>(b[lane] & 31), clamp = static_cast<int>(e[lane] & 31);
     const int segment = static_cast<int>(e[lane] >> 8 & 31);
@@ -216,7 +222,11 @@ Outcome shuffle(Context& c, const Op& op, Mask mask) {
     }
     d[lane] = a[from];
     valid |= Mask{inside} << lane;
+    unwritten |= (lacking >> from & 1) << lane;
   });
+  if (unwritten != 0 && op.targets[0].kind == Value::Kind::kRegister) {
+    c.warp->written[op.targets[0].index] &= ~unwritten;
+  }
   if (op.targets.size() > 1) write_predicate(c, op.targets[1], mask, valid);
   return Outcome::kNext;
 }

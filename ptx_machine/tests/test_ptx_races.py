@@ -241,10 +241,64 @@ def pairs_read(**parts: str) -> set[tuple[int, int]]:
     return pairs
 
 
-def test_a_strong_load_may_return_an_older_value() -> None:
-    """But none older than what the same thread has loaded before: coherence."""
-    pairs = pairs_read(store="st.relaxed.gpu", load="ld.relaxed.gpu")
+@pytest.mark.parametrize("store, behind", [("", ""), ("", "fence.sc.gpu;"), ("fence.sc.gpu;", "")])
+def test_a_strong_load_may_return_an_older_value(store: str, behind: str) -> None:
+    """But none older than what the same thread has loaded before: coherence.
+
+    A fence of one of the two threads alone orders nothing.
+    """
+    pairs = pairs_read(store=f"{store} st.relaxed.gpu", load="ld.relaxed.gpu", behind=behind)
     assert {(0, 1), (1, 1)} <= pairs <= {(0, 0), (0, 1), (1, 1)}
+
+
+# Blocks 0 and 1 each store to a word of their own, then load the other's. Block 2 acquires what
+# block 1 releases behind that, and loads the word of block 0.
+CROSSED = """
+    ld.param.u64 %rd1, [p0];
+    mov.u32 %r1, %ctaid.x;
+    setp.ne.u32 %p1, %r0, 0;
+    @%p1 bra END;
+    ld.relaxed.gpu.global.u32 %r2, [%rd1];
+    ld.relaxed.gpu.global.u32 %r2, [%rd1+128];
+    ld.relaxed.gpu.global.u32 %r2, [%rd1+768];
+    setp.eq.u32 %p1, %r1, 2;
+    @%p1 bra LAST;
+    shl.b32 %r2, %r1, 7;
+    cvt.u64.u32 %rd2, %r2;
+    add.u64 %rd2, %rd1, %rd2;
+    xor.b32 %r3, %r2, 128;
+    cvt.u64.u32 %rd3, %r3;
+    add.u64 %rd3, %rd1, %rd3;
+    st.relaxed.gpu.global.u32 [%rd2], 1;
+    {fence}
+    ld.relaxed.gpu.global.u32 %r3, [%rd3];
+    st.global.u32 [%rd2+256], %r3;
+    setp.eq.u32 %p1, %r1, 0;
+    @%p1 bra END;
+    st.release.gpu.global.u32 [%rd1+768], 1;
+    bra END;
+LAST:
+    ld.acquire.gpu.global.u32 %r2, [%rd1+768];
+    setp.eq.u32 %p1, %r2, 0;
+    @%p1 bra LAST;
+    ld.relaxed.gpu.global.u32 %r3, [%rd1];
+    st.global.u32 [%rd1+512], %r3;
+END:
+"""
+
+
+@pytest.mark.parametrize("fence", ["fence.acq_rel.gpu;", "fence.sc.gpu;"])
+def test_of_two_sequential_fences_one_is_behind_the_other(fence: str) -> None:
+    """And with it what the later one's thread releases."""
+    crossed, passed_on = set(), set()
+    for seed in range(1, 401):
+        data = torch.zeros(1024, dtype=torch.int32)
+        run(kernel(CROSSED.format(fence=fence), 1), [data], seed=seed, grid=3)
+        crossed.add((int(data[64]), int(data[96])))
+        passed_on.add((int(data[64]), int(data[128])))
+    every = {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert crossed == (every if "acq" in fence else every - {(0, 0)})
+    assert "acq" in fence or (0, 0) not in passed_on
 
 
 @pytest.mark.parametrize(

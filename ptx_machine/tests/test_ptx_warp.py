@@ -47,6 +47,21 @@ def test_shuffles(kind: str, source: Callable[[int], int]) -> None:
     assert result.tolist() == [7 * source(lane) + 1 for lane in range(LANES)]
 
 
+@pytest.mark.parametrize("source", [0, 1])
+def test_a_lane_may_give_what_it_never_wrote(source: int) -> None:
+    """As others than the leader do in warp-aggregated atomics; what nobody uses is no error."""
+    body = f"""
+        setp.eq.u32 %p1, %r10, 0;
+        @%p1 mov.u32 %r1, 9;
+        shfl.sync.idx.b32 %r20, %r1, {source}, 31, -1;
+    """
+    if source == 0:
+        assert set(lanes(body).tolist()) == {9}
+    else:
+        with pytest.raises(PtxError, match="%r20 is read but was never written, or was made from"):
+            lanes(body)
+
+
 def test_votes_and_reductions() -> None:
     ballot = "setp.lt.u32 %p1, %r10, 5; vote.sync.ballot.b32 %r20, %p1, -1;"
     assert set(lanes(ballot).tolist()) == {31}
