@@ -166,8 +166,9 @@ def _differences(plan: Planned, config: str | None, converts: bool) -> list[str]
         )
     if step.recompute == "act":
         notes.append("torchtitan keeps the activation's output: more memory")
-    if p.sequence and p.tp > 1 and step.regather:
-        notes.append("inputs of column-parallel layers stay in memory: more than planned")
+    if p.sequence and p.tp > 1 and step.regather != _regathers(step.recompute):
+        kept = "stay in memory: more than planned" if step.regather else "are gathered again"
+        notes.append(f"inputs of column-parallel layers {kept}")
     if not step.fp32_gradients:
         notes.append("gradients are summed and reduced in float32: more memory and traffic")
     if bool(step.gemm_dtype) != converts:
@@ -180,6 +181,11 @@ def _differences(plan: Planned, config: str | None, converts: bool) -> list[str]
     if plan.policy == "serial" and p.dp * p.cp > 1 and not plan.overlaps:
         notes.append("FSDP overlaps its collectives: faster than planned")
     return notes
+
+
+def _regathers(recompute: str) -> bool:
+    """Return whether backward gathers inputs again: selective checkpoints save no AllGather."""
+    return recompute == "ops"
 
 
 def _spread(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
@@ -315,7 +321,6 @@ def imported(options: CommandOptions, gpus: int | None, model: str | None = None
     )
     taken["sequence"] = size("training.seq-len", 2048)
     taken["sequence_parallel"] = tp > 1 and "parallelism.no-enable-sequence-parallel" not in options
-    taken["regather"] = False
     taken["zero"] = _zero(options, shard * cp, pp) if dp * cp > 1 else 1
     taken["shard"] = shard if replicas > 1 and taken["zero"] == 3 else 0
     taken["fp32_gradients"] = True
@@ -325,6 +330,7 @@ def imported(options: CommandOptions, gpus: int | None, model: str | None = None
     taken["optimizer"] = "adam-bf16" if states == "fused_opt_states_bf16" else "adam"
     taken["gemm_dtype"] = _gemm_dtype(options.get("model.converters", "").split(), notes)
     taken["recompute"] = _recomputed(options, model_of(model).layers // pp, notes)
+    taken["regather"] = taken["sequence_parallel"] and _regathers(taken["recompute"])
     if unplanned := _unplanned(options):
         notes.append(f"{', '.join(unplanned)}: not planned")
     return _pipeline(options, taken, notes)

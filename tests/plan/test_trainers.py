@@ -100,7 +100,7 @@ def possible(trainer: str, plan: Planned) -> TrainingStep:
     sequence = p.sequence and p.tp > 1 and trainer != "deepspeed"
     changes: dict[str, Any] = {
         "parallel": replace(p, sequence=sequence),
-        "regather": sequence and trainer == "megatron",
+        "regather": sequence and (trainer == "megatron" or step.recompute == "ops"),
     }
     if step.stages == even_split(step.layers, p.pp) or plan.policy == "interleaved":
         changes["split"] = ()
@@ -503,7 +503,10 @@ def test_every_setting_of_a_torchtitan_job_is_planned_or_named(tmp_path: Path) -
     found = read_plan(str(script))
     names = ("model", "tp", "dp", "micro_batch", "sequence", "eager", "recompute")
     assert [found.options[name] for name in names] == ["llama3_70B", 8, 1, 1, 8192, True, "full"]
-    assert not found.notes
+    assert not found.notes and not found.options["regather"]
+    selective = line.format("llama3", "llama3_8b", "--parallelism.tensor_parallel_degree 2")
+    script.write_text(f"{selective} activation-checkpoint:selective")
+    assert read_plan(str(script)).options["regather"]  # torchtitan saves no AllGather
     more = "--compile.no-enable --parallelism.enable_fsdp_symm_mem"
     script.write_text(line.format("llama3", "llama3_405b", more))
     found = read_plan(str(script))
