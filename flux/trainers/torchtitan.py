@@ -106,6 +106,8 @@ def exported(plan: Planned) -> Exported:
     words += ["--compile.enable_async_tensor_parallel"] if fused and not step.eager else []
     words += ["--training.disable_cuda_graphs"] if p.pp > 1 or p.ep > 1 else []
     words.append(f"--compile.{'no-' if step.eager else ''}enable")
+    if not step.eager and "model" not in chosen.get("compile.components", "model"):
+        words.append("--compile.components model loss")
     if step.optimizer == "adam-bf16":
         words.append("--optimizer.implementation fused_opt_states_bf16")
     words.append(f"activation-checkpoint:{_RECOMPUTE.get(step.recompute, 'full')}")

@@ -170,6 +170,15 @@ def options_of(trainer: str, text: str, directory: Path) -> dict[str, str]:
     return flat
 
 
+def test_a_compiled_plan_is_compiled_where_a_configuration_compiles_the_loss_alone(
+    tmp_path: Path,
+) -> None:
+    step = step_of("deepseek_v3_16B", Parallel(dp=8, ep=8), sequence=4096, zero=3)
+    for eager in (False, True):
+        plan = Planned(replace(step, eager=eager), "serial", {})
+        assert taken("torchtitan", plan, tmp_path)[0].eager is eager
+
+
 @pytest.mark.parametrize("trainer", RELEASES)
 def test_options_are_those_of_the_release(trainer: str, tmp_path: Path) -> None:
     known: dict[str, Any] = json.loads(FACTS.read_text())[trainer]
