@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
-from flux.core.datafile import Table
+from flux.core.datafile import Table, load_json
 from flux.plan.files import FilePlan
 from flux.trainers.common import Exported, Planned, quotient, serial_policy
 
@@ -108,9 +109,22 @@ def _differences(plan: Planned) -> list[str]:
     return notes
 
 
-def imported(top: Table, gpus: int | None) -> FilePlan:
+_BATCHES = (*("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),)
+_IGNORED = (
+    *("zero_quantized_weights", "zero_quantized_gradients", "zeropp_loco_param"),
+    "mics_shard_size",
+)
+"""Settings of ZeRO that a plan does not have."""
+_CHECKPOINTS = ("partition_activations", "cpu_checkpointing")
+
+
+def imported(file: Path, gpus: int | None) -> FilePlan:
     """Return what a configuration says of a plan; model and sequences are the script's."""
-    where, notes = str(top.file), ["model and sequence: of --model and --sequence"]
+    where, notes = str(file), ["model and sequence: of --model and --sequence"]
+    content, automatic = load_json(file), list[str]()
+    top = Table.of_json(file, _given(content, "", automatic), "a configuration of DeepSpeed")
+    if sizes := [key for key in _BATCHES if key in automatic]:
+        notes.append(f"{', '.join(sizes)}: auto, the script's; --micro-batch says it")
 
     def table(key: str) -> Table:
         return top.table(key) if key in top.keys else Table(top.file, {})
@@ -122,18 +136,16 @@ def imported(top: Table, gpus: int | None) -> FilePlan:
     taken: dict[str, Any] = {"tp": tp, "cp": cp, "pp": stages}
     taken["ep"] = table("expert_parallel").integer("autoep_size", 1)
     for key in ("offload_optimizer", "offload_param"):
-        if key in zero.keys:
+        if key in zero.keys and zero.table(key).text("device", "cpu") != "none":
             notes.append(f"{key}: not planned")
-    micro = top.integer("train_micro_batch_size_per_gpu", 1)
-    count = top.integer("gradient_accumulation_steps", 1)
-    if "train_batch_size" in top.keys:
-        batch = top.integer("train_batch_size")
-        dp = quotient(batch, "train_batch_size", micro * count, "micro-batches", where)
-    elif gpus is None:
-        raise ValueError(f"{where} has no train_batch_size: give --gpus")
-    else:
-        dp = quotient(gpus, "GPUs", tp * cp * stages, "tp cp pp", where)
-    taken |= {"dp": dp, "micro_batch": micro, "micro_batches": count, "sequence_parallel": False}
+    checkpoints = table("activation_checkpointing")
+    for inside, keys in ((zero, _IGNORED), (checkpoints, _CHECKPOINTS)):
+        notes += [f"{key}: not planned" for key in keys if key in inside.keys]
+    kinds = [table(key) for key in ("bf16", "fp16") if key in top.keys]
+    if not any(kind.flag("enabled") if "enabled" in kind.keys else True for kind in kinds):
+        notes.append("neither bf16 nor fp16: planned in bfloat16, not float32")
+    ranks = gpus and quotient(gpus, "GPUs", tp * cp * stages, "tp cp pp", where)
+    taken |= _batches(top, ranks) | {"sequence_parallel": False}
     taken["zero"] = stage = zero.integer("stage", 0, least=0, most=3)
     overlaps = zero.flag("overlap_comm") if "overlap_comm" in zero.keys else stage == 3
     shard = zero.integer("zero_hpz_partition_size", 1) if stage == 3 else 1
@@ -141,12 +153,47 @@ def imported(top: Table, gpus: int | None) -> FilePlan:
     taken["shard"] = shard
     taken["fp32_gradients"] = table("data_types").text("grad_accum_dtype", "") == "fp32"
     whole = pipeline.integer("activation_checkpoint_interval", 0, least=0)
-    whole = whole or "number_checkpoints" in table("activation_checkpointing").keys
+    whole = whole or "number_checkpoints" in checkpoints.keys
     taken["recompute"] = "full" if whole else "none"
     kind = states.text("type", "AdamW").lower()
     if kind == "sgd":
         params = states.table("params") if "params" in states.keys else states
         taken["optimizer"] = "momentum" if params.number("momentum", 0.0) else "sgd"
-    elif "adam" not in kind:
+    elif kind not in ("adam", "adamw", "fusedadam"):
         notes.append(f"optimizer {kind}: planned as Adam")
     return FilePlan(taken, serial_policy(hides_tp=overlaps and tp == 1, hides_dp=overlaps), notes)
+
+
+def _given(content: Any, prefix: str, automatic: list[str]) -> Any:
+    """Return content without values that Transformers fills in, whose names it adds to a list."""
+    if not isinstance(content, dict):
+        return content
+    names = [key for key, value in content.items() if value == "auto"]
+    automatic += [prefix + key for key in names]
+    return {
+        key: _given(value, f"{prefix}{key}.", automatic)
+        for key, value in content.items()
+        if key not in names
+    }
+
+
+def _batches(top: Table, ranks: int | None) -> dict[str, int]:
+    """Return data parallel ranks and micro-batches: of three sizes, DeepSpeed computes the third.
+
+    Args:
+        top: the configuration.
+        ranks: data parallel ones; None: not known.
+    """
+    given = {key: top.integer(key) for key in _BATCHES if key in top.keys}
+    batch, micro, count = map(given.get, _BATCHES)
+    where = str(top.file)
+    if batch and micro and count:
+        ranks = quotient(batch, "train_batch_size", micro * count, "micro-batches", where)
+    elif ranks is None:
+        missing = next(key for key in _BATCHES if key not in given)
+        raise ValueError(f"{where} has no {missing}: give --gpus")
+    elif batch:
+        each = ranks * (micro or count or 1)
+        rest = quotient(batch, "train_batch_size", each, "dp and the other size", where)
+        micro, count = (micro, rest) if micro else (rest, count)
+    return {"dp": ranks, "micro_batch": micro or 1, "micro_batches": count or 1}

@@ -38,8 +38,8 @@ def imported(file: Path, gpus: int | None, model: str | None = None) -> FilePlan
         return torchtitan.imported(torchtitan.from_toml(file), gpus, model)
     if file.suffix == ".json":
         top = Table.load_json(file, "an outcome of flux plan search")
-        of_deepspeed = any(key.startswith("train_") for key in top.keys)
-        return deepspeed.imported(top, gpus) if of_deepspeed else None
+        of_deepspeed = any(key.startswith(("train_", "zero_")) for key in top.keys)
+        return deepspeed.imported(file, gpus) if of_deepspeed else None
     if file.suffix not in SCRIPTS:
         raise ValueError(f"{file}: a plan's file ends in .json, .toml or {', '.join(SCRIPTS)}")
     options = options_in(file)

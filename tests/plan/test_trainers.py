@@ -387,6 +387,11 @@ def test_what_other_files_say_becomes_a_plan(tmp_path: Path) -> None:
     assert [found.options[name] for name in ("dp", "zero", "micro_batches")] == [8, 3, 1]
     assert found.policy == ("serial", {"wgrad_overlap": True})
     config.write_text('{"train_batch_size": 16}')
+    with pytest.raises(ValueError, match="has no train_micro_batch_size_per_gpu: give --gpus"):
+        read_plan(str(config))
+    sizes = {"train_batch_size": 16}
+    sizes |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    config.write_text(json.dumps(sizes))
     with pytest.raises(ValueError, match="is a plan for 16 GPUs, and --gpus says 8"):
         read_plan(str(config), gpus=8)
 
@@ -468,6 +473,42 @@ def test_what_plans_do_not_know_of_megatron_is_refused(option: str, tmp_path: Pa
         read_plan(str(script), gpus=8)
 
 
+@pytest.mark.parametrize(
+    "sizes, planned",  # batch, micro-batch, accumulation: of 8 GPUs
+    [
+        ((64, 4, None), (4, 2)), ((64, None, 4), (2, 4)), ((64, None, None), (8, 1)),
+        ((None, 4, None), (4, 1)), ((None, 2, 4), (2, 4)), ((64, "auto", 2), (4, 2)),
+        (("auto", "auto", "auto"), (1, 1)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_deepspeed_computes_the_third_of_three_sizes(
+    sizes: tuple[Any, ...], planned: tuple[int, int], tmp_path: Path
+) -> None:
+    file, names = tmp_path / "ds.json", ("train_batch_size", "train_micro_batch_size_per_gpu")
+    given = zip((*names, "gradient_accumulation_steps"), sizes, strict=True)
+    content = {key: size for key, size in given if size is not None}
+    file.write_text(json.dumps({"bf16": {"enabled": "auto"}, **content}))
+    found = read_plan(str(file), gpus=8)
+    assert (found.options["micro_batch"], found.options["micro_batches"]) == planned
+    assert found.options["dp"] == 8 and len(found.notes) == 1 + ("auto" in sizes)
+
+
+def test_what_a_plan_does_otherwise_than_deepspeed_is_noted(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    zero = {"stage": 3, "zero_quantized_weights": True, "offload_param": {"device": "none"}}
+    content = {"zero_optimization": zero, "optimizer": {"type": "OneBitAdam"}}
+    file.write_text(
+        json.dumps({**content, "activation_checkpointing": {"cpu_checkpointing": True}})
+    )
+    assert read_plan(str(file), gpus=8).notes[1:] == [
+        "zero_quantized_weights: not planned",
+        "cpu_checkpointing: not planned",
+        "neither bf16 nor fp16: planned in bfloat16, not float32",
+        "optimizer onebitadam: planned as Adam",
+    ]
+
+
 JOB = """
 [model]
 name = "qwen3"
@@ -533,6 +574,7 @@ def test_every_setting_of_a_torchtitan_job_is_planned_or_named(tmp_path: Path) -
     options = StepOptions(model="gpt2", dp=2, given=frozenset({"model", "dp"}))
     plan, mixed = options_with(options, str(job), gpus=8)
     assert (mixed.model, mixed.dp, mixed.tp, plan.options["dp"]) == ("gpt2", 2, 2, 4)
-    (tmp_path / "ds.json").write_text('{"train_batch_size": 16}')
+    sizes = '{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, '
+    (tmp_path / "ds.json").write_text(sizes + '"train_batch_size": 16}')
     with pytest.raises(ValueError, match="does not say which model: give --model"):
         options_with(StepOptions(), str(tmp_path / "ds.json"))
