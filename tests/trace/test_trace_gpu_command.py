@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import bench_gpus
+from device_fixtures import with_flux_kernels
 from emulated import EmulatedDevice
 from emulated_processes import emulate
 from flux import Knobs
@@ -19,10 +20,11 @@ from flux.bench import launch
 from flux.bench import traced as trace_run
 from flux.bench.traced import trace_methods
 from flux.cli.app import app
+from flux.core.sparse_problem import SPARSE
 from flux.trace import Kind, Trace, read_chrome, record_op
 from flux.trace.summary import rank_times
 from gpu_trace_cases import CALLS, M, check_awaited, check_spans, check_tiles, problem
-from harness import run_ranks
+from harness import run_ranks, stress_only
 from matrix import OPS
 from reference import Inputs
 from trace_cases import check_chrome, check_sound, of
@@ -69,6 +71,10 @@ def test_trace_of_a_process_and_a_gpu_per_rank(emulator: Path, op: str, path: st
 
 @pytest.fixture
 def on_emulated_device(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_here(device, monkeypatch)
+
+
+def run_here(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the ranks of `flux trace op` in this process, on the emulated device."""
     bench_gpus.use(device, monkeypatch)
     monkeypatch.setattr("flux.bench.places.gpu.problem_here", lambda config: None)
@@ -104,6 +110,26 @@ def test_the_command_writes_a_trace(
     assert all(0 < time.gemm <= time.calls for time in times)
     for word in ("GEMM", "waiting", "clocks of ranks aligned", "kernels to streams", "wrote"):
         assert word in done.output
+
+
+@stress_only
+@pytest.mark.parametrize("op", SPARSE)
+def test_the_command_traces_ops_of_experts_and_heads(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, op: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "trace.json"
+    arguments = ["trace", "op", "--op", op, "--m", "64", "--n", "128", "--k", "128", "--nproc", "2"]
+    arguments += ["--calls", "2", "--warmup", "1", "--transport", "virtual", "--out", str(out)]
+    with with_flux_kernels(request, "80", "traced_kernels") as device:
+        run_here(device, monkeypatch)
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+        device.finish()
+    check_chrome(json.loads(out.read_text()))
+    trace = read_chrome(out)
+    check_awaited(trace.events)
+    times = rank_times(trace.events, trace.metadata)
+    assert len(times) == 2 and all(0 < time.gemm <= time.calls for time in times)
 
 
 @pytest.mark.parametrize(
