@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from device_fixtures import with_flux_kernels
 from emulated import HeapWorld
 from emulated_nvshmem import puts_of
 from emulated_processes import apart_from_cpus, run
 from flux import Knobs, PeerTimeoutError
 from flux.kernels.config import GROUPED
 from flux.layers import close_pools
+from flux.trace import Kind, record_op
 from flux.transport.virtual import VirtualWorld, least_tile_rows
+from gpu_trace_cases import check_awaited
 from harness import STRESS, more, stress_only
 from moe_cases import MOE_OPS, MoeCase, MoeInputs, routing_of
 from moe_seeds import case_of, run_case
@@ -27,6 +30,7 @@ from op_cases import same_bits
 from ptx_device import PtxDevice
 from ptx_machine.gpu import LIBRARY
 from reference import share
+from trace_cases import of
 
 BF16 = torch.bfloat16
 CASE = MoeCase("gather", 90, 64, 32, 5, 3, dtype=BF16, knobs=Knobs(comm_tile_rows=8), room=5)
@@ -124,6 +128,39 @@ def test_a_node_that_makes_no_call_is_noticed(a100: PtxDevice, op: str) -> None:
             ops[r].close()
         with pytest.raises(PeerTimeoutError, match=r"rank 2: rank [01] gave up in call 1"):
             ops[2].wait()
+
+
+@stress_only
+@pytest.mark.parametrize("op", MOE_OPS)
+def test_traces_show_what_nodes_exchange(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    monkeypatch.setenv("FLUX_TRACE", "1")
+    case, m, world = replace(CASE, op=op, ep=2), 77, 4
+    inputs = MoeInputs(case, m, world, "dropped", 3)
+    with (
+        with_flux_kernels(request, "80", "traced_kernels") as device,
+        VirtualWorld(world, device, nodes=2) as ranks,
+        ExitStack() as closing,
+    ):
+        ops = [closing.enter_context(case.build(group=ranks.rank(r))) for r in range(world)]
+        given = [inputs.arguments(r) for r in range(world)]
+        outs = []
+
+        def call() -> None:
+            outs.append(ranks.run(lambda r: ops[r](*given[r][:3], **given[r][3])))
+
+        trace = record_op(ops, call, calls=2, warmup=1)
+        call()
+        device.finish()
+        assert trace is not None and trace.dropped == 0
+        check_awaited(trace.events)
+        for r, each in enumerate(ops):
+            each.wait()
+            inputs.compare(outs[0][r], r)
+            assert all(same_bits(out[r], outs[0][r]) for out in outs)
+            across = [of(trace.events, r, number, Kind.send) for number in range(2)]
+            assert all(events for events in across)
 
 
 LAYER = MoeCase("gather", 45, 64, 32, 5, 2, 2, BF16)
