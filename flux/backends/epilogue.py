@@ -121,7 +121,7 @@ class Multiplier:
         grouped = self._call.grouped
         if grouped is not None:
             tokens = x if self._spec.op.gathers else out
-            grouped(x, first, first + tokens.shape[0], out, columns)
+            grouped(x, first, first + tokens.shape[0], out, columns, scale_x)
             return
         if self._call.gemm is not None:
             out.copy_(self._supplied(self._call.gemm, x, columns))

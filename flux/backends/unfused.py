@@ -227,7 +227,8 @@ class UnfusedBackend:
         spec = self.spec
         began = self._began()
         x = pack(call) if spec.scales_travel else call.x
-        wait = self.start_gather(x, call.m) if call.needed is None else self._start_dispatch(call)
+        whole = call.needed is None
+        wait = self.start_gather(x, call.m) if whole else self._start_dispatch(x, call)
         rows = self._beside(hooks.meanwhile, wait)
         hooks.arrived()
         self._ended(Work.collective, began, rows.nbytes)
@@ -255,16 +256,17 @@ class UnfusedBackend:
             return self._combine(partial, call, meanwhile)
         return self._finish(self._scatter(partial, call.m, meanwhile), call.biases[0])
 
-    def _start_dispatch(self, call: Call) -> Callable[[], torch.Tensor]:
+    def _start_dispatch(self, x: torch.Tensor, call: Call) -> Callable[[], torch.Tensor]:
         """Begin to send own tokens to the ranks that need them; see ``start_gather``."""
+        dtype, x = x.dtype, x.view(torch.uint8) if x.dtype == FP8 else x  # which gloo knows
         into, out = tokens_by_rank(call, self.world, self.rank)
-        own = (torch.cat(out) - _C.core.row_begin(call.m, self.world, self.rank)).to(call.x.device)
-        arrived, work = start_all_to_all(call.x.index_select(0, own), out, into, self.group)
+        own = (torch.cat(out) - _C.core.row_begin(call.m, self.world, self.rank)).to(x.device)
+        arrived, work = start_all_to_all(x.index_select(0, own), out, into, self.group)
 
         def finish() -> torch.Tensor:
             self._wait(work)
-            full = call.x.new_empty(call.m, call.x.shape[1])  # other rows are not read
-            return full.index_copy_(0, torch.cat(into).to(full.device), arrived)
+            full = x.new_empty(call.m, x.shape[1])  # other rows are not read
+            return full.index_copy_(0, torch.cat(into).to(full.device), arrived).view(dtype)
 
         return finish
 

@@ -92,7 +92,13 @@ class GroupedProduct(Protocol):
     routed: torch.Tensor | None
 
     def __call__(
-        self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None
+        self,
+        x: torch.Tensor,
+        first: int,
+        last: int,
+        out: torch.Tensor,
+        columns: slice | None,
+        scale_x: torch.Tensor | None = None,
     ) -> None:
         """Multiply the tokens [first, last).
 
@@ -103,6 +109,7 @@ class GroupedProduct(Protocol):
             out: AllGather: all routed rows, [rows, N/W]; else the tokens' sums,
                 [last - first, columns].
             columns: of the weights; None: all.
+            scale_x: AllGather: of the tokens, [last - first] or [1]; with scaling only.
         """
 
 

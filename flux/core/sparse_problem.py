@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from flux.core.knobs import OPS, AllToAllOp, Op, OpRow
-from flux.core.problem import DTYPES, Problem, ceil_div
+from flux.core.problem import Problem, ceil_div
 
 if TYPE_CHECKING:
     from flux.core.spec import OpSpec
@@ -73,7 +73,7 @@ class SparseProblem(Problem):
         _ = self.dense  # checks m, n, k, dtype and world
         if not self.op.exchanges and (self.ep < 1 or self.world % self.ep):
             raise ValueError(f"ep must divide the {self.world} ranks, got {self.ep}")
-        spec, dtype = self.spec(), DTYPES[self.dtype]
+        spec = self.spec()
         if self.op.exchanges:
             reason = spec.reason_not_shared(self.world)
             if reason is not None:
@@ -86,20 +86,21 @@ class SparseProblem(Problem):
             elements = self.k if self.op.gathers else self.n
             local = (spec.local_n(self.world, 0)[0], spec.local_k(self.world, 0))
         vars(self).update(
-            itemsize=dtype.itemsize,
+            itemsize=spec.itemsize,
             row_elements=elements,
-            row_bytes=dtype.itemsize * elements,
+            row_bytes=spec.itemsize * elements,
             chunk=ceil_div(self.m, self.world),
             local=local,
         )
 
     def spec(self) -> OpSpec:
         """Return what the op is constructed with; raise ValueError for sizes that it refuses."""
-        from flux.core.spec import OpSpec
+        from flux.core.spec import FP8, OpSpec
 
         of_op: dict[str, Any] = {"heads": self.heads, "head_dim": self.head_dim}
         if not self.op.exchanges:
             of_op = {name: getattr(self, name) for name in (*EXPERT_SIZES, "dispatches")}
+            of_op["scaling"] = "tensor" if self.torch_dtype == FP8 else "none"
         return OpSpec(self.op, self.m, (self.n,), self.k, self.torch_dtype, False, "sum", **of_op)
 
     @property

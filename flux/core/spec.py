@@ -147,8 +147,6 @@ class OpSpec:
                 f"{self.label}: topk and ep must be at most experts = {self.experts}, got "
                 f"topk = {self.topk}, ep = {self.ep}"
             )
-        if self.dtype == FP8:
-            raise ValueError(f"{self.label}: experts of float8 are not supported, got {self.dtype}")
         if type(self.gated) is not bool or (self.gated and self.activation == "none"):
             raise ValueError(
                 f"{self.label}: gated must be True or False, and needs an activation; got "

@@ -47,9 +47,11 @@ def _gather(
     return_gathered: bool,
     handle: int,
     max_rows: int | None,
+    scales: Tensors,
 ) -> list[torch.Tensor]:
     op = _op(handle)
-    operands = Operands(weights, biases[0] if biases else None, experts, max_rows=max_rows)
+    bias = biases[0] if biases else None
+    operands = Operands(weights, bias, experts, max_rows=max_rows, scales=scales)
     outs: list[torch.Tensor] = op.execute(x, operands, return_gathered)
     return outs
 
@@ -62,10 +64,11 @@ def _sum(
     probs: Tensors,
     handle: int,
     max_rows: int | None,
+    scales: Tensors,
 ) -> torch.Tensor:
     op = _op(handle)
     bias, of_choices = biases[0] if biases else None, probs[0] if probs else None
-    operands = Operands(weights, bias, experts, of_choices, max_rows=max_rows)
+    operands = Operands(weights, bias, experts, of_choices, max_rows=max_rows, scales=scales)
     out: torch.Tensor = op.execute(x, operands)[0]
     return out
 
@@ -83,12 +86,13 @@ def _gather_fake(
     return_gathered: bool,
     handle: int,
     max_rows: int | None,
+    scales: Tensors,
 ) -> list[torch.Tensor]:
     op = _op(handle)
     rows: Any = max_rows
     if max_rows is None:
         rows = torch.library.get_ctx().new_dynamic_size()  # choices are dropped, or of other ranks
-    outs = [x.new_empty(rows, _columns(op, weights))]
+    outs = [x.new_empty(rows, _columns(op, weights), dtype=op.spec.out_dtype)]
     gathered = rows if op.dispatches else experts.shape[0]
     return [*outs, x.new_empty(gathered, x.shape[1])] if return_gathered else outs
 
@@ -101,9 +105,11 @@ def _sum_fake(
     probs: Tensors,
     handle: int,
     max_rows: int | None,
+    scales: Tensors,
 ) -> torch.Tensor:
     op, m = _op(handle), experts.shape[0]
-    return x.new_empty(own_rows(op, m) if op.kind.scatters else m, _columns(op, weights))
+    rows = own_rows(op, m) if op.kind.scatters else m
+    return x.new_empty(rows, _columns(op, weights), dtype=op.spec.out_dtype)
 
 
 def _gather_flops(x: Any, weights: Any, *args: Any, out_shape: Any) -> int:
@@ -372,11 +378,11 @@ define(
 FORMULAS["gather_choices"] = Formula(_setup_choices, _backward_choices)
 _SUM = (
     "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, Tensor[] probs, int handle, "
-    "SymInt? max_rows)"
+    "SymInt? max_rows, Tensor[] scales)"
 )
 define(
     "ag_grouped_gemm(Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, "
-    "bool return_gathered, int handle, SymInt? max_rows) -> Tensor[]",
+    "bool return_gathered, int handle, SymInt? max_rows, Tensor[] scales) -> Tensor[]",
     _gather,
     _gather_fake,
     ordered=True,
@@ -404,7 +410,7 @@ define(
 
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, weights, biases, experts, return_gathered, handle, _ = inputs
+    x, weights, biases, experts, return_gathered, handle, *_ = inputs
     ctx.op = _op(handle)
     ctx.dispatches = ctx.op.dispatches
     kept = output[1] if ctx.dispatches and return_gathered else x
@@ -431,7 +437,7 @@ def _backward_gather(
     padding = 0 if dx is None else ctx.rows - dx.shape[0]
     if dx is not None and padding > 0:
         dx = torch.cat([dx, dx.new_zeros(padding, dx.shape[1])])
-    return dx, dws, dbs, None, None, None, None
+    return dx, dws, dbs, None, None, None, None, []
 
 
 def _where(needed: Sequence[bool], delivered: Any) -> list[Grad]:
@@ -441,7 +447,7 @@ def _where(needed: Sequence[bool], delivered: Any) -> list[Grad]:
 
 
 def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weights, biases, experts, probs, handle, _ = inputs
+    x, weights, biases, experts, probs, handle, *_ = inputs  # no scales: these have no backward
     ctx.op = _op(handle)
     ctx.save_for_backward(x, experts, *probs, *biases, *weights)
     ctx.biased, ctx.weighted, ctx.handle = len(biases), len(probs), handle
@@ -464,7 +470,7 @@ def _backward_sum(
     dws = _where(need_w, grads)
     dps = [next(grads) if needs[2] else None] * ctx.weighted
     dbs = [next(grads) if needs[3] else None] * ctx.biased
-    return dx, dws, dbs, None, dps, None, None
+    return dx, dws, dbs, None, dps, None, None, []
 
 
 FORMULAS["ag_grouped_gemm"] = Formula(_setup_gather, _backward_gather)

@@ -36,6 +36,7 @@ class Operands:
         probs: [M, topk], or None.
         keeps: whether the tokens that are multiplied are kept.
         max_rows: routed rows that there is room for; None: as many as there are.
+        scales: of x and of the weights, or none.
         on_device: whether kernels make the maps, of experts that the host does not read.
         make_maps: has a kernel make the maps ahead of the call.
         routed: tokens that are kept, [R, K], once the call has been checked.
@@ -50,6 +51,7 @@ class Operands:
         probs: torch.Tensor | None = None,
         keeps: bool = False,
         max_rows: int | None = None,
+        scales: Sequence[torch.Tensor] = (),
     ) -> None:
         self.weights = weights
         self.bias = bias
@@ -57,6 +59,7 @@ class Operands:
         self.probs = probs
         self.keeps = keeps
         self.max_rows = max_rows
+        self.scales = scales
         self.on_device = False
         self.make_maps: Callable[[DeviceChoices], MadeMaps] | None = None
         self.routed: torch.Tensor | None = None
@@ -88,6 +91,7 @@ class GroupedChecker(CallChecker):
         spec, label = self.spec, self.spec.label
         routing = self._routed(operands)
         x = self._tensor("x", x, spec.dtype)
+        scale_x, of_weights = self._expert_scales(operands.scales, x)
         if x.dim() != 2 or x.shape[1] != self.k:
             raise ValueError(f"{label}: x must be [rows, {self.k}], got {list(x.shape)}")
         m = operands.experts.shape[0]
@@ -104,6 +108,8 @@ class GroupedChecker(CallChecker):
                     f"{x.shape[0]}"
                 )
             x = x[: routing.rows]
+        if scale_x is not None and spec.scaling == "row":
+            scale_x = scale_x[: x.shape[0]]
         ready = self._weights(operands.weights)
         bias = None if operands.bias is None else self._expert_bias(operands.bias)
         probs = None if operands.probs is None else self._probs(operands.probs, m)
@@ -113,13 +119,43 @@ class GroupedChecker(CallChecker):
             rows = operands.max_rows or self._rows(routing, operands)
             if operands.keeps:
                 operands.routed = x.new_empty(rows, self.k)
-            of_experts = Experts(ready, bias, routing)
+            of_experts = Experts(ready, bias, routing, of_weights)
             product: Any = GatherProduct(spec, of_experts, operands.routed, rows)
         else:
             once = bias if self.adds_bias else None
-            product = SumProduct(spec, Experts(ready, once, routing), probs)
+            of_experts = Experts(ready, once, routing, of_weights)
+            product = SumProduct(spec, of_experts, probs, scale_x)
+            scale_x = None  # of routed rows: a schedule has tokens
         needed = Needed(routing, spec.ep, self.world) if spec.dispatches else None
-        return Call(m, x, (), self.columns, (None,), grouped=product, needed=needed, digest=digest)
+        call = Call(m, x, (), self.columns, (None,), grouped=product, needed=needed, digest=digest)
+        call.scale_x = scale_x
+        return call
+
+    def _expert_scales(
+        self, scales: Sequence[torch.Tensor], x: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the scales of x, [rows] or [1], and of weights, [experts, rows] or [experts]."""
+        spec, by_row = self.spec, self.spec.scaling == "row"
+        if len(scales) != (0 if spec.scaling == "none" else 2):
+            raise ValueError(
+                f"{spec.label}: scaling = {spec.scaling} takes "
+                f"{'no scales' if spec.scaling == 'none' else 'scale_x and scale_weight'}, "
+                f"got {len(scales)}"
+            )
+        if not scales:
+            return None, None
+        of_weights = [self.count, self.rows_of_weight] if by_row else [self.count]
+        shapes = {"scale_x": [x.shape[0] if by_row else 1], "scale_weight": of_weights}
+        ready = []
+        for scale, (name, shape) in zip(scales, shapes.items(), strict=True):
+            scale = self._tensor(name, scale, torch.float32)
+            if list(scale.shape) != shape:
+                raise ValueError(
+                    f"{spec.label}: with scaling = {spec.scaling}, {name} must be {shape}, "
+                    f"got {list(scale.shape)}"
+                )
+            ready.append(scale.contiguous())
+        return ready[0], ready[1]
 
     def _routed(self, operands: Operands) -> Any:
         """Return the routed rows: as the host knows them, or (``on_device``) ``DeviceChoices``."""

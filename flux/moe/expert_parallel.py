@@ -32,9 +32,12 @@ class DispatchGroupedGemm(AGGroupedGemm):
         experts: torch.Tensor,
         bias: torch.Tensor | None = None,
         max_rows: int | None = None,
+        scale_x: torch.Tensor | None = None,
+        scale_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the op: see ``AGGroupedGemm.__call__``. Collective."""
-        return self._run(x_shard, weights, bias, experts, None, max_rows, False)[0]
+        scales = (scale_x, scale_weight)
+        return self._run(x_shard, weights, bias, experts, None, max_rows, False, *scales)[0]
 
 
 class GroupedGemmCombine(GroupedGemmRS):

@@ -46,9 +46,12 @@ class GroupedOp(TensorParallelOp):
         topk: experts of a token.
         ep: parts that the experts are split into; it divides the world. 1: every rank has a part
             of each expert.
-        dtype: of x and the weights: float64, float32, bfloat16 or float16; GPUs: the last two.
+        dtype: of x and the weights: float64, float32, bfloat16 or float16; GPUs: the last two;
+            CPUs also float8_e4m3fn, with results in bfloat16.
         transpose_weight: an expert's weight is [K, N] instead of [N, K].
         activation, gated: AGGroupedGemm only.
+        scaling: of float8: ``"tensor"`` (a factor for x, one for each expert's weight) or ``"row"``
+            (for each row of x and of a weight). No backward then.
         backend, transport, tuning, timeout_s, topology: as for AGGemm.
 
     Raises:
@@ -78,6 +81,7 @@ class GroupedOp(TensorParallelOp):
         topology: Topology | None = None,
         activation: str = "none",
         gated: bool = False,
+        scaling: str = "none",
     ) -> None:
         super().__init__(
             group,
@@ -93,6 +97,7 @@ class GroupedOp(TensorParallelOp):
             timeout_s=timeout_s,
             topology=topology,
             activation=activation,
+            scaling=scaling,
             experts=experts,
             topk=topk,
             ep=ep,
@@ -146,6 +151,7 @@ class GroupedOp(TensorParallelOp):
         probs: torch.Tensor | None,
         max_rows: int | None,
         gather: bool,
+        *of_scales: torch.Tensor | None,
     ) -> list[torch.Tensor]:
         """Make a call, through the dispatcher where it has to see it."""
         listed = [weights] if isinstance(weights, torch.Tensor) else weights
@@ -155,15 +161,17 @@ class GroupedOp(TensorParallelOp):
         x, listed, bias = self._as_autocast(x, listed, bias)
         biases = [] if bias is None else [bias]
         of_choices = [] if probs is None else [probs]
-        tensors = [x, *listed, *biases, experts, *of_choices]
+        scales = [scale for scale in of_scales if scale is not None]
+        tensors = [x, *listed, *biases, experts, *of_choices, *scales]
         if self._plain(*tensors):
-            operands = Operands(listed, bias, experts, probs, max_rows=max_rows)
+            operands = Operands(listed, bias, experts, probs, max_rows=max_rows, scales=scales)
             return self.execute(x, operands, gather)
         self._check_tensors(*tensors)
         if self.dispatches:  # the backward would dispatch them again
             gather = torch.is_grad_enabled() and any(w.requires_grad for w in listed)
         rest = (gather,) if self.kind.gathers else (of_choices,)
-        outs = self._dispatched(x, list(listed), biases, experts, *rest, self.handle, max_rows)
+        rest = (*rest, self.handle, max_rows, scales)
+        outs = self._dispatched(x, list(listed), biases, experts, *rest)
         return outs if self.kind.gathers else [outs]
 
     def _as_autocast(
@@ -260,6 +268,8 @@ class AGGroupedGemm(GroupedOp):
         bias: torch.Tensor | None = None,
         return_gathered: bool = False,
         max_rows: int | None = None,
+        scale_x: torch.Tensor | None = None,
+        scale_weight: torch.Tensor | None = None,
     ) -> Any:
         """Run the op. Collective.
 
@@ -272,6 +282,8 @@ class AGGroupedGemm(GroupedOp):
             return_gathered: return the gathered tokens too.
             max_rows: routed rows that a rank has at most, the same on all ranks; M * topk always
                 suffices. On GPUs the host then waits for nothing; else for the number R.
+            scale_x: float32 [rows of x_shard] with scaling = row, [1] with tensor.
+            scale_weight: float32 [E, N/tp] (gated: 2 N/tp), or [E].
 
         Returns:
             y [R, N/tp], sorted by expert, then by token (``routing`` has the maps); with
@@ -283,7 +295,8 @@ class AGGroupedGemm(GroupedOp):
             CPUs if ranks pass different ``experts``, which no rank of a GPU compares. GPUs raise a
             RuntimeError for too many rows later, as for what kernels wait for.
         """
-        outs = self._run(x_shard, weights, bias, experts, None, max_rows, return_gathered)
+        scales = (scale_x, scale_weight)
+        outs = self._run(x_shard, weights, bias, experts, None, max_rows, return_gathered, *scales)
         return (outs[0], outs[1]) if return_gathered else outs[0]
 
     def gather_choices(
@@ -365,6 +378,8 @@ class GroupedGemmRS(GroupedOp):
         probs: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         max_rows: int | None = None,
+        scale_x: torch.Tensor | None = None,
+        scale_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the op. Collective.
 
@@ -376,6 +391,8 @@ class GroupedGemmRS(GroupedOp):
                 on all ranks.
             bias: [E, N], or None; added once, by the first rank of those that share an expert.
             max_rows: as for AGGroupedGemm; x has that many rows, and those behind R are not read.
+            scale_x: float32 [rows of x] with scaling = row, [1] with tensor.
+            scale_weight: float32 [E, N], or [E].
 
         Returns:
             This rank's tokens, [own rows, N]; GroupedGemmAR: all of them, [M, N].
@@ -383,7 +400,8 @@ class GroupedGemmRS(GroupedOp):
         Raises:
             As for AGGroupedGemm.
         """
-        return self._run(x, weights, bias, experts, probs, max_rows, False)[0]
+        scales = (scale_x, scale_weight)
+        return self._run(x, weights, bias, experts, probs, max_rows, False, *scales)[0]
 
 
 class GroupedGemmAR(GroupedGemmRS):

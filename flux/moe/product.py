@@ -43,11 +43,15 @@ class Experts:
         weights: of each of this rank's experts, [N, K], also if the user keeps [K, N].
         biases: [experts, N], or None.
         routing: the routed rows.
+        scales: of float8 weights, float32 [experts] or [experts, N]; None: there are none.
     """
 
     weights: Sequence[torch.Tensor]
     biases: torch.Tensor | None
     routing: Routing
+    scales: torch.Tensor | None = None
+    _wide: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
+    """float8 weights as float32, by expert: converted once."""
     _all: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
     """For EVERY expert: the weights [experts, N, K], and the end of each expert's rows."""
 
@@ -87,11 +91,21 @@ class Experts:
         return torch.add(products, rows, out=out)
 
     def multiply(
-        self, x: torch.Tensor, expert: int, out: torch.Tensor, columns: slice | None = None
+        self,
+        x: torch.Tensor,
+        expert: int,
+        out: torch.Tensor,
+        columns: slice | None = None,
+        scale_x: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiply rows [rows, K] into ``out`` [rows, columns], and return it."""
+        """Multiply rows [rows, K] into ``out`` [rows, columns], and return it.
+
+        ``scale_x``: of the rows, [rows] or [1]; with scales only.
+        """
         if expert == EVERY:
             return self._multiply_all(x, out)
+        if scale_x is not None:
+            return self._multiply_scaled(x, expert, out, columns, scale_x)
         if x.dtype is torch.bfloat16:
             x = apart(x)
         weight = self.weights[expert] if columns is None else self.weights[expert][columns]
@@ -99,6 +113,27 @@ class Experts:
             return torch.mm(x, weight.t(), out=out)
         bias = self.biases[expert] if columns is None else self.biases[expert][columns]
         return torch.addmm(bias, x, weight.t(), out=out)
+
+    def _multiply_scaled(
+        self,
+        x: torch.Tensor,
+        expert: int,
+        out: torch.Tensor,
+        columns: slice | None,
+        scale_x: torch.Tensor,
+    ) -> torch.Tensor:
+        """Multiply float8 rows as ``flux.backends.epilogue`` does."""
+        assert self.scales is not None
+        if expert not in self._wide:
+            self._wide[expert] = self.weights[expert].float()
+        part = slice(None) if columns is None else columns
+        product = torch.mm(x.float(), self._wide[expert][part].t())
+        product *= scale_x.view(-1, 1)
+        scale = self.scales[expert]
+        product *= scale[part] if scale.dim() else scale
+        if self.biases is not None:
+            product += self.biases[expert, part]
+        return out.copy_(product)
 
 
 class _Product:
@@ -147,18 +182,28 @@ class GatherProduct(_Product):
         return self._room[: end - begin]
 
     def __call__(
-        self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None
+        self,
+        x: torch.Tensor,
+        first: int,
+        last: int,
+        out: torch.Tensor,
+        columns: slice | None,
+        scale_x: torch.Tensor | None = None,
     ) -> None:
         """Multiply tokens [first, last), which are ``x``: see ``GroupedProduct``."""
         spec, routing = self._spec, self._experts.routing
         for expert, begin, end in self._experts.together(x, routing.groups(first, last)):
             tokens = (routing.tokens[begin:end] - first).to(x.device)
             rows = torch.index_select(x, 0, tokens, out=self._place(x, begin, end))
+            scale = scale_x
+            if scale_x is not None and spec.scaling == "row":
+                scale = scale_x[tokens]
             if spec.activation == "none":
-                self._experts.multiply(rows, expert, out[begin:end])
+                self._experts.multiply(rows, expert, out[begin:end], scale_x=scale)
                 continue
-            wide = rows.new_empty(end - begin, self._experts.weights[expert].shape[0])
-            activated = self._experts.multiply(rows, expert, wide)
+            shape = end - begin, self._experts.weights[expert].shape[0]
+            wide = rows.new_empty(shape, dtype=x.dtype if scale is None else torch.float32)
+            activated = self._experts.multiply(rows, expert, wide, scale_x=scale)
             if spec.gated:
                 gate, up = activated.chunk(2, dim=1)
                 torch.mul(ACTIVATE[spec.activation](gate), up, out=out[begin:end])
@@ -176,10 +221,18 @@ class SumProduct(_Product):
         spec: of the op.
         experts: operands.
         probs: [M, topk], the weights of a token's experts; None: 1.
+        scale_x: of the routed rows, [R] or [1]; with scaling only.
     """
 
-    def __init__(self, spec: OpSpec, experts: Experts, probs: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        spec: OpSpec,
+        experts: Experts,
+        probs: torch.Tensor | None,
+        scale_x: torch.Tensor | None = None,
+    ) -> None:
         super().__init__(experts, probs)
+        self._scale_x, self._by_row = scale_x, spec.scaling == "row"
         self._wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
         self._room: torch.Tensor | None = None  # for products by routed row, of some columns
         self._bags: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
@@ -200,7 +253,13 @@ class SumProduct(_Product):
         return self._bags
 
     def __call__(
-        self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None
+        self,
+        x: torch.Tensor,
+        first: int,
+        last: int,
+        out: torch.Tensor,
+        columns: slice | None,
+        scale_x: torch.Tensor | None = None,
     ) -> None:
         """Sum the routed rows of tokens [first, last) into ``out``: see ``GroupedProduct``."""
         begin, width = 0 if columns is None else columns.start, out.shape[1]
@@ -216,19 +275,26 @@ class SumProduct(_Product):
         """Return how many columns are multiplied, then summed, at once."""
         if x.device.type != "cpu":
             return width
-        fitting = SCRATCH_BYTES // (max(self.rows, 1) * x.itemsize)
+        fitting = SCRATCH_BYTES // (max(self.rows, 1) * self._kind(x).itemsize)
         return min(max(fitting - fitting % BLOCK_COLUMNS, BLOCK_COLUMNS), width)
+
+    def _kind(self, x: torch.Tensor) -> torch.dtype:
+        """Return the dtype of products by routed row."""
+        return x.dtype if self._scale_x is None else self._wide
 
     def _sum(
         self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None
     ) -> None:
         shape = (self.rows, out.shape[1])
         if self._room is None or len(self._room) < self.rows * shape[1]:
-            self._room = x.new_empty(self.rows * shape[1])
+            self._room = x.new_empty(self.rows * shape[1], dtype=self._kind(x))
         products = self._room[: self.rows * shape[1]].view(shape)
         groups = self.routing.groups(first, last)
         for expert, begin, end in self._experts.together(x, groups, columns):
-            self._experts.multiply(x[begin:end], expert, products[begin:end], columns)
+            scale = self._scale_x
+            if scale is not None and self._by_row:
+                scale = scale[begin:end]
+            self._experts.multiply(x[begin:end], expert, products[begin:end], columns, scale)
         rows, begins, of_rows = self._bags_of_tokens()
         begins = begins[first : last + 1]
         bags = slice(int(begins[0]), int(begins[-1]))

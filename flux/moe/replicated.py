@@ -69,6 +69,8 @@ def _check(op: GroupedGemmAR, x: torch.Tensor, operands: Operands) -> Routing:
     checker, spec = cast(GroupedChecker, op._checker), op.spec
     label, (width,) = f"{spec.label}, first product", spec.n
     weights, experts = operands.weights, operands.experts
+    if spec.scaling != "none":
+        raise ValueError(f"{label}: experts of float8 have none, got {spec.dtype}")
     routing: Routing = checker._routed(operands)
     x = checker._tensor("x", x, spec.dtype)
     expected = [experts.shape[0], width]

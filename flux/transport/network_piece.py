@@ -41,7 +41,10 @@ class NetworkPiece:
     def unpack(self, received: torch.Tensor) -> None:
         """Put the rows that have been received in their places."""
         if self.rows is not None:
-            self.tensor.index_copy_(0, self.rows, received)
+            tensor = self.tensor
+            if tensor.itemsize == 1:  # torch cannot copy rows of float8 so
+                tensor, received = tensor.view(torch.uint8), received.view(torch.uint8)
+            tensor.index_copy_(0, self.rows, received)
 
 
 class Posted(NamedTuple):

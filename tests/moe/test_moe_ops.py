@@ -37,11 +37,14 @@ HOSTS = {2: ("aa", "ab"), 3: ("aaa", "aab", "abc"), 4: ("aaaa", "aabb", "abab", 
 HOSTS[8] = ("a" * 8, "aaaabbbb", "aabbccdd", "aaabbbbb")
 
 
-def _random(rank: int, world: int, op: str, cases: int) -> int:
+def _random(rank: int, world: int, op: str, cases: int, float8: bool = False) -> int:
     calls = 0
     for seed in range(cases):
         rng = random.Random(f"{op} {world} {seed}")
         case = random_moe_case(rng, op, world)
+        if float8:
+            scaling = rng.choice(("tensor", "row"))
+            case = replace(case, dtype=torch.float8_e4m3fn, scaling=scaling)
         several = world > 1 and (MOE_OPS[op].dispatches or rng.random() < 0.4)
         hosts = rng.choice(HOSTS[world]) if several else "a" * world
         if len(set(hosts)) > 1 and isinstance(case.knobs, Knobs):
@@ -89,6 +92,12 @@ def _at_once(rank: int, world: int, op: str) -> list[int]:
                     MoeInputs(case, 33, world, kind, seed).check(built, rank)
         made.append(calls.call_count)
     return made
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("op", OPS)
+def test_random_routings_of_float8(op: str, world: int) -> None:
+    assert all(calls > 20 for calls in run_ranks(world, _random, op, 5 * STRESS, True))
 
 
 @pytest.mark.skipif(product.grouped_mm is None, reason="torch has no grouped GEMM before 2.10")
@@ -296,6 +305,37 @@ def test_bad_input_is_refused_on_all_ranks_and_the_op_goes_on() -> None:
     run_ranks(2, _refusals)
 
 
+def _scales(rank: int, world: int) -> None:
+    """Scales of float8 are checked on all ranks, and are part of graphs."""
+    for op in ("gather", "scatter"):
+        case = replace(SMALL, op=op, dtype=torch.float8_e4m3fn, scaling="row")
+        inputs = MoeInputs(case, 24, world, "random", 1)
+        x, weights, experts, options = inputs.arguments(rank)
+        scale_x, scale_w = options["scale_x"], options["scale_weight"]
+        with case.build(timeout_s=20) as built:
+            for change, text in (
+                ({"scale_x": None}, "takes scale_x and scale_weight, got 1"),
+                ({"scale_x": scale_x[:-1]}, r"scale_x must be \["),
+                ({"scale_x": scale_x.double()}, "scale_x must be torch.float32"),
+                ({"scale_weight": scale_w[:, 0]}, r"scale_weight must be \[6, "),
+                ({"scale_weight": scale_w.clone().requires_grad_()}, "no backward"),
+            ):
+                said = text if rank == 0 else "rank 0 refused"
+                with pytest.raises((TypeError, ValueError), match=said):
+                    built(x, weights, experts, **options | (change if rank == 0 else {}))
+            y = inputs.check(built, rank)
+            graph = torch.compile(built, backend="aot_eager", fullgraph=True)
+            assert same_bits(graph(x, weights, experts, **options), y)
+    with SMALL.build() as built, pytest.raises(ValueError, match="takes no scales, got 1"):
+        inputs = MoeInputs(SMALL, 24, world, "random", 1)
+        x, weights, experts, options = inputs.arguments(rank)
+        built(x, weights, experts, scale_x=torch.ones(1), **options)
+
+
+def test_scales_of_float8() -> None:
+    run_ranks(2, _scales)
+
+
 def _refused_products(rank: int, world: int) -> None:
     """A first product that is refused on one rank is refused on the others, by the second."""
     m, k = 12, 10
@@ -334,7 +374,8 @@ def _constructors(rank: int, world: int) -> None:
         ({"experts": 0}, "experts must be a positive integer, got 0"),
         ({"gated": True}, "needs an activation"),
         ({"op": "combine", "knobs": Knobs(path="one_shot")}, "moves all tokens"),
-        ({"dtype": torch.float8_e4m3fn}, "float8"),
+        ({"dtype": torch.float8_e4m3fn}, "needs scaling = tensor or row"),
+        ({"dtype": torch.float8_e4m3fn, "scaling": "row", "backend": "cuda"}, "need backend cpu"),
     ):
         fields = {k: v for k, v in change.items() if k in ("op", "knobs")}
         options = {k: v for k, v in change.items() if k not in fields}

@@ -17,7 +17,7 @@ from flux.moe import (
     GroupedGemmRS,
 )
 from op_cases import random_knobs
-from reference import ACTIVATIONS, DTYPES, share
+from reference import ACTIVATIONS, DTYPES, FP8, share
 
 MOE_OPS = {
     "gather": AGGroupedGemm,
@@ -48,6 +48,7 @@ class MoeCase:
     gated: bool = False
     bias: bool = True
     listed: bool = False
+    scaling: str = "none"
     room: int | None = None
     """Rows of ``max_rows`` behind those of the rank that has the most; None: it is not given."""
 
@@ -55,10 +56,15 @@ class MoeCase:
     def gathers(self) -> bool:
         return MOE_OPS[self.op].kind.gathers
 
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype == FP8 else self.dtype
+
     def build(self, **options: Any) -> Any:
         more = {"activation": self.activation, "gated": self.gated} if self.gathers else {}
         sizes = {"max_m": self.max_m, "n": self.n, "k": self.k, "dtype": self.dtype}
-        of_experts = {"experts": self.experts, "topk": self.topk, "ep": self.ep}
+        of_experts: dict[str, Any] = {"experts": self.experts, "topk": self.topk, "ep": self.ep}
+        of_experts["scaling"] = self.scaling
         how = {
             "tuning": self.knobs,
             "transport": self.transport,
@@ -100,14 +106,23 @@ class MoeInputs:
         self.experts = routing_of(case, m, kind, seed)
         generator = torch.Generator().manual_seed(seed + 1)
 
-        def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
+        def draw(*shape: int, dtype: torch.dtype = case.dtype) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
         wide = 2 * case.n if case.gated else case.n
         pairs = [(t, e) for e in range(case.experts) for t, j in self.chosen(e)]
         self.x = draw(m if case.gathers else len(pairs), case.k)
         self.weight = draw(case.experts, wide, case.k)
-        self.bias = draw(case.experts, wide) if case.bias else None
+        self.bias = draw(case.experts, wide, dtype=case.out_dtype) if case.bias else None
+        # Scales of what there is none of are 1.
+        self.scale_x = torch.ones(len(self.x))
+        self.scale_w = torch.ones(case.experts, wide)
+        if case.scaling == "row":
+            self.scale_x = torch.rand(len(self.x), generator=generator) + 0.5
+            self.scale_w = torch.rand(case.experts, wide, generator=generator) + 0.5
+        elif case.scaling == "tensor":
+            self.scale_x *= 0.75
+            self.scale_w = torch.rand(case.experts, 1, generator=generator).add(0.5).repeat(1, wide)
         self.probs = torch.rand(m, case.topk, generator=generator) if seed % 3 else None
 
     def chosen(self, expert: int) -> list[tuple[int, int]]:
@@ -140,28 +155,37 @@ class MoeInputs:
             halves = [part, slice(case.n + part.start, case.n + part.stop)]
             columns = torch.cat([torch.arange(case.n * 2)[h] for h in halves[: 1 + case.gated]])
             weight = self.weight[here][:, columns]
+            scales = [self.scale_x[share(self.m, self.world, rank)], self.scale_w[here][:, columns]]
             bias = None if self.bias is None else self.bias[here][:, columns]
         else:
             counts = [len(self.chosen(e)) for e in range(case.experts)]
             begin, end = sum(counts[: experts.start]), sum(counts[: experts.stop])
             x, weight = self.x[begin:end, part], self.weight[here][:, :, part]
             bias = None if self.bias is None else self.bias[here]
+            scales = [self.scale_x[begin:end], self.scale_w[here]]
             options["probs"] = self.probs
             if self.max_rows is not None:  # what is behind must not be read
-                x = torch.cat([x, x.new_full((self.max_rows - len(x), x.shape[1]), torch.nan)])
+                behind = torch.full((self.max_rows - len(x), x.shape[1]), torch.nan).to(x.dtype)
+                scales[0] = torch.cat([scales[0], torch.full((len(behind),), torch.nan)])
+                x = torch.cat([x, behind])
         if self.max_rows is not None:
             options["max_rows"] = self.max_rows
         weight = weight.transpose(1, 2).contiguous() if case.transpose else weight.contiguous()
         options["bias"] = bias
+        if case.scaling == "tensor":
+            scales = [torch.full((1,), 0.75), self.scale_w[here][:, 0]]
+        if case.scaling != "none":
+            options |= {"scale_x": scales[0], "scale_weight": scales[1]}
         weights = [w.clone() for w in weight] if case.listed else weight
         return x.contiguous(), weights, self.experts, options
 
     def expected(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The result of one rank in float64, and how far it may be off."""
         case = self.case
-        x, w = self.x.double(), self.weight.double()
+        x = self.x.double() * self.scale_x.double()[:, None]
+        w = self.weight.double() * self.scale_w.double()[:, :, None]
         b = self.bias.double() if self.bias is not None else w.new_zeros(w.shape[:2])
-        unit = torch.finfo(case.dtype).eps
+        unit = torch.finfo(case.out_dtype).eps
         wide = min(unit, torch.finfo(torch.float32).eps)  # sums are not of less
         deep = (case.k + case.topk + self.world + 8) * wide
         if case.gathers:
@@ -210,7 +234,7 @@ class MoeInputs:
     def compare(self, y: torch.Tensor, rank: int) -> float:
         """Compare a rank's result with float64; return the largest error as a part of the bound."""
         want, bound = self.expected(rank)
-        assert y.dtype == self.case.dtype and y.shape == want.shape, (y.shape, want.shape)
+        assert y.dtype == self.case.out_dtype and y.shape == want.shape, (y.shape, want.shape)
         error = (y.double() - want).abs()
         wrong = ~(error <= bound)
         assert not wrong.any(), (
