@@ -226,9 +226,10 @@ class UnfusedBackend:
     def _ag_gemm(self, call: Call, gather: bool, hooks: OverlapHooks) -> list[torch.Tensor]:
         spec = self.spec
         began = self._began()
-        x = pack(call) if spec.scales_travel else call.x
-        whole = call.needed is None
-        wait = self.start_gather(x, call.m) if whole else self._start_dispatch(x, call)
+        if call.needed is not None:
+            wait = self._start_dispatch(call)
+        else:
+            wait = self.start_gather(pack(call) if spec.scales_travel else call.x, call.m)
         rows = self._beside(hooks.meanwhile, wait)
         hooks.arrived()
         self._ended(Work.collective, began, rows.nbytes)
@@ -256,8 +257,9 @@ class UnfusedBackend:
             return self._combine(partial, call, meanwhile)
         return self._finish(self._scatter(partial, call.m, meanwhile), call.biases[0])
 
-    def _start_dispatch(self, x: torch.Tensor, call: Call) -> Callable[[], torch.Tensor]:
+    def _start_dispatch(self, call: Call) -> Callable[[], torch.Tensor]:
         """Begin to send own tokens to the ranks that need them; see ``start_gather``."""
+        x = pack(call) if self.spec.scales_travel else call.x
         dtype, x = x.dtype, x.view(torch.uint8) if x.dtype == FP8 else x  # which gloo knows
         into, out = tokens_by_rank(call, self.world, self.rank)
         own = (torch.cat(out) - _C.core.row_begin(call.m, self.world, self.rank)).to(x.device)
