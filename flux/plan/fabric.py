@@ -74,14 +74,13 @@ class Fabric:
         size, stride = {
             "tp": (p.tp, 1),
             "cp": (p.cp, p.tp),
-            "ep": (p.ep, p.tp * p.cp),
-            "edp": (p.expert_copies, p.tp * p.cp * p.ep),
+            "ep": (p.ep, p.expert_stride),
+            "edp": (p.expert_copies, p.expert_stride * p.ep),
             "dp": (p.dp * p.cp, p.tp),
             "pp": (p.pp, p.tp * p.cp * p.dp),
         }[part.base]
-        if part.base == "edp" and size > p.dp // p.ep:  # those inside a replica come first
-            inside = size // (p.dp // p.ep)
-            per_host = min(inside, ceil_div(devices * inside, p.tp * p.cp))
+        if part.base == "edp" and p.expert_stride > 1:  # those inside a replica come first
+            per_host = min(p.cp, ceil_div(devices, p.tp))
             per_host *= max(1, min(p.dp // p.ep, devices // stride))
             stride = max(1, devices // per_host)
         if part.mesh:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +31,9 @@ class Parallel:
     Attributes:
         cp: context parallel: ranks share the tokens of a sequence; gradients are summed up over
             them and over data parallel ranks, and ZeRO's shares are those of both.
-        ep: expert parallel: data parallel ranks that share the experts of a layer. Each tensor
-            parallel rank has its experts whole (Megatron: expert-tensor-parallel-size 1).
+        ep: expert parallel: ranks that share the experts of a layer, each of which is whole
+            (Megatron: expert-tensor-parallel-size 1). They are neighbours, over tp, cp and dp, as
+            in Megatron and torchtitan; over dp alone if tensor parallel ranks have the same tokens.
         sequence: sequence parallelism: AllGather and ReduceScatter in place of AllReduce.
     """
 
@@ -44,8 +46,11 @@ class Parallel:
 
     def __post_init__(self) -> None:
         check_sizes(self, [degree.name for degree in fields(self) if degree.name != "sequence"])
-        if self.dp % self.ep:
-            raise ValueError(f"ep = {self.ep} must divide dp = {self.dp}")
+        names = ("dp",) if self.expert_stride > 1 else ("tp", "cp", "dp")
+        degrees = [name for name in names if name == "dp" or getattr(self, name) > 1]
+        ranks = prod(getattr(self, name) for name in degrees)
+        if ranks % self.ep:
+            raise ValueError(f"ep = {self.ep} must divide {' '.join(degrees)} = {ranks}")
 
     @property
     def world(self) -> int:
@@ -53,9 +58,16 @@ class Parallel:
         return self.tp * self.cp * self.dp * self.pp
 
     @property
+    def expert_stride(self) -> int:
+        """Distance of ranks that share experts: 1 if all ranks of a stage have other tokens."""
+        return 1 if self.sequence or self.tp == 1 else self.tp * self.cp
+
+    @property
     def expert_copies(self) -> int:
         """Ranks that have the same experts, and other tokens."""
-        return self.dp // self.ep * self.cp * (self.tp if self.sequence else 1)
+        if self.expert_stride > 1:
+            return self.dp // self.ep * self.cp
+        return self.dp * self.cp * self.tp // self.ep
 
 
 class Optimizer(NamedTuple):
@@ -369,6 +381,11 @@ class ServingStep(TrainingStep):
     def __post_init__(self) -> None:
         super().__post_init__()
         moe, parallel = self.layer.moe, self.parallel
+        if parallel.ep > 1 and parallel.sequence and parallel.tp > 1:
+            raise ValueError(
+                f"ep = {parallel.ep} with sequence parallelism is not planned in inference: tensor "
+                "parallel ranks have a part of each expert"
+            )
         if self.kv_dtype and self.kv_dtype not in DTYPES:
             names = ", ".join(DTYPES)
             raise ValueError(f"kv_dtype must be one of {names}, got {self.kv_dtype!r}")

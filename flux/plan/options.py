@@ -40,7 +40,7 @@ Hosts = Annotated[
 Tp = Annotated[int, typer.Option(help="Tensor parallel ranks.")]
 Dp = Annotated[int, typer.Option(help="Data parallel ranks.")]
 Pp = Annotated[int, typer.Option(help="Pipeline stages.")]
-Ep = Annotated[int, typer.Option(help="Expert parallel ranks, among the data parallel ones.")]
+Ep = Annotated[int, typer.Option(help="Expert parallel ranks, of tp, cp and dp.")]
 SequenceParallel = Annotated[
     bool, typer.Option(help="AllGather and ReduceScatter in place of AllReduce.")
 ]

@@ -57,9 +57,12 @@ def members(parallel: Parallel, group: str) -> list[list[int]]:
             if (places := group_partition(part.mesh, first)[part.dim])[0] == first
         ]
     p = parallel
-    ranks = torch.arange(p.world).view(p.pp, p.dp // p.ep, p.ep, p.cp, p.tp)
-    same = (1, 3, 4) if p.sequence else (1, 3)  # experts
-    inside = {"pp": (0,), "edp": same, "ep": (2,), "dp": (1, 2, 3), "cp": (3,), "tp": (4,)}[group]
+    if group in ("ep", "edp"):
+        replica = (p.cp, p.tp) if p.expert_stride > 1 else (1, 1)
+        ranks = torch.arange(p.world).view(p.pp, -1, p.ep, *replica)
+    else:
+        ranks = torch.arange(p.world).view(p.pp, 1, p.dp, p.cp, p.tp)
+    inside = {"pp": (0,), "edp": (1, 3), "ep": (2,), "dp": (2, 3), "cp": (3,), "tp": (4,)}[group]
     beside = [dim for dim in range(ranks.ndim) if dim not in inside]
     groups: list[list[int]] = (
         ranks.permute(*beside, *inside).flatten(len(beside)).flatten(0, -2).tolist()

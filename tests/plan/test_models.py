@@ -20,7 +20,7 @@ from flux.plan.build import build_step
 from flux.plan.command import title_of
 from flux.plan.compare import compared
 from flux.plan.cost import AnalyticCost
-from flux.plan.fabric import Fabric
+from flux.plan.fabric import Fabric, GroupSpan
 from flux.plan.graph import Graph
 from flux.plan.model import Parallel, TrainingStep, even_split, serving_step, step_of
 from flux.plan.picture import page
@@ -546,6 +546,22 @@ def test_experts_are_shared_by_fewer_ranks_than_other_weights() -> None:
         graph, _ = graph_of(step)
         sums = [op for op in graph.ops if op.part == "grads_experts"]
         assert len(sums) == sequence
+
+
+def test_experts_are_spread_over_neighbours_as_in_megatron() -> None:
+    """With other tokens on each tensor parallel rank AllToAll of 8 ranks stays in a host of 8."""
+    near = Parallel(tp=4, dp=4, ep=8, sequence=True)
+    fabric = Fabric(replace(load_cluster("llama3-h100"), hosts=2), near)
+    assert fabric.span("ep") == GroupSpan(8, 8, 1) and fabric.span("edp") == GroupSpan(2, 1, 2)
+    step = step_of("mixtral-8x7b", near, layers=1, sequence=4096)
+    (tokens, *_) = (op for op in build_step(step, fabric).ops if op.part == "dispatch")
+    assert tokens.resource == "intra" and tokens.shape == (4096 // 4 * 2, 4096)
+    assert step.expert_weights_of(0) == 3 * 4096 * 14336
+    far = Fabric(load_cluster("llama3-h100"), Parallel(tp=4, dp=8, ep=8))
+    assert far.span("ep") == GroupSpan(8, 2, 4)
+    for parallel in ({"sequence": True, "ep": 16}, {"ep": 8}):
+        with pytest.raises(ValueError, match=r"must divide (tp dp = 8|dp = 2)"):
+            Parallel(tp=4, dp=2, **parallel)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])

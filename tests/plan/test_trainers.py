@@ -426,6 +426,16 @@ def test_a_script_may_quote_its_options_and_compute_a_product(tmp_path: Path) ->
     ]
 
 
+def test_experts_of_megatron_may_be_spread_over_tensor_parallel_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    more = "--vocab-size 512 --num-experts 16 --moe-token-dispatcher-type alltoall --swiglu"
+    more += " --expert-model-parallel-size 16 --expert-tensor-parallel-size 1 --sequence-parallel"
+    script.write_text(f"pretrain_gpt.py {SIZES} {more} --tensor-model-parallel-size 4")
+    found = read_plan(str(script), gpus=16)
+    step = step_with(replace(StepOptions(), **found.options))
+    assert (step.parallel.ep, step.parallel.dp, found.notes) == (16, 4, [])
+
+
 @pytest.mark.parametrize(
     "more, note",
     [
