@@ -19,10 +19,11 @@ from flux import _C
 from flux.backends.dispatch import start_all_to_all, sum_of_rows, tokens_by_rank
 from flux.backends.epilogue import Multiplier, pack, unpack
 from flux.core.backend import OverlapHooks, nothing
-from flux.core.call import Blocks, Call
+from flux.core.call import Call
 from flux.core.errors import PeerTimeoutError
 from flux.core.knobs import AllToAllOp
 from flux.core.recorder import Work
+from flux.core.sparse_call import Blocks
 from flux.core.spec import FP8, OpSpec
 from flux.core.tensors import reason_without_memory, settled
 from flux.transport.exchange import Exchange, leave_unfinished

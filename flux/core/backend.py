@@ -8,9 +8,10 @@ from typing import Protocol
 
 import torch
 
-from flux.core.call import Call, DeviceChoices, MadeMaps
+from flux.core.call import Call
 from flux.core.knobs import ClusterTile
 from flux.core.schedule import TileSchedule
+from flux.core.sparse_call import DeviceChoices, MadeMaps
 
 
 def nothing() -> None:

@@ -8,14 +8,8 @@ from typing import Any
 
 import torch
 
-from flux.core.call import (
-    Call,
-    CallChecker,
-    DeviceChoices,
-    MadeMaps,
-    RoutedRows,
-    rows_of_call,
-)
+from flux.core.call import Call, CallChecker, rows_of_call
+from flux.core.sparse_call import DeviceChoices, MadeMaps, RoutedRows
 from flux.core.spec import OpSpec
 from flux.core.tensors import Matrices
 from flux.moe.product import Experts, GatherProduct, SumProduct

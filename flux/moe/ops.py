@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from flux import _C
 from flux.core.backend import OverlapHooks, RoutingBackend
-from flux.core.call import DeviceChoices, MadeMaps, rows_of_call
+from flux.core.call import rows_of_call
 from flux.core.knobs import Knobs, Op, Topology
+from flux.core.sparse_call import DeviceChoices, MadeMaps
 from flux.moe.checks import GroupedChecker, Operands
 from flux.moe.routing import Routing, check_integers
 from flux.ops.autocast import cast_once, casts_to

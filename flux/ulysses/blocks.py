@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from flux.backends.epilogue import apart
-from flux.core.call import Sequences
+from flux.core.sparse_call import Sequences
 from flux.core.spec import OpSpec
 
 FEW_ROWS = 256

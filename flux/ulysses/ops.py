@@ -22,11 +22,12 @@ import torch.distributed as dist
 from flux import _C
 from flux.backends.epilogue import spoil
 from flux.core.backend import OverlapHooks
-from flux.core.call import Call, CallChecker, Sequences
+from flux.core.call import Call, CallChecker
 from flux.core.env import POISON
 from flux.core.knobs import AllToAllOp, Knobs, Topology
 from flux.core.problem import ceil_div
 from flux.core.schedule import TileSchedule
+from flux.core.sparse_call import Sequences
 from flux.ops.base import MAX_SCHEDULES, TensorParallelOp
 from flux.select.all_to_all import block_schedule
 from flux.ulysses.blocks import HeadBlocks, ProjectedBlocks

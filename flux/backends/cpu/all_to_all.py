@@ -14,9 +14,9 @@ import torch
 from flux import _C
 from flux.backends.epilogue import spoil
 from flux.core.backend import OverlapHooks
-from flux.core.call import Blocks
 from flux.core.recorder import Recorder, Work
 from flux.core.schedule import TileSchedule
+from flux.core.sparse_call import Blocks
 from flux.core.spec import OpSpec
 
 if TYPE_CHECKING:

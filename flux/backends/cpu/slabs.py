@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from flux import _C
-from flux.core.call import NeededTokens
 from flux.core.knobs import Direction, Knobs, Op, Order, Topology
 from flux.core.problem import ceil_div
 from flux.core.schedule import TileSchedule, Visit
+from flux.core.sparse_call import NeededTokens
 from flux.core.spec import OpSpec
 from flux.select.all_to_all import most_block_tiles
 from flux.select.heuristic import across_hosts, most_comm_tiles

@@ -39,7 +39,7 @@ from flux.backends.cuda.waits import StreamWaits
 from flux.backends.cuda.workspaces import Workspaces
 from flux.backends.epilogue import ACTIVATE, spoil
 from flux.core.backend import OverlapHooks, nothing
-from flux.core.call import CachedCall, CachedCalls, Call, DeviceChoices, MadeMaps
+from flux.core.call import CachedCall, CachedCalls, Call
 from flux.core.env import GRAPH_OVERLAP, POISON
 from flux.core.errors import PeerTimeoutError
 from flux.core.forked import abandon_in_children
@@ -48,6 +48,7 @@ from flux.core.layout import Layout
 from flux.core.problem import ceil_div
 from flux.core.recorder import CallRecorder
 from flux.core.schedule import TileSchedule
+from flux.core.sparse_call import DeviceChoices, MadeMaps
 from flux.core.spec import OpSpec
 from flux.core.tensors import address_of
 from flux.kernels import loading

@@ -20,9 +20,10 @@ import torch
 from flux import _C
 from flux.backends.cuda.op_calls import Empty, OpCalls, OpParts
 from flux.backends.cuda.operands import row_step
-from flux.core.call import Blocks, Call, Sequences
+from flux.core.call import Call
 from flux.core.layout import Layout
 from flux.core.schedule import TileSchedule
+from flux.core.sparse_call import Blocks, Sequences
 from flux.core.spec import OpSpec
 from flux.core.tensors import address_of
 

@@ -17,8 +17,9 @@ from flux.backends.cuda.op_calls import Empty, OpCalls, OpParts
 from flux.backends.cuda.operands import row_step
 from flux.backends.cuda.waits import StreamWaits
 from flux.backends.epilogue import ACTIVATE
-from flux.core.call import Call, DeviceChoices, GroupedProduct
+from flux.core.call import Call
 from flux.core.schedule import TileSchedule
+from flux.core.sparse_call import DeviceChoices, GroupedProduct
 from flux.core.tensors import Matrices, address_of
 from flux.transport.device import Device
 
