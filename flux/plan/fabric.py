@@ -71,15 +71,16 @@ class Fabric:
 
     def _span(self, group: str) -> GroupSpan:
         p, part, devices = self.parallel, parse_group(group), self.cluster.devices
+        expert_stride, copies = p.expert_ranks
         size, stride = {
             "tp": (p.tp, 1),
             "cp": (p.cp, p.tp),
-            "ep": (p.ep, p.expert_stride),
-            "edp": (p.expert_copies, p.expert_stride * p.ep),
+            "ep": (p.ep, expert_stride),
+            "edp": (copies, expert_stride * p.ep),
             "dp": (p.dp * p.cp, p.tp),
             "pp": (p.pp, p.tp * p.cp * p.dp),
         }[part.base]
-        if part.base == "edp" and p.expert_stride > 1:  # those inside a replica come first
+        if part.base == "edp" and expert_stride > 1:  # those inside a replica come first
             per_host = min(p.cp, ceil_div(devices, p.tp))
             per_host *= max(1, min(p.dp // p.ep, devices // stride))
             stride = max(1, devices // per_host)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,11 +45,10 @@ class Parallel:
 
     def __post_init__(self) -> None:
         check_sizes(self, [degree.name for degree in fields(self) if degree.name != "sequence"])
-        names = ("dp",) if self.expert_stride > 1 else ("tp", "cp", "dp")
-        degrees = [name for name in names if name == "dp" or getattr(self, name) > 1]
-        ranks = prod(getattr(self, name) for name in degrees)
+        ranks = self.dp * (self.tp * self.cp if self.expert_ranks[0] == 1 else 1)
         if ranks % self.ep:
-            raise ValueError(f"ep = {self.ep} must divide {' '.join(degrees)} = {ranks}")
+            what = "dp" if ranks == self.dp else "tp cp dp"
+            raise ValueError(f"ep = {self.ep} must divide {what} = {ranks}")
 
     @property
     def world(self) -> int:
@@ -58,16 +56,14 @@ class Parallel:
         return self.tp * self.cp * self.dp * self.pp
 
     @property
-    def expert_stride(self) -> int:
-        """Distance of ranks that share experts: 1 if all ranks of a stage have other tokens."""
-        return 1 if self.sequence or self.tp == 1 else self.tp * self.cp
+    def expert_ranks(self) -> tuple[int, int]:
+        """Distance of ranks that share experts, and how many have the same ones, and other tokens.
 
-    @property
-    def expert_copies(self) -> int:
-        """Ranks that have the same experts, and other tokens."""
-        if self.expert_stride > 1:
-            return self.dp // self.ep * self.cp
-        return self.dp * self.cp * self.tp // self.ep
+        The distance is 1 if all ranks of a stage have other tokens.
+        """
+        if self.sequence or self.tp == 1:
+            return 1, self.dp * self.cp * self.tp // self.ep
+        return self.tp * self.cp, self.dp // self.ep * self.cp
 
 
 class Optimizer(NamedTuple):
@@ -318,7 +314,7 @@ class TrainingStep:
         whole = sum(map(self.weights_of, layers)) + self.table_weights * tables
         experts, p = sum(map(self.expert_weights_of, layers)), self.parallel
         # An expert's states are on fewer ranks than other weights'.
-        shared = (whole - experts) / (self.shard or p.dp) / p.cp + experts / p.expert_copies
+        shared = (whole - experts) / (self.shard or p.dp) / p.cp + experts / p.expert_ranks[1]
         gradient = 4.0 if self.fp32_gradients else self.itemsize
         return {
             "weights": (shared if self.zero == 3 else whole) * self.itemsize,

@@ -58,7 +58,7 @@ def members(parallel: Parallel, group: str) -> list[list[int]]:
         ]
     p = parallel
     if group in ("ep", "edp"):
-        replica = (p.cp, p.tp) if p.expert_stride > 1 else (1, 1)
+        replica = (p.cp, p.tp) if p.expert_ranks[0] > 1 else (1, 1)
         ranks = torch.arange(p.world).view(p.pp, -1, p.ep, *replica)
     else:
         ranks = torch.arange(p.world).view(p.pp, 1, p.dp, p.cp, p.tp)

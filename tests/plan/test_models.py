@@ -560,7 +560,7 @@ def test_experts_are_spread_over_neighbours_as_in_megatron() -> None:
     far = Fabric(load_cluster("llama3-h100"), Parallel(tp=4, dp=8, ep=8))
     assert far.span("ep") == GroupSpan(8, 2, 4)
     for parallel in ({"sequence": True, "ep": 16}, {"ep": 8}):
-        with pytest.raises(ValueError, match=r"must divide (tp dp = 8|dp = 2)"):
+        with pytest.raises(ValueError, match=r"must divide (tp cp dp = 8|dp = 2)"):
             Parallel(tp=4, dp=2, **parallel)
 
 
