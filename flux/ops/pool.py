@@ -6,7 +6,9 @@ call only and may grow later: the op is then replaced by a larger one. An op liv
 its users.
 
 Functional calls and backward passes of ops (``OpPool.recent``): they share the few ops that the
-last calls needed. The op that was used least recently is closed first.
+last calls needed. The op that was used least recently is closed first. One that is needed again
+after that has come too early to its end: a model with more shapes would build all of its ops in
+each step. So room for one more is made, unless FLUX_WORKSPACE_CACHE is set.
 
 Building an op is collective, so all ranks must decide alike at the same call. All calls in a group,
 of either sort, are made in the same order on all ranks. What a pool holds depends on these calls
@@ -31,6 +33,7 @@ ops called in different orders, their waits end by timeouts.
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 import zlib
 from collections import OrderedDict
@@ -58,6 +61,8 @@ from flux.transport.placement import Placement
 
 TIMEOUT_S = 600.0
 """Seconds that a functional call waits for a peer."""
+MOST_DROPPED = 1024
+"""Keys of closed ops that a pool remembers: a loop over ever new shapes stays bounded."""
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
 
 _pools: dict[str, OpPool] = {}
@@ -186,6 +191,8 @@ class OpPool:
         self.graphs = User()
         self.early_gather: EarlyGather | None = None  # of the last column layer, for the next row's
         self.recent_limit = WORKSPACE_CACHE.get()
+        self._limit_grows = not os.environ.get(WORKSPACE_CACHE.name)
+        self._dropped: set[tuple[object, ...]] = set()  # keys of recent ops that were closed
         self.recent_ops: OrderedDict[tuple[object, ...], TensorParallelOp] = OrderedDict()
         self._control: ControlPad | None = None
 
@@ -322,7 +329,7 @@ class OpPool:
     ) -> O:
         """Return an op for ``m`` rows, after ``agree``. Collective if it has to be built.
 
-        It stays open until FLUX_WORKSPACE_CACHE others have been used since.
+        It stays open until ``recent_limit`` others have been used since.
         """
         key = (kind, n, k, dtype, timeout_s, *options.values())
         op = self.recent_ops.get(key)
@@ -330,8 +337,14 @@ class OpPool:
             op.close()
             del self.recent_ops[key]
             op = None
+        if op is None and self._limit_grows and key in self._dropped:
+            self._dropped.remove(key)
+            self.recent_limit += 1
         while op is None and len(self.recent_ops) >= self.recent_limit:
-            self.recent_ops.popitem(last=False)[1].close()
+            dropped, oldest = self.recent_ops.popitem(last=False)
+            oldest.close()
+            if len(self._dropped) < MOST_DROPPED:
+                self._dropped.add(dropped)
         if op is None:
             max_m = 1 << (m - 1).bit_length()  # doubling: growing M rebuilds seldom
             sizes = {"max_m": max_m, "n": n, "k": k, "dtype": dtype}

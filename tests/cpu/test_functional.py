@@ -13,6 +13,7 @@ from torch.distributed._symmetric_memory import (
 )
 
 import flux
+from flux.core.env import WORKSPACE_CACHE
 from flux.ops.pool import pool_of
 from harness import held, more, run_ranks
 
@@ -140,6 +141,28 @@ def _bounded(rank: int, world: int) -> None:
     flux.ops.clear_workspaces()
     assert not pool.recent_ops
     flux.ops.fused_all_gather_matmul(torch.ones(2, 3), [torch.ones(3, 2)], 0, name)
+
+
+def _coming_back(rank: int, world: int, limit: str) -> list[int]:
+    """Return how many ops each round over 11 shapes builds."""
+    name = dist.group.WORLD.group_name
+    pool_of(name).close()
+    with WORKSPACE_CACHE.during(limit):
+        pool, built, seen = pool_of(name), [], set[int]()
+    for _ in range(3):
+        before = len(seen)
+        for n in range(1, 12):
+            flux.ops.fused_all_gather_matmul(torch.ones(2, 3), [torch.ones(3, n)], 0, name)
+            seen |= {op.handle for op in pool.recent_ops.values()}
+        built.append(len(seen) - before)
+    pool.close()
+    return built
+
+
+@pytest.mark.parametrize(("limit", "built"), [("", [11, 3, 0]), ("8", [11, 11, 11])])
+def test_shapes_that_come_back_stay(limit: str, built: list[int]) -> None:
+    """As the layers of a model do, in each step; a limit that is set holds."""
+    assert run_ranks(2, _coming_back, limit) == [built, built]
 
 
 def test_workspaces_are_cached_and_bounded() -> None:
