@@ -711,6 +711,7 @@ class CudaOp:
         copied_offset: int = 0,
         scaled_rows: bool = False,
         x_bytes: int = 2,
+        staged_offset: int = 0,
     ) -> None: ...
     def touch_peers(self) -> None: ...
     @staticmethod

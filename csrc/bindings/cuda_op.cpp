@@ -71,7 +71,7 @@ void bind_op(py::module_& m) {
                        bool shared, bool graph_overlap, int lane, int margin, bool lends_margin,
                        std::int64_t pushed_bytes, int sum_flags, int sum_words,
                        std::int64_t second_offset, std::int64_t copied_offset, bool scaled_rows,
-                       int x_bytes) {
+                       int x_bytes, std::int64_t staged_offset) {
              const int world = static_cast<int>(pads.size());
              return std::make_unique<CudaOp>(std::move(driver), std::move(kernels),
                                              CudaOpSetup{rank,
@@ -113,7 +113,8 @@ void bind_op(py::module_& m) {
                                                          second_offset,
                                                          copied_offset,
                                                          scaled_rows,
-                                                         x_bytes});
+                                                         x_bytes,
+                                                         staged_offset});
            }),
            py::kw_only(), py::arg("driver"), py::arg("kernels"), py::arg("rank"), py::arg("pads"),
            py::arg("data"), py::arg("multicast"), py::arg("sums_by_switch"), py::arg("row_bytes"),
@@ -126,7 +127,8 @@ void bind_op(py::module_& m) {
            py::arg("shared") = false, py::arg("graph_overlap") = false, py::arg("lane") = 0,
            py::arg("margin") = 0, py::arg("lends_margin") = false, py::arg("pushed_bytes") = 0,
            py::arg("sum_flags") = 0, py::arg("sum_words") = 0, py::arg("second_offset") = 0,
-           py::arg("copied_offset") = 0, py::arg("scaled_rows") = false, py::arg("x_bytes") = 2)
+           py::arg("copied_offset") = 0, py::arg("scaled_rows") = false, py::arg("x_bytes") = 2,
+           py::arg("staged_offset") = 0)
       .def_static("pad_words", &CudaOp::pad_words, py::arg("world"), py::arg("signals"),
                   py::arg("offers"), py::arg("sum_words") = 0, py::arg("two_buffers") = false)
       .def("require_room", &CudaOp::require_room, py::arg("schedule"))

@@ -70,7 +70,7 @@ namespace flux::host {
 //   the second buffer of gathered rows and their scales, if there are two;
 //   slots of partials that copies take to their owners, one for each.
 // GemmAllToAll: blocks from all ranks, one behind the other, then the product, behind its guard.
-// AllToAllGemm: gathered rows, then blocks for all ranks.
+// AllToAllGemm: gathered rows, then blocks for all ranks. Both: blocks for, or from, ranks of other nodes.
 // If the NVLink switch adds up, there is a slot per owner. It holds this rank's partials of the
 // owner's rows, and the owner reads it. (The owner of a slot is the same at any M, so that only the
 // owner of a tile has to be awaited before the tile is written.) Between nodes there are W slots:
@@ -123,6 +123,8 @@ struct CudaOpSetup {
   std::int64_t copied_offset = 0;  // of partials that copies take to their owners; 0: none
   bool scaled_rows = false;        // x has a scale for each row
   int x_bytes = 2;                 // of an element of x
+  std::int64_t staged_offset =
+      0;  // of blocks for, or from, ranks of other nodes; 0: there are none
 };
 
 template <class T>
@@ -319,7 +321,7 @@ class CudaOp {
   void put_partials(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand);
   void await_partials(const Schedule& schedule, int n, int owner, int place);
   FluxMeetArgs own_flags(int first, int count) const;
-  void await_own_flags(const FluxMeetArgs& args);
+  void await_own_flags(const FluxMeetArgs& args, Stream stream);
   void send_partials(const Schedule& schedule, int owner);
   Address partials_for(int owner) const;
 
@@ -332,11 +334,23 @@ class CudaOp {
   FluxGemmArgs own_gemm(const Schedule& schedule, Stream stream, const Operand& operand,
                         int k) const;
   std::vector<std::int32_t> visited_columns() const;
-  void await_columns(const Schedule& schedule, int peer);
+  void await_columns(const Schedule& schedule, int peer, Stream stream);
   void send_block(const Schedule& schedule, int peer, Address product);
   Record block_record(const Schedule& schedule, int peer, int at, Range rows, int signal) const;
   void multiply_heads(const Schedule& schedule, Stream stream, const Operand& operand);
   void fetch_heads(const Schedule& schedule);
+  void fetch_from(const Schedule& schedule, int peer, Range rows, int signal);
+
+  // cuda_op_exchange_nodes.cpp
+  std::int64_t blocks_end() const {
+    return setup_.remote ? setup_.staged_offset : setup_.sums_offset;
+  }
+  void require_staged(const Schedule& schedule, int tiles) const;
+  bool is_near(int rank) const { return rank / lanes() == node(); }
+  Address staged_block(const Schedule& schedule, int rank, int peer) const;
+  std::size_t block_bytes(int rows) const;
+  void exchange_blocks(const Schedule& schedule, Address product);
+  void fetch_from_nodes(const Schedule& schedule, int tile);
 
   // cuda_op_in_kernel.cpp
   void gather_in_kernel(const Schedule& schedule, Stream stream, const Rows& x,

@@ -109,7 +109,7 @@ void CudaOp::await_partials(const Schedule& schedule, int n, int owner, int plac
   const FluxMeetArgs args = own_flags(owner * flag_rows(s) * flag_columns(s),
                                       (tiles.end - tiles.begin) * flag_columns(s));
   const auto what = [&] { return record_of(Work::kWait, epoch_, setup_.rank, owner); };
-  stamped(streams_.get(), copy_stream_, what, [&] { await_own_flags(args); });
+  stamped(streams_.get(), copy_stream_, what, [&] { await_own_flags(args, copy_stream_); });
 }
 
 // A wait for so many flags of own tiles.
@@ -122,9 +122,9 @@ FluxMeetArgs CudaOp::own_flags(int first, int count) const {
   return args;
 }
 
-// Makes the copy stream wait, in a kernel unless ranks share the device: then no multiprocessor may be free.
-void CudaOp::await_own_flags(const FluxMeetArgs& args) {
-  if (!setup_.shared) return kernels_.at(0)->meet(args, copy_stream_);
+// Makes a stream wait, in a kernel unless ranks share the device: then no multiprocessor may be free.
+void CudaOp::await_own_flags(const FluxMeetArgs& args, Stream stream) {
+  if (!setup_.shared) return kernels_.at(0)->meet(args, stream);
   std::vector<MemOp> flags;
   for (int row = 0; row < std::max(args.rows, 1); ++row) {
     const int begin = args.first + row * args.row_step;
@@ -132,7 +132,7 @@ void CudaOp::await_own_flags(const FluxMeetArgs& args) {
       flags.push_back({MemOp::kWait, words_->offers[setup_.rank] + i * kWord, epoch_});
     }
   }
-  driver_->memory_ops(copy_stream_, flags);
+  driver_->memory_ops(stream, flags);
 }
 
 // In captured calls all ranks have met.

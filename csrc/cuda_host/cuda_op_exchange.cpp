@@ -1,4 +1,5 @@
-// All-to-alls of heads on the GPUs of one node (flux.ulysses): copy engines move blocks beside the GEMM.
+// All-to-alls of heads on GPUs (flux.ulysses): copy engines move blocks beside the GEMM. Between nodes:
+// cuda_op_exchange_nodes.cpp.
 //
 //   GemmAllToAll   stream       entry -> all | kernel: tile -> own memory, own flag | own block | await all blocks
 //                  copy stream  (forked before the kernel) await flags of d's columns, entry of d | block -> d, flag ...
@@ -51,15 +52,16 @@ void CudaOp::require_exchange_room(const Schedule& schedule) const {
     require("signals", ceil_div(chunk, schedule.spec.comm.rows), setup_.signals);
     require("gathered rows", chunk, setup_.rest_offset / setup_.row_bytes);
     require("rows of blocks", schedule.spec.problem.m,
-            (setup_.sums_offset - setup_.rest_offset) / block_row);
-    return;
+            (blocks_end() - setup_.rest_offset) / block_row);
+    return require_staged(schedule, ceil_div(chunk, schedule.spec.comm.rows));
   }
   const ScatterTiling s{chunk, product_columns(), 1, kernels_.at(0)->tile_m(),
                         kernels_.at(0)->tile_n()};
   require("flags of own tiles", flag_count(s), setup_.offers);
   require("rows of blocks", schedule.spec.problem.m, setup_.copied_offset / block_row);
   require("rows of the product", chunk,
-          (setup_.sums_offset - setup_.copied_offset - setup_.guard_bytes) / setup_.row_bytes);
+          (blocks_end() - setup_.copied_offset - setup_.guard_bytes) / setup_.row_bytes);
+  require_staged(schedule, 1);
 }
 
 int CudaOp::block_columns() const {
@@ -132,9 +134,11 @@ void CudaOp::project(const Schedule& schedule, Stream stream, const Rows& x,
   if (whole) join(copy_stream_, stream);
   {
     const Span stage("flux copies");
+    if (setup_.remote) exchange_blocks(schedule, product);
     for (int step = 1; step < world; ++step) {
       const int peer = wrap(rank + step, world);
-      if (own > 0 && !whole) await_columns(schedule, peer);
+      if (!is_near(peer)) continue;
+      if (own > 0 && !whole) await_columns(schedule, peer, copy_stream_);
       send_block(schedule, peer, product);
     }
   }
@@ -145,6 +149,7 @@ void CudaOp::project(const Schedule& schedule, Stream stream, const Rows& x,
     driver_->memory_ops(stream, {{MemOp::kWrite, words_->signals[rank] + rank * kWord, number()}});
   });
   join(stream, copy_stream_);
+  if (setup_.remote) join(stream, network_stream_);
   FluxMeetArgs all = rows_wait();
   all.code = FLUX_WAIT_PARTIAL;
   all.sync.trace = nullptr;  // the stream's record says what is awaited
@@ -153,12 +158,14 @@ void CudaOp::project(const Schedule& schedule, Stream stream, const Rows& x,
   end(stream, false);
 }
 
-// Ranges of columns in the order in which they leave: those of the next rank first. Heads that ranks share
-// leave with the first of them.
+// Ranges of columns in the order in which they leave: of other nodes first, whose links are slower, and
+// those of the next rank first. Heads that ranks share leave with the first of them.
 std::vector<std::int32_t> CudaOp::visited_columns() const {
   std::vector<std::int32_t> order;
-  for (int step = 1; step <= setup_.world; ++step) {
-    for (const Range& piece : columns_[wrap(setup_.rank + step, setup_.world)]) {
+  for (int step = 1; step <= 2 * setup_.world; ++step) {
+    const int peer = wrap(setup_.rank + step, setup_.world);
+    if (is_near(peer) != (step > setup_.world)) continue;
+    for (const Range& piece : columns_[peer]) {
       bool known = false;
       for (std::size_t i = 0; i < order.size(); i += 2) known |= order[i] == piece.begin;
       if (!known) order.insert(order.end(), {piece.begin, piece.end});
@@ -167,8 +174,8 @@ std::vector<std::int32_t> CudaOp::visited_columns() const {
   return order;
 }
 
-// Makes the copy stream wait until the tiles with columns of `peer` are there, of all own rows.
-void CudaOp::await_columns(const Schedule& schedule, int peer) {
+// Makes a stream wait until the tiles with columns of `peer` are there, of all own rows.
+void CudaOp::await_columns(const Schedule& schedule, int peer, Stream stream) {
   const Kernel& kernel = *kernels_.at(0);
   const ScatterTiling s{schedule.spec.rows[setup_.rank], product_columns(), 1, kernel.tile_m(),
                         kernel.tile_n()};
@@ -179,7 +186,7 @@ void CudaOp::await_columns(const Schedule& schedule, int peer) {
     args.row_step = flag_columns(s);
     args.sync.trace = nullptr;
     const auto what = [&] { return record_of(Work::kOwnGemm, epoch_, peer); };
-    stamped(streams_.get(), copy_stream_, what, [&] { await_own_flags(args); });
+    stamped(streams_.get(), stream, what, [&] { await_own_flags(args, stream); });
   }
 }
 
@@ -222,9 +229,9 @@ void CudaOp::begin_heads(const Schedule& schedule, Stream stream) {
 // Gathers the heads of the own rows, and multiplies them, if the operand has columns.
 void CudaOp::gather_heads(const Schedule& schedule, Stream stream, const Operand& operand) {
   const Span call("AllToAllGemm", schedule.spec.problem.m);
-  const int rank = setup_.rank, world = setup_.world, own = schedule.spec.rows[rank];
+  const int rank = setup_.rank, own = schedule.spec.rows[rank];
   std::vector<MemOp> offers;
-  for (int peer = 0; peer < world; ++peer) {
+  for (int peer = neighbours().begin; peer < neighbours().end; ++peer) {
     if (peer == rank) continue;
     offers.push_back({MemOp::kWrite, words_->offers[peer] + rank * kWord, number()});
   }
@@ -234,6 +241,10 @@ void CudaOp::gather_heads(const Schedule& schedule, Stream stream, const Operand
   const bool beside = capture_ == 0 || setup_.graph_overlap;
   if (multiplies && beside) multiply_heads(schedule, stream, operand);
   driver_->await_event(copy_stream_, forked_);
+  if (setup_.remote) {
+    driver_->await_event(network_stream_, forked_);
+    setup_.remote->open(network_stream_, epoch_);
+  }
   {
     const Span stage("flux copies");
     fetch_heads(schedule);
@@ -243,7 +254,8 @@ void CudaOp::gather_heads(const Schedule& schedule, Stream stream, const Operand
     multiply_heads(schedule, stream, operand);
   }
   if (!multiplies || beside) join(stream, copy_stream_);
-  end(stream, multiplies);
+  if (setup_.remote) join(stream, network_stream_);
+  end(stream, multiplies && !setup_.remote);
 }
 
 void CudaOp::multiply_heads(const Schedule& schedule, Stream stream, const Operand& operand) {
@@ -258,35 +270,48 @@ void CudaOp::multiply_heads(const Schedule& schedule, Stream stream, const Opera
   kernels_.at(0)->launch(args, stream);
 }
 
-// Tile by tile of the own rows the blocks of all peers. At any time each rank reads from another one.
+// Tile by tile of the own rows the blocks of all peers. At any time each rank reads from another one. Ranks
+// of other nodes may have more tiles, whose rows this rank sends.
 void CudaOp::fetch_heads(const Schedule& schedule) {
   const int rank = setup_.rank, world = setup_.world, own = schedule.spec.rows[rank];
   const int tile_rows = schedule.spec.comm.rows;
-  const Address row = block_columns() * setup_.x_bytes;
-  for (int first = 0; first < own; first += tile_rows) {
-    const int rows = std::min(tile_rows, own - first);
+  const int most = setup_.remote ? schedule.spec.problem.m / world : own;
+  for (int first = 0; first < most; first += tile_rows) {
+    if (setup_.remote) fetch_from_nodes(schedule, first / tile_rows);
+    if (first >= own) continue;
+    const Range rows{first, std::min(first + tile_rows, own)};
     for (int step = 1; step < world; ++step) {
       const int peer = wrap(rank + step, world);
-      if (first == 0) {
-        const Address offer = words_->offers[rank] + peer * kWord;
-        const auto awaits = [&] { return record_of(Work::kEntry, epoch_, peer); };
-        stamped(streams_.get(), copy_stream_, awaits,
-                [&] { driver_->memory_ops(copy_stream_, {{MemOp::kWait, offer, number()}}); });
-      }
-      const Address block = result(peer) + block_offset(schedule, rank) + first * row;
-      const Address gathered = setup_.data[rank] + first * setup_.row_bytes;
-      const bool last = step == world - 1;
-      const auto what = [&] {
-        return block_record(schedule, peer, rank, {first, first + rows},
-                            last ? first / tile_rows : -1);
-      };
-      stamped(streams_.get(), copy_stream_, what, [&] {
-        copy_block(copy_stream_, peer, block, gathered, rows, true);
-        const Address signal = words_->signals[rank] + first / tile_rows * kWord;
-        if (last) driver_->memory_ops(copy_stream_, {{MemOp::kWrite, signal, number()}});
-      });
+      if (!is_near(peer)) continue;
+      const bool last = step == world - 1 && !setup_.remote;
+      fetch_from(schedule, peer, rows, last ? first / tile_rows : -1);
     }
+    if (!setup_.remote) continue;
+    join(copy_stream_, network_stream_);
+    const Address signal = words_->signals[rank] + first / tile_rows * kWord;
+    driver_->memory_ops(copy_stream_, {{MemOp::kWrite, signal, number()}});
   }
+}
+
+// Copies rows of the block of a rank of this node. `signal`: that is raised behind them; -1: none.
+void CudaOp::fetch_from(const Schedule& schedule, int peer, Range rows, int signal) {
+  const int rank = setup_.rank, count = rows.end - rows.begin;
+  const Address row = block_columns() * setup_.x_bytes;
+  if (rows.begin == 0) {
+    const Address offer = words_->offers[rank] + peer * kWord;
+    const auto awaits = [&] { return record_of(Work::kEntry, epoch_, peer); };
+    stamped(streams_.get(), copy_stream_, awaits,
+            [&] { driver_->memory_ops(copy_stream_, {{MemOp::kWait, offer, number()}}); });
+  }
+  const Address block = result(peer) + block_offset(schedule, rank) + rows.begin * row;
+  const Address gathered = setup_.data[rank] + rows.begin * setup_.row_bytes;
+  const auto what = [&] { return block_record(schedule, peer, rank, rows, signal); };
+  stamped(streams_.get(), copy_stream_, what, [&] {
+    copy_block(copy_stream_, peer, block, gathered, count, true);
+    if (signal < 0) return;
+    const Address word = words_->signals[rank] + signal * kWord;
+    driver_->memory_ops(copy_stream_, {{MemOp::kWrite, word, number()}});
+  });
 }
 
 }  // namespace flux::host

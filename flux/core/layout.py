@@ -40,6 +40,7 @@ class Layout:
     sum_words: int = 0  # these, and a word for each sum
     second_offset: int = 0  # of the second buffer of gathered rows, with signals of its own
     copied_offset: int = 0  # of partials that copies take to their owners
+    staged_offset: int = 0  # of blocks for, or from, ranks of other nodes
 
     @staticmethod
     def of(
@@ -72,7 +73,7 @@ class Layout:
         """
         chunk = ceil_div(spec.max_m, world)
         if spec.op.exchanges:
-            return Layout._of_exchange(spec, world, chunk, tile, most_tiles, guard_rows)
+            return Layout._of_exchange(spec, world, nodes, chunk, tile, most_tiles, guard_rows)
         row = spec.row_elements * spec.itemsize
         # There is no schedule with more than max_tiles signals.
         tiles = min(most_tiles, ceil_div(_C.core.max_tiles, world))
@@ -143,6 +144,7 @@ class Layout:
     def _of_exchange(
         spec: OpSpec,
         world: int,
+        nodes: int,
         chunk: int,
         tile: tuple[int, int],
         most_tiles: int,
@@ -151,17 +153,35 @@ class Layout:
         """Return the layout of an all-to-all, whose ranks have up to ``chunk`` rows each."""
         width, dtype = spec.travelling(world)
         blocks = _up(world * chunk * width * dtype.itemsize)
+        far = world - world // nodes
+        staged = _up(far * chunk * width * dtype.itemsize)
         if spec.op.kernel == "ag_gemm":
             row = world * width * dtype.itemsize
             rest = _up(chunk * row)
-            size = rest + blocks
-            return Layout(most_tiles, 0, 0, rest, size, size, row, offers=world)
+            begin = rest + blocks
+            size = begin + staged
+            counts = {"offers": world, "boxes": world * most_tiles if far else 0}
+            return Layout(
+                most_tiles, 0, 0, rest, size, size, row, **counts, staged_offset=begin if far else 0
+            )
         row = spec.n[0] * dtype.itemsize
         flags = _C.core.ScatterTiling(chunk, spec.n[0], 1, *tile).flag_count()
         guard = _up(guard_rows * row)
-        size = blocks + guard + _up(chunk * row)
+        begin = blocks + guard + _up(chunk * row)
+        size = begin + staged
         return Layout(
-            world, 0, 0, 0, size, size, row, flags, guard_bytes=guard, copied_offset=blocks
+            world,
+            0,
+            0,
+            0,
+            size,
+            size,
+            row,
+            flags,
+            guard_bytes=guard,
+            boxes=world if far else 0,
+            copied_offset=blocks,
+            staged_offset=begin if far else 0,
         )
 
     @property

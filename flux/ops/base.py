@@ -130,9 +130,8 @@ class TensorParallelOp:
                 options = (knobs, backend, transport, timeout_s)
                 backend = check_executor(label, spec, exchange, *options)
                 placement = Placement.of_op(places, backend, transport, topology)
-                mesh = (spec, placement, topology, knobs, backend, transport)
-                chosen = isinstance(tuning, (Knobs, Fixed))
-                topology, knobs = check_mesh(label, *mesh, chosen=chosen)
+                mesh = (placement, topology, knobs, backend, transport)
+                topology, knobs = check_mesh(label, *mesh)
             except (TypeError, ValueError) as error:
                 problem = error
             tuned = tuning == "cache"
@@ -164,7 +163,7 @@ class TensorParallelOp:
                 gpus = open_gpus(exchange, placement.topology.nodes, timeout_s, transport)
             device = gpus.device.torch_device if gpus else torch.device("cpu")
             self._choice: Choice = Fixed(knobs, kernel)
-            if tuned and knobs.path != "unfused" and isinstance(exchange, Exchange):
+            if tuned and isinstance(exchange, Exchange):
                 self._choice = choice.choose(
                     spec, exchange, placement, topology, backend, self._is_legal
                 )

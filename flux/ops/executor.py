@@ -230,15 +230,8 @@ def reason_gpus_unsupported(placement: Placement) -> str | None:
     return None
 
 
-def _on_nodes(
-    label: str, spec: OpSpec, placement: Placement, topology: Topology, knobs: Knobs, chosen: bool
-) -> Knobs:
-    """Return the knobs for GPUs on several nodes.
-
-    Raises:
-        ValueError: the topology has other nodes than the sets of GPUs that share memory, or the
-            knobs need memory of other nodes.
-    """
+def _check_nodes(label: str, placement: Placement, topology: Topology, knobs: Knobs) -> None:
+    """Raise unless the nodes of the topology are the sets of GPUs that share memory."""
     apart = placement.topology
     if topology.uneven or topology.nodes != apart.nodes:
         raise ValueError(
@@ -252,14 +245,6 @@ def _on_nodes(
             f"{label}: reduce = {knobs.reduce} needs memory that all ranks can address, "
             f"and they are on {apart.nodes} nodes"
         )
-    if not spec.op.exchanges or knobs.path == "unfused":
-        return knobs
-    if chosen:
-        raise ValueError(
-            f"{label}: on GPUs of {apart.nodes} nodes heads have path = unfused alone, which is "
-            f"the default there, got {knobs}"
-        )
-    return Knobs(path="unfused")
 
 
 def _or(names: Sequence[str]) -> str:
@@ -268,18 +253,15 @@ def _or(names: Sequence[str]) -> str:
 
 def check_mesh(
     label: str,
-    spec: OpSpec,
     placement: Placement,
     topology: Topology | None,
     knobs: Knobs,
     backend: str,
     transport: str | None,
-    *,
-    chosen: bool,
 ) -> tuple[Topology, Knobs]:
     """Return the mesh of ranks, by default one node per host, and the knobs for it.
 
-    Between hosts rows are pushed, never pulled. ``chosen``: the caller has passed the knobs.
+    Between hosts rows are pushed, never pulled.
     """
     apart, world = placement.topology, len(placement.nodes)
     hosts = apart.nodes
@@ -303,7 +285,8 @@ def check_mesh(
             "serves one; leave transport open"
         )
     if backend == "cuda":
-        return topology, _on_nodes(label, spec, placement, topology, knobs, chosen)
+        _check_nodes(label, placement, topology, knobs)
+        return topology, knobs
     if knobs.direction == "pull":
         raise ValueError(
             f"{label}: direction = pull needs memory that peers can read, but the ranks are on "

@@ -142,11 +142,13 @@ def _block_schedule(
 
 
 def predicted_ms(problem: SparseProblem, cluster: Cluster, path: str) -> float:
-    """Return the time of a call on GPUs, which on several nodes has path unfused alone.
+    """Return the time of a call on GPUs.
 
         unfused         GEMM of each rank's heads, or of all | library | a pass over memory each way
         GemmAllToAll    GEMM, columns of one rank after the other | copies, a block behind | a pass
         AllToAllGemm    a pass | copies | GEMM, a tile of rows behind
+
+    Between nodes a block, or its tile, is one message, beside the copies.
 
     Args:
         problem: the op and its sizes.
@@ -162,17 +164,19 @@ def predicted_ms(problem: SparseProblem, cluster: Cluster, path: str) -> float:
         shape = (chunk, columns, problem.k)
         return sliced_gemm_ms(shape, problem.dtype, problem.itemsize, device)
 
+    lanes = ceil_div(world, problem.nodes)
+    library = all_to_all_ms(sent, world, lanes, cluster, cluster.network.gbs)
     if path == "unfused":
         gemm = world * gemm_ms(problem.local[0]) if gemm_first else gemm_ms(problem.n)
-        lanes = ceil_div(world, problem.nodes)
-        library = all_to_all_ms(sent, world, lanes, cluster, cluster.network.gbs)
         return gemm + 2 * one_pass + library + 1e-3 * LIBRARY_LATENCY_US["cuda"]
     gemm = gemm_ms(problem.n) * slowdown(problem.dense, cluster, Knobs(), None)
     op = AllToAllOp[problem.name]
     rows, _ = _gpu_sizes(op, chunk, int(problem.row_bytes), ClusterTile(*TILE))
     tiles, peers = ceil_div(chunk, rows), world - 1
-    link = peers / world * sent / bytes_per_ms(cluster.link.gbs)
-    copies = copied_ms(link, peers * tiles * len(problem.heads), cluster.link)
+    link = (lanes - 1) / world * sent / bytes_per_ms(cluster.link.gbs)
+    copies = copied_ms(link, (lanes - 1) * tiles * len(problem.heads), cluster.link)
+    if problem.nodes > 1:
+        copies = max(copies, library + 1e-3 * (world - lanes) * tiles * LAUNCH_US["cuda"])
     ahead = one_pass + 1e-3 * SIGNAL_US["cuda"]
     if not gemm_first:
         return ahead + max(copies / tiles + gemm, copies + gemm / tiles)

@@ -414,14 +414,13 @@ def block_candidates(
         by_name = {"unfused": Knobs(path="unfused"), "default": Knobs(), _name(tile): tile}
         by_name |= {_name(knobs): knobs for knobs in combined}
         return [Candidate(name, knobs, None, ms) for name, knobs in by_name.items()], []
-    unfused, fused = (predicted_ms(problem, cluster, path) for path in ("unfused", "fused"))
-    kept = [Candidate("unfused", Knobs(path="unfused"), None, unfused)]
-    if problem.nodes > 1:  # the default
-        why = f"illegal: on GPUs of {problem.nodes} nodes heads have path = unfused alone"
-        return kept, [Pruned(_name(knobs), why) for knobs in dict.fromkeys((Knobs(), *combined))]
     configs, pruned = kernels(space, problem)
     best, speeds = _kernel_speeds(configs, problem, cluster)
-    kept.append(Candidate("default", Knobs(), best, fused))
+    unfused, fused = (predicted_ms(problem, cluster, path) for path in ("unfused", "fused"))
+    kept = [
+        Candidate("unfused", Knobs(path="unfused"), None, unfused),
+        Candidate("default", Knobs(), best, fused),
+    ]
     for knobs, config in product(combined, configs):
         predicted = fused + (speeds[config.name] - 1) * ms
         name = _name(knobs, config)

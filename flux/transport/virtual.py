@@ -87,8 +87,6 @@ class VirtualWorld(OneGpuWorld):
         copied |= spec.op.kernel == "ag_gemm" and spec.op.exchanges
         if copied and rows is not None and rows < least:
             return f"ranks of one thread need comm_tile_rows >= {least} for M = {spec.max_m}"
-        if spec.op.exchanges and self.nodes > 1:
-            return "heads on several nodes have path = unfused alone, which needs a process group"
         return super().reason_unsupported(spec, knobs)
 
     def rank(self, rank: int) -> OneGpuRank:

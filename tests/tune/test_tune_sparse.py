@@ -16,6 +16,7 @@ from flux.launch.supervisors import Spawned
 from flux.machine.cluster import load_cluster
 from flux.machine.detection import detect
 from flux.moe import DispatchGroupedGemm
+from flux.select.all_to_all import ModelledPath, predicted_ms
 from flux.select.cache import Cache
 from flux.select.choose import Tuned
 from flux.select.dispatching import ModelledDispatch, needed_share, predict_sparse
@@ -149,11 +150,14 @@ def test_tokens_go_to_other_nodes_by_the_path_that_sends_fewer() -> None:
         assert ModelledDispatch(problem, cluster).knobs(8192) == Knobs(path=path)
 
 
-def test_heads_of_several_nodes_of_gpus_have_one_path() -> None:
+def test_heads_of_several_nodes_take_the_faster_path() -> None:
     cluster = load_cluster("flux-h800")
     for name in ("gemm_all_to_all", "all_to_all_gemm"):
-        problem = make_problem(name, 8192, 1024, 1024, "bfloat16", 16, nodes=2)
-        topology = Topology(2, 1, 8)
-        kept, pruned = candidates(load_space("sm90a"), problem, topology, cluster)
-        assert [c.name for c in kept] == ["unfused"] and kept[0].predicted_ms > 0
-        assert pruned and all("2 nodes heads have path = unfused" in p.reason for p in pruned)
+        problem = make_problem(name, 16384, 4096, 4096, "bfloat16", 16, nodes=2)
+        assert isinstance(problem, SparseProblem)
+        kept, _ = candidates(load_space("sm90a"), problem, Topology(2, 1, 8), cluster)
+        times = {c.name: c.predicted_ms for c in kept}
+        slow = replace(cluster, network=replace(cluster.network, gbits=cluster.network.gbits / 8))
+        assert predicted_ms(problem, slow, "fused") > times["default"]
+        path = "fused" if times["default"] < times["unfused"] else "unfused"
+        assert ModelledPath(problem, cluster).knobs(problem.m).path == path

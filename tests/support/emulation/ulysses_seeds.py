@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,13 @@ def case_of(seed: int, kernels: list[GemmConfig]) -> tuple[GemmConfig, UlyssesCa
 
 
 def run_case(
-    device: Any, built: BuiltKernel, case: UlyssesCase, seed: int
+    device: Any,
+    built: BuiltKernel,
+    case: UlyssesCase,
+    seed: int,
+    make_world: Callable[..., VirtualWorld] = VirtualWorld,
 ) -> tuple[list[list[torch.Tensor]], float]:
-    """Make calls of the kernel's op, one right behind the other.
+    """Make calls of the kernel's op, one right behind the other, on ``make_world(world, device)``.
 
     Return results by call and rank, and the worst error as a part of the bound.
 
@@ -93,7 +98,7 @@ def run_case(
     device.cuda.seed = 1 + 1000 * seed
     device.take_turns(device.cuda.seed)
     results = []
-    with only(device, built, world), VirtualWorld(world, device) as ranks, ExitStack() as closing:
+    with only(device, built, world), make_world(world, device) as ranks, ExitStack() as closing:
         ops = [
             closing.enter_context(case.build(kind, group=ranks.rank(r), timeout_s=120.0))
             for r in range(world)
