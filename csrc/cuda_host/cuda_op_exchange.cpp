@@ -288,8 +288,11 @@ void CudaOp::fetch_heads(const Schedule& schedule) {
     }
     if (!setup_.remote) continue;
     join(copy_stream_, network_stream_);
-    const Address signal = words_->signals[rank] + first / tile_rows * kWord;
-    driver_->memory_ops(copy_stream_, {{MemOp::kWrite, signal, number()}});
+    const int signal = first / tile_rows;
+    const Address word = words_->signals[rank] + signal * kWord;
+    const auto there = [&] { return block_record(schedule, rank, rank, rows, signal); };
+    stamped(streams_.get(), copy_stream_, there,
+            [&] { driver_->memory_ops(copy_stream_, {{MemOp::kWrite, word, number()}}); });
   }
 }
 

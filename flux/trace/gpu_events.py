@@ -353,7 +353,7 @@ class _Streams:
             return f"{rows} to rank {r.peer}", details
         if work is Work.receive:
             details["awaits"] = f"{r.peer}>>{self.rank}:{r.signal}"
-            if Op[self.op].gathers:
+            if op_row(self.op).gathers or self.op == "gemm_all_to_all":
                 details["raises"] = f"{self.rank}:{r.signal}"
             return f"{rows} from rank {r.peer}", details
         if work is Work.slab:
