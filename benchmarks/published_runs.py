@@ -48,7 +48,7 @@ class Run:
         policy: that schedules it.
         degrees: of parallelism.
         options: of ``step_of``.
-        sizes: of the layer, and ``layers``, in place of the model's.
+        sizes: of the layer, and ``layers``, ``vocabulary`` and ``tied``, in place of the model's.
         assumed: what the source leaves open.
         besides: GB that the source's programs move and the planner leaves out, by cause.
         like: another cluster, of the same multiprocessors and programs, whose shares of attention
@@ -72,9 +72,9 @@ class Run:
     def step(self) -> TrainingStep:
         """Return the step."""
         step = step_of(self.model, Parallel(**self.degrees), **self.options)
-        sizes = dict(self.sizes)
-        layers = sizes.pop("layers", step.layers)
-        return replace(step, layer=replace(step.layer, **sizes), layers=layers)
+        sizes: dict[str, Any] = dict(self.sizes)
+        of_step = {key: sizes.pop(key) for key in ("layers", "vocabulary", "tied") if key in sizes}
+        return replace(step, layer=replace(step.layer, **sizes), **of_step)
 
 
 _UNFUSED = {"unfused_attention": True, "fp32_gradients": True}
@@ -114,6 +114,42 @@ def _titan(gpus: int, how: str, figure: float, **options: Any) -> Run:
         {**_TITAN, **options},
         besides=besides,
         like="grand-teton" if h200 else "",
+    )
+
+
+def _gpt(hidden: int, heads: int, layers: int) -> dict[str, int]:
+    sizes = {"hidden": hidden, "intermediate": 4 * hidden, "heads": heads, "kv_heads": heads}
+    return {**sizes, "head_dim": hidden // heads, "layers": layers}
+
+
+def _scaled(
+    name: str,
+    sizes: tuple[int, int, int],
+    degrees: tuple[int, int, int],
+    batch: tuple[int, int],
+    tflops: int,
+    chunks: int = 1,
+) -> Run:
+    """Return a run of MEGATRON's table 1; Megatron-LM's scripts have its micro-batches and stages.
+
+    Args:
+        name: for display.
+        sizes: width of the model, heads, layers.
+        degrees: of tensor, pipeline and data parallelism.
+        batch: sequences of a step, and of a micro-batch.
+        tflops: of a GPU; they count recomputation, and all pairs of attention.
+        chunks: stages on each rank.
+    """
+    (hidden, _, layers), (tp, pp, dp), (whole, each) = sizes, degrees, batch
+    operations = 96 * whole * 2048 * layers * hidden**2
+    operations *= 1 + 2048 / 6 / hidden + 51200 / 16 / layers / hidden
+    return Run(
+        *(name, f"{MEGATRON}, table 1", operations / (tp * pp * dp) / (tflops * 1e12), "s"),
+        *("gpt3-175b", "selene"),
+        ("interleaved", {"chunks": chunks}) if chunks > 1 else ("serial", {}),
+        {"tp": tp, "pp": pp, "dp": dp},
+        {"micro_batch": each, "micro_batches": whole // dp // each, "zero": 0, **_FULL},
+        _gpt(*sizes),
     )
 
 
@@ -182,6 +218,35 @@ RUNS = (
         *(("interleaved", {"chunks": 8}), {"pp": 4, "dp": 16, "ep": 8}),
         {"sequence": 4096, "micro_batches": 16, "fp32_gradients": True},
         assumed="468 TFLOPS are of the README's reference mapping",
+    ),
+    _scaled("GPT 1.7B", (2304, 24, 24), (1, 1, 32), (512, 16), 137),
+    _scaled("GPT 3.6B", (3072, 32, 30), (2, 1, 32), (512, 16), 138),
+    _scaled("GPT 7.5B", (4096, 32, 36), (4, 1, 32), (512, 16), 142),
+    _scaled("GPT 18.4B", (6144, 48, 40), (8, 1, 32), (1024, 8), 135),
+    _scaled("GPT 39.1B", (8192, 64, 48), (8, 2, 32), (1536, 4), 138),
+    _scaled("GPT 76.1B", (10240, 80, 60), (8, 4, 32), (1792, 2), 140, 3),
+    _scaled("GPT 145.6B", (12288, 96, 80), (8, 8, 24), (2304, 2), 148, 2),
+    _scaled("GPT 310.1B", (16384, 128, 96), (8, 16, 15), (2160, 1), 155, 2),
+    _scaled("GPT 529.6B", (20480, 128, 105), (8, 35, 9), (2520, 1), 163, 3),
+    _scaled("GPT 1008B", (25600, 160, 128), (8, 64, 6), (3072, 1), 163),
+    Run(
+        *("GPT 530B, full recomputation", RECOMPUTATION, 49.05, "s", "gpt3-175b", "selene"),
+        *(("interleaved", {"chunks": 3}), {"tp": 8, "pp": 35}),
+        *({"micro_batches": 280, **_FULL}, _gpt(20480, 128, 105)),
+    ),
+    Run(
+        *("GPT 530B, selective", RECOMPUTATION, 37.83, "s", "gpt3-175b", "selene"),
+        *(("interleaved", {"chunks": 3}), {"tp": 8, "pp": 35, "sequence": True}),
+        {"micro_batches": 280, "recompute": "selective", **_UNFUSED},
+        _gpt(20480, 128, 105),
+    ),
+    Run(
+        *("Nemotron-4 340B", "arXiv 2406.11704, table 2", 8.0, "s", "gpt3-175b", "llama3-h100"),
+        *(("interleaved", {"chunks": 8}), {"tp": 8, "pp": 12, "dp": 64, "sequence": True}),
+        {"sequence": 4096, "micro_batches": 36, "fp32_gradients": True},
+        _gpt(18432, 96, 96)
+        | {"kv_heads": 8, "vocabulary": 256000, "tied": False, "dropout": False},
+        assumed="stages of one layer, micro-batches of 1; hosts as those of Llama 3",
     ),
     _llama(8192, 8192, 1, 32, 430),
     _llama(16384, 8192, 1, 16, 400),
