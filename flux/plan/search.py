@@ -274,7 +274,8 @@ def layouts(query: Query) -> Iterator[TrainingStep]:
     Tensor parallelism stays inside hosts. With it comes sequence parallelism or not, with inputs
     gathered again or kept. Context parallel ranks share a sequence, of which each keeps at least
     LEAST_TOKENS. Data parallel ranks share the optimizer's states (ZeRO-1), or weights too
-    (ZeRO-3). Experts are spread over as many data parallel ranks as divide both.
+    (ZeRO-3). Experts are spread over as many data parallel ranks as divide both, or over as many
+    ranks of a stage.
     """
     model = model_of(query.model)
     experts = model.layer.moe.experts if model.layer.moe else 1
@@ -291,12 +292,20 @@ def layouts(query: Query) -> Iterator[TrainingStep]:
         dp = query.gpus // (tp * cp * pp)
         if query.batch % dp or model.layer.intermediate % tp:
             continue
-        ep = max(size for size in _divisors(experts) if dp % size == 0)
         zeros = (1, 3) if dp * cp > 1 else (1,)
-        for micro_batch, (sequence, regather), zero in product(
-            _divisors(query.batch // dp), ((False, False), (True, False), (True, True)), zeros
+        spread = {
+            max(size for size in _divisors(experts) if ranks % size == 0)
+            for ranks in (dp, dp * cp * tp)
+        }
+        for micro_batch, (sequence, regather), zero, ep in product(
+            _divisors(query.batch // dp),
+            ((False, False), (True, False), (True, True)),
+            zeros,
+            sorted(spread),
         ):
             if sequence and (tp == 1 or micro_batch * query.sequence // cp % tp):
+                continue
+            if dp % ep and tp > 1 and not sequence:  # tensor parallel ranks have the same tokens
                 continue
             yield TrainingStep(
                 name=model.name,

@@ -74,7 +74,10 @@ def test_layouts_share_one_batch_and_all_devices() -> None:
     assert {step.parallel.world for step in longer} == {8}
     experts = list(layouts(query(model="phi-moe")))
     assert {step.parallel.ep for step in experts} == {1, 2, 4, 8}
-    assert all(step.parallel.dp % step.parallel.ep == 0 for step in experts)
+    of = {(p.tp, p.dp, p.ep) for p in (s.parallel for s in experts) if p.sequence and p.pp == 1}
+    assert of == {(8, 1, 1), (8, 1, 8), (4, 2, 2), (4, 2, 8), (2, 4, 4), (2, 4, 8)}
+    of = {(p.dp, p.ep) for p in (s.parallel for s in experts) if not p.sequence}
+    assert of == {(dp, dp) for dp in (1, 2, 4, 8)}
 
 
 @pytest.mark.parametrize("model", ["gpt-6.7b", "phi-moe"])
