@@ -16,7 +16,7 @@ import torch
 from device_fixtures import with_flux_kernels
 from emulated import HeapWorld
 from emulated_nvshmem import puts_of
-from emulated_processes import apart_from_cpus, run
+from emulated_processes import Emulated, apart_from_cpus, run
 from flux import Knobs, PeerTimeoutError
 from flux.kernels.config import GROUPED
 from flux.layers import close_pools
@@ -128,6 +128,30 @@ def test_a_node_that_makes_no_call_is_noticed(a100: PtxDevice, op: str) -> None:
             ops[r].close()
         with pytest.raises(PeerTimeoutError, match=r"rank 2: rank [01] gave up in call 1"):
             ops[2].wait()
+
+
+def _calls_of_a_process(rank: int, world: int, kernels: Path) -> None:
+    """On two hosts, of which NCCL connects the ranks: fused, and by gloo's collectives."""
+    here = Emulated(rank, LIBRARY, rank // 2, kernels)
+    here.device.set_delay(300)
+    for op in MOE_OPS:
+        for knobs, room in (("cache", 5), ("cache", None), (Knobs(path="unfused"), 5)):
+            case = replace(CASE, op=op, ep=2, knobs=knobs, room=room)
+            everything = [MoeInputs(case, m, world, kind, 3 + m) for kind, m in KINDS.items()]
+            with case.build(backend="cuda") as made:
+                for inputs in everything:
+                    x, weights, experts, options = inputs.arguments(rank)
+                    y = made(x, weights, experts, **options)
+                    made.wait()
+                    here.device.finish()
+                    inputs.compare(y, rank)
+            with pytest.raises(ValueError, match="path = fused or unfused"):
+                case.build(backend="cuda", tuning=Knobs(path="medium"))
+    here.close()
+
+
+def test_processes_on_two_hosts(ptx_kernels: Path) -> None:
+    run(4, _calls_of_a_process, ptx_kernels)
 
 
 @stress_only
