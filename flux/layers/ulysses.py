@@ -50,7 +50,7 @@ class UlyssesAttention(nn.Module):
         attention: takes q, k, v [batch, own heads, whole sequence, head_dim]; rotary embeddings
             belong here. None: causal attention.
         ops: of another layer with the same sizes, which share its memory.
-        group: process group, its name, or None for the default group; on GPUs, of one node.
+        group: process group, its name, or None for the default group.
         dtype: of the parameters, and of the products, also under autocast.
         timeout_s: how long a call waits for a peer, in seconds.
     """

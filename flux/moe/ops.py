@@ -39,7 +39,7 @@ class GroupedOp(TensorParallelOp):
     """What the ops of a mixture of experts have in common.
 
     Args:
-        group: process group, its name, or None for the default group. GPUs: ranks of one node.
+        group: process group, its name, or None for the default group.
         max_m: largest number of global tokens M of any call.
         n: columns of an expert's result, of all ranks.
         k: depth of an expert's GEMM, of all ranks.

@@ -176,7 +176,7 @@ class UlyssesOp(TensorParallelOp):
     """What the two ops have in common.
 
     Args:
-        group: process group, its name, or None for the default group; on GPUs, of one node.
+        group: process group, its name, or None for the default group.
         max_m: most tokens of any call: batch times sequence, or, where parts of the sequence
             differ, the world times the tokens of the largest part.
         heads: number of heads, of all ranks, a multiple of the world: rank r has the r-th part. A
