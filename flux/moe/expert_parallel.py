@@ -6,6 +6,8 @@
 A token with several experts on a rank travels there once, and with experts on several ranks of a
 host once between the hosts. On the way back a rank, then a host, adds up first
 (csrc/schedule/selection.h). Splits of an all-to-all follow from the experts, which all ranks know.
+
+GPUs of several nodes: all tokens and sums travel, once between the nodes, as in the other two ops.
 """
 
 from __future__ import annotations
