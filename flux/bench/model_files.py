@@ -34,6 +34,14 @@ EXPERTS = (
     *("qwen3_next", "qwen3_5_moe_text"),
 )
 """Those with experts."""
+_PARTS = {
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), "qwen2"),
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+}
+"""Language models of others, which have the layers of a kind above."""
 TIED = (
     *("gemma", "gemma2", "gemma3_text", "gpt2", "opt", "bloom", "gpt_bigcode", "cohere"),
     *("cohere2", "smollm3", "starcoder2", "ernie4_5_moe", "ernie4_5", "vaultgemma", "minicpm3"),
@@ -167,6 +175,8 @@ def _from_keys(content: Any, file: Path) -> Model:
             used = [other for other in others if other in content]
             if key not in content and used:
                 content[key] = content[used[0]]
+        if isinstance(kind := content.get("model_type"), str):
+            content["model_type"] = _PARTS.get(kind, kind)
         content = _defaults(content.get("model_type")) | content
         if content.get("model_type") == "falcon" and content.get("multi_query", True):
             content |= {} if content.get("new_decoder_architecture") else {"num_key_value_heads": 1}
