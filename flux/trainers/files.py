@@ -43,6 +43,6 @@ def imported(file: Path, gpus: int | None, model: str | None = None) -> FilePlan
     if file.suffix not in SCRIPTS:
         raise ValueError(f"{file}: a plan's file ends in .json, .toml or {', '.join(SCRIPTS)}")
     options = options_in(file)
-    if any(name.startswith(("training.", "parallelism.")) for name in options):
+    if any("." in name for name in options) or {"module", "config"} <= options.keys():
         return torchtitan.imported(options, gpus, model)
     return megatron.imported(options, str(file), gpus)

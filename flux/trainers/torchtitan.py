@@ -29,6 +29,7 @@ _RECOMPUTE = {"act": "none", "none": "none", "ops": "selective", "full": "full"}
 _RENAMED = {
     "training.batch-size": "training.local-batch-size",
     "training.compile": "compile.enable",
+    "parallelism.data-parallel-degree": "parallelism.data-parallel-shard-degree",
     "activation-checkpoint.mode": "activation-checkpoint",
     "parallelism.enable-async-tensor-parallel": "compile.enable-async-tensor-parallel",
     "experimental.enable-async-tensor-parallel": "compile.enable-async-tensor-parallel",
@@ -238,7 +239,7 @@ def from_toml(file: Path) -> CommandOptions:
 def _renamed(name: str) -> str:
     section, _, word = name.partition(".")
     if section in ("training", "experimental") and word.endswith("-degree"):
-        return f"parallelism.{word}"
+        name = f"parallelism.{word}"
     return _RENAMED.get(name, name)
 
 
@@ -299,11 +300,15 @@ def imported(options: CommandOptions, gpus: int | None, model: str | None = None
     }
     tp, pp, cp = taken["tp"], taken["pp"], taken["cp"]
     replicas = degree("data-parallel-replicate-degree")
+    others = replicas * tp * pp * cp
     if options.get("parallelism.data-parallel-shard-degree", "-1") == "-1":
-        others = replicas * tp * pp * cp
         shard = quotient(gpus_in(options, gpus, where), "GPUs", others, "degrees", where)
     else:
         shard = degree("data-parallel-shard-degree")
+        world = others * shard
+        if "nproc-per-node" in options and world != gpus_in(options, gpus, where):
+            started = gpus_in(options, gpus, where)
+            raise ValueError(f"{where}: degrees are of {world} GPUs, and it starts {started}")
     if model is None:
         flavor = f"{options['model.name']}_{options.get('model.flavor', '')}"
         model = torchtitan_model(flavor, where).name

@@ -572,6 +572,15 @@ def test_every_setting_of_a_torchtitan_job_is_planned_or_named(tmp_path: Path) -
     found = read_plan(str(script))
     assert found.options["eager"] and found.options["gemm_dtype"] == "float8_e4m3fn"
     assert found.notes == ["parallelism.enable-fsdp-symm-mem: not planned"]
+    degrees = "data_parallel_{}_degree 2"
+    more = " ".join(f"--parallelism.{degrees.format(word)}" for word in ("replicate", "shard"))
+    script.write_text(line.format("llama3", "llama3_8b", more))
+    with pytest.raises(ValueError, match="degrees are of 4 GPUs, and it starts 8"):
+        read_plan(str(script))
+    script.write_text(line.format("llama3", "llama3_8b", "activation-checkpoint:none"))
+    assert read_plan(str(script)).options["recompute"] == "none"
+    job.write_text(JOB.replace("tensor_parallel_degree", "data_parallel_degree"))
+    assert read_plan(str(job), gpus=2).options["dp"] == 2
     script.write_text(line.format("mine", "my_job", "--training.seq_len 4096"))
     with pytest.raises(ValueError, match="'my_job' is not known; give --model FILE"):
         read_plan(str(script))
