@@ -11,6 +11,7 @@ from flux.cli.ranks import check_writable
 from flux.cli.terminal import command_line, open_console, refuse, writing
 
 if TYPE_CHECKING:
+    from flux.core.knobs import Op
     from flux.core.problem import Problem
     from flux.machine.cluster import Cluster
     from flux.opsim.report import OrderComparison
@@ -74,7 +75,7 @@ def simulate_op(
     starts no ranks. docs/use/simulator.md says what is modelled.
     """
     check_writable(trace, json_target)
-    from flux.core.knobs import Knobs, Op
+    from flux.core.knobs import Knobs
     from flux.core.problem import Problem
     from flux.machine.cluster import load_cluster
     from flux.opsim import report as op_report
@@ -83,7 +84,7 @@ def simulate_op(
         described = load_cluster(cluster)
         nodes = hosts if hosts is not None else -(-nproc // described.devices)
         sizes = (m * topk, n, k, _dtype(dtype), nproc, max(nodes, 1))
-        problem = Problem(Op.named(op), *sizes, experts=experts, topk=topk)
+        problem = Problem(_op(op, experts), *sizes, experts=experts, topk=topk)
         if hosts is not None and hosts < 1:
             raise ValueError(f"hosts must be at least 1, got {hosts}")
         if path in ("unfused", "in_kernel"):
@@ -110,6 +111,21 @@ def simulate_op(
 
         with writing(json_target):
             write_json(content, json_target)
+
+
+def _op(name: str, experts: int) -> Op:
+    """Return the op whose schedule is simulated: of an op of experts the dense one."""
+    from flux.core.knobs import Op
+    from flux.core.sparse_problem import SPARSE
+
+    sparse = SPARSE.get(name)
+    if sparse is None:
+        return Op.named(name)
+    if sparse.dispatches or sparse.row.exchanges:
+        raise ValueError(f"{name} is not simulated: what travels depends on more than sizes")
+    if experts == 1:
+        raise ValueError(f"{name} needs --experts and --topk")
+    return Op.named(sparse.row.name)
 
 
 def _dtype(text: str) -> str:

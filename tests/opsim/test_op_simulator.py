@@ -430,6 +430,8 @@ def test_equal_arguments_give_equal_results() -> None:
         (["--path", "unfused"], "always shown"),
         (["--path", "in_kernel"], "shown where it exists"),
         (["--m", "1048576"], f"at most {MOST_TILES}"),
+        (["--op", "grouped_gemm_rs"], "needs --experts"),
+        (["--op", "gemm_all_to_all"], "gemm_all_to_all is not simulated"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], complaint: str) -> None:
@@ -485,6 +487,15 @@ def test_json_is_that_of_bench_op(tmp_path: Path) -> None:
     assert orders == {"direct", "ring1d", "ring2d", "hierarchical", "numa"}
     read = read_chrome(trace)
     assert {event.details["method"] for event in read.events} == {"unfused", "medium", "flux"}
+
+
+def test_ops_of_experts_have_their_names() -> None:
+    of_experts = ["--experts", "8", "--topk", "2", "--m", "512", "--quiet", "--json", "-"]
+    shown = [
+        json.loads(CliRunner().invoke(app, [*SMALL, "--op", op, *of_experts]).stdout)["methods"]
+        for op in ("gemm_rs", "grouped_gemm_rs")
+    ]
+    assert shown[0] == shown[1]
 
 
 def test_paths_of_few_rows_are_shown() -> None:
