@@ -89,7 +89,8 @@ def exported(plan: Planned) -> Exported:
         notes.append(f"one chunk has {step.sequence} tokens: attention is planned without chunks")
     flags |= _data_parallel(plan) | _recompute(plan, notes) | _pipeline(plan)
     flags |= _OPTIMIZERS[step.optimizer]
-    flags |= {"fp8-format": "hybrid"} if step.gemm_dtype else {}
+    # Scales of the tensors at hand, as planned; delayed ones exclude recomputing norms.
+    flags |= {"fp8-format": "hybrid", "fp8-recipe": "tensorwise"} if step.gemm_dtype else {}
     flags |= {"attention-backend": "unfused"} if step.unfused_attention else {}
     if plan.options.get("fused", "none") != "none" and p.sequence and p.tp > 1:
         flags["tp-comm-overlap"] = ""

@@ -248,6 +248,12 @@ def test_megatrons_parser_takes_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (made.recompute_granularity, made.sequence_parallel) == ("full", True)
 
 
+def test_scales_of_float8_are_those_of_the_tensors_at_hand() -> None:
+    """Megatron's default, delayed scaling, excludes that norms are computed again."""
+    step = step_of("llama3-8b", Parallel(dp=8), gemm_dtype="float8_e4m3fn", recompute="ops")
+    assert "--fp8-recipe tensorwise" in exported("megatron", Planned(step, "serial", {})).text
+
+
 def test_torchtitans_parser_takes_a_plan() -> None:
     manager = pytest.importorskip("torchtitan.config.manager", exc_type=ImportError)
     dims = pytest.importorskip("torchtitan.distributed.parallel_dims", exc_type=ImportError)
