@@ -68,6 +68,8 @@ def _check(plan: Planned) -> None:
         problem = f"pp = {p.pp} with zero = {step.zero}: pipelines take zero 0 and 1"
     elif p.pp > 1 and plan.chunks > 1:
         problem = f"{plan.policy}: its pipelines have one stage on a rank"
+    elif p.dp % p.ep:
+        problem = f"ep = {p.ep}: its experts are spread over dp = {p.dp}"
     elif step.layer.heads % p.cp:
         problem = f"cp = {p.cp}: it splits heads, and cp must divide {step.layer.heads}"
     if problem:

@@ -440,6 +440,8 @@ def test_experts_of_megatron_may_be_spread_over_tensor_parallel_ranks(tmp_path: 
     found = read_plan(str(script), gpus=16)
     step = step_with(replace(StepOptions(), **found.options))
     assert (step.parallel.ep, step.parallel.dp, found.notes) == (16, 4, [])
+    with pytest.raises(ValueError, match="DeepSpeed cannot run ep = 16: its experts are spread"):
+        exported("deepspeed", Planned(step, "serial", {}))
 
 
 @pytest.mark.parametrize(
