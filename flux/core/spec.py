@@ -182,12 +182,15 @@ class OpSpec:
                 return f"heads must be a multiple of the world of {world}{least}, got {heads}"
         return None
 
-    def reason_not_on_gpus(self, knobs: Knobs) -> str | None:
-        """Return why kernels of experts cannot run with these knobs; None if they can."""
+    def reason_not_on_gpus(self, knobs: Knobs, nodes: int) -> str | None:
+        """Return why kernels of experts cannot run with these knobs; None if they can.
+
+        ``nodes``: of the ranks. Rows of other nodes come by copies, as those of dense ops.
+        """
         if self.experts is None:
             return None
         indirect = knobs.direction == "pull" or knobs.order not in (None, "direct")
-        if self.dispatches and self.op.gathers and indirect:
+        if self.dispatches and self.op.gathers and indirect and nodes == 1:
             return (
                 "on GPUs kernels send rows where their experts are: direction = push and "
                 f"order = direct, got {knobs}"

@@ -130,7 +130,7 @@ class TensorParallelOp:
                 options = (knobs, backend, transport, timeout_s)
                 backend = check_executor(label, spec, exchange, *options)
                 placement = Placement.of_op(places, backend, transport, topology)
-                mesh = (placement, topology, knobs, backend, transport)
+                mesh = (spec, placement, topology, knobs, backend, transport)
                 topology, knobs = check_mesh(label, *mesh)
             except (TypeError, ValueError) as error:
                 problem = error

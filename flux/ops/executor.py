@@ -176,7 +176,8 @@ def check_executor(
         raise ValueError(f"{label}: experts of float8 need backend cpu, got {backend}")
     if spec.dispatches and knobs.path == "one_shot":
         raise ValueError(f"{label}: path = one_shot moves all tokens, and is not for this op")
-    reason = spec.reason_not_on_gpus(knobs) if backend == "cuda" else None
+    # What holds for any number of nodes; ``check_mesh`` knows theirs.
+    reason = spec.reason_not_on_gpus(knobs, nodes=2) if backend == "cuda" else None
     if reason is not None:
         raise ValueError(f"{label}: {reason}")
     if backend == "cuda" and knobs.path == "one_shot":
@@ -253,6 +254,7 @@ def _or(names: Sequence[str]) -> str:
 
 def check_mesh(
     label: str,
+    spec: OpSpec,
     placement: Placement,
     topology: Topology | None,
     knobs: Knobs,
@@ -274,7 +276,9 @@ def check_mesh(
             f"{label}: topology has {topology.world} ranks ({topology}), the group has {world}"
         )
     check_legal(knobs, topology)
-    reason = reason_gpus_unsupported(placement) if backend == "cuda" else None
+    reason = None
+    if backend == "cuda":
+        reason = reason_gpus_unsupported(placement) or spec.reason_not_on_gpus(knobs, hosts)
     if reason is not None:
         raise ValueError(f"{label}: {reason}")
     if hosts == 1:

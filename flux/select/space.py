@@ -392,7 +392,7 @@ def _for_experts(
 ) -> tuple[list[Knobs], list[Pruned]]:
     """Return the knobs that kernels of experts can run with, and the others."""
     spec = problem.spec()
-    reasons = {knobs: spec.reason_not_on_gpus(knobs) for knobs in combined}
+    reasons = {knobs: spec.reason_not_on_gpus(knobs, problem.nodes) for knobs in combined}
     kept = [knobs for knobs, reason in reasons.items() if reason is None]
     pruned = [
         Pruned(_name(knobs), f"illegal: {reason}") for knobs, reason in reasons.items() if reason

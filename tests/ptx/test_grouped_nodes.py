@@ -66,7 +66,8 @@ def test_random_routings(ptx: PtxDevice, seed: int) -> None:
     counts = [nodes for nodes in range(2, world + 1) if world % nodes == 0]
     nodes = random.Random(seed).choice(counts)
     rows = max(case.knobs.comm_tile_rows or 0, least_tile_rows(world, case.max_m, 2))
-    case = replace(case, knobs=replace(case.knobs, comm_tile_rows=rows))
+    order = random.Random(seed).choice([None, "direct", "ring1d", "ring2d", "hierarchical"])
+    case = replace(case, knobs=replace(case.knobs, comm_tile_rows=rows, order=order))
     way: Any = (world, [kind, "random"], seed, partial(VirtualWorld, nodes=nodes))
     first, _ = run_case(ptx, built, case, *way)
     again, _ = run_case(ptx, built, case, *way)

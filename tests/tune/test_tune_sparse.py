@@ -161,3 +161,14 @@ def test_heads_of_several_nodes_take_the_faster_path() -> None:
         assert predicted_ms(problem, slow, "fused") > times["default"]
         path = "fused" if times["default"] < times["unfused"] else "unfused"
         assert ModelledPath(problem, cluster).knobs(problem.m).path == path
+
+
+def test_winners_of_dispatch_between_nodes_can_be_built() -> None:
+    """Copies of other nodes' rows have any order there: that of dense ops is the default."""
+    problem = make_problem("dispatch_grouped_gemm", 8192, 4096, 4096, "bfloat16", 8, nodes=2)
+    assert isinstance(problem, SparseProblem)
+    space, cluster = load_space("sm90a"), load_cluster("flux-h800")
+    kept, _ = candidates(space, problem, Topology(2, 1, 4), cluster)
+    assert kept[1].knobs.order == "hierarchical" and len(kept) > 2
+    assert all(problem.spec().reason_not_on_gpus(c.knobs, 2) is None for c in kept)
+    assert problem.spec().reason_not_on_gpus(kept[1].knobs, 1) is not None
