@@ -127,7 +127,7 @@ build_native() {
   "$python" setup.py -q egg_info || return
   "$python" -c 'import ptx_machine; from flux import _C' 2> /dev/null && return
   build_module flux/_C csrc -std=c++17 -O2 '-DFLUX_VERSION="gpu-check"' \
-    csrc/{schedule,cpu,cuda_host,bindings}/*.cpp &&
+    csrc/{schedule,plan,cpu,cuda_host,bindings}/*.cpp &&
     build_module ptx_machine/_machine ptx_machine -std=c++20 -O0 -ffp-contract=off \
       ptx_machine/src/*.cpp &&
     "$python" -c 'import ptx_machine; from flux import _C'

@@ -155,6 +155,40 @@ class Exclusive:
     def taken(self) -> bool:
         """Whether a function is inside."""
 
+class StepTimes:
+    """When operators run in virtual time, in ms; how many have ended."""
+
+    start: list[float]
+    end: list[float]
+    ended: int
+
+class StepGraph:
+    """The operators of a step, by number (csrc/plan/simulation.h)."""
+
+    def __init__(
+        self,
+        after: Sequence[Sequence[int]],
+        deps: Sequence[int],
+        stage: Sequence[int],
+        communicates: Sequence[bool],
+        stages: int,
+    ) -> None: ...
+    def run_in_order(
+        self,
+        solo: Sequence[float],
+        lanes: Sequence[Sequence[int]],
+        kinds: Sequence[int],
+        overlap: Callable[[int, int], float],
+    ) -> StepTimes: ...
+    def run_most_urgent(
+        self,
+        solo: Sequence[float],
+        lane_of: Sequence[int],
+        priority: Sequence[float],
+        block: Sequence[int],
+        left: Sequence[Sequence[int]],
+    ) -> tuple[StepTimes, list[list[int]]]: ...
+
 class Routing:
     """Routed rows of a mixture of experts (csrc/schedule/routing.h); tensors are addresses."""
 

@@ -42,6 +42,7 @@ inline std::shared_ptr<void> keep(pybind11::object object) {
 void bind_core(pybind11::module_& m);         // the maps of csrc/core, as flux._C.core
 void bind_schedule(pybind11::module_& m);     // build_schedule and Schedule
 void bind_routing(pybind11::module_& m);      // routed rows of grouped ops
+void bind_plan(pybind11::module_& m);         // the simulation of steps
 void bind_route(pybind11::module_& m);        // the same, on the device
 void bind_kernels(pybind11::module_& m);      // CUDA kernels: their arguments and launch
 void bind_cuda_op(pybind11::module_& m);      // CudaOp, and the simulated peers of loopback

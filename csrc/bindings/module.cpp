@@ -218,6 +218,7 @@ PYBIND11_MODULE(_C, m) {
   flux::host::bind_exclusive(m);
   flux::host::bind_schedule(m);
   flux::host::bind_routing(m);
+  flux::host::bind_plan(m);
   flux::host::bind_route(m);
   flux::host::bind_trace(m);
   flux::host::bind_memory(m);

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from flux.core.knobs import Op as FusedOp
 from flux.core.problem import Problem
@@ -51,7 +51,11 @@ _LIBRARY = {
 
 
 class CostModel(Protocol):
-    """What the simulator and the policies ask for."""
+    """What the simulator and the policies ask for.
+
+    One with an attribute ``by_kind`` that is true has equal factors for operators of one kind
+    (``Graph.kinds``).
+    """
 
     def solo(self, op: Operator) -> float:
         """Return the time of an operator by itself, in ms."""
@@ -81,6 +85,7 @@ class AnalyticCost:
     gemm_dtype: str = ""
     functions: Mapping[str, str] = field(default_factory=dict)
     serves: bool = False
+    by_kind: ClassVar[bool] = True
     _times: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
     _overlap: dict[str, float] = field(default_factory=dict, repr=False)
 

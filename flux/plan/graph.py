@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import networkx as nx
 
+from flux import _C
 from flux.plan.mesh import parse_group
 
 FUSED = ("ag_gemm", "gemm_rs", "gemm_ar", "expert_gemm")
@@ -148,6 +149,9 @@ class Graph:
                     raise GraphError(f"{op.name} depends on operator {dep} of {count}")
         _ = self.order  # raises for a cycle
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return Graph, (self.ops, self.deps, self.itemsize, self.resident)
+
     @cached_property
     def stages(self) -> int:
         """Number of pipeline stages."""
@@ -183,6 +187,23 @@ class Graph:
     def after(self) -> list[list[int]]:
         """For each operator, the numbers of those that depend on it. Not to be changed."""
         return _after(self.deps)
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """For each operator, the number of its kind: those of one kind differ in place alone."""
+        known: dict[tuple[object, ...], int] = {}
+        return [
+            known.setdefault((o.kind, o.resource, o.role, o.part, o.shape, o.group), len(known))
+            for o in self.ops
+        ]
+
+    @cached_property
+    def native(self) -> _C.StepGraph:
+        """What runs the operators in virtual time."""
+        stage = [op.stage for op in self.ops]
+        return _C.StepGraph(
+            self.after, [len(deps) for deps in self.deps], stage, self.communicates, self.stages
+        )
 
 
 def _check_op(op: Operator) -> None:

@@ -48,6 +48,8 @@ class ProfiledCost:
             group say. Policies look for the best of many operators, of which few are measured.
     """
 
+    by_kind = True
+
     def __init__(self, profile: Profile, estimate: CostModel) -> None:
         self.profile, self.estimate = profile, estimate
         self._estimated: dict[Key, float] = {}

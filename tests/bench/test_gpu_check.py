@@ -62,6 +62,7 @@ def run(tmp_path: Path) -> Run:
         "tests/bench",
         "tests/gpu",
         "csrc/schedule",
+        "csrc/plan",
         "csrc/cpu",
         "csrc/cuda_host",
         "csrc/bindings",

@@ -348,7 +348,7 @@ class _Slower:
     def __init__(
         self, graph: Graph, cost: CostModel, octaves: float = 0.0, slower: Sequence[str] = RESOURCES
     ) -> None:
-        self.cost, self.oef = cost, cost.oef
+        self.cost, self.oef, self.by_kind = cost, cost.oef, getattr(cost, "by_kind", False)
         sums = dict.fromkeys(RESOURCES, 0.0)
         for op in window(graph).ops:
             sums[op.resource] += cost.solo(op)

@@ -7,7 +7,6 @@ first operator that waits for it.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -16,7 +15,6 @@ from flux.plan.graph import RESOURCES, Graph, GraphError
 from flux.plan.policies.folding import layers_of, stage_of
 from flux.plan.policies.passes import Action, Block, one_f_one_b
 from flux.plan.schedule import StepSchedule
-from flux.plan.simulate import Simulation
 
 
 def blocks(
@@ -83,19 +81,17 @@ def list_schedule(
     ``passes`` has the blocks of each pipeline rank. ``weights_first``: in backward, gradients of
     weights have priority over those of activations (T2 of Eq. 1); else the other way round (T1).
     """
-    lists = _Lists(graph, cost, passes, weights_first)
-    return lists.schedule(policy), max(lists.end, default=0.0)
+    lists = _Lists(graph, passes, weights_first)
+    return lists.schedule(cost, policy)
 
 
-class _Lists(Simulation):
+class _Lists:
     """Lanes run the most urgent operator that is ready; nothing slows another one down."""
 
     def __init__(
-        self, graph: Graph, cost: CostModel, passes: Sequence[Sequence[Block]], weights_first: bool
+        self, graph: Graph, passes: Sequence[Sequence[Block]], weights_first: bool
     ) -> None:
-        self.lanes = [(stage, resource) for stage in range(graph.stages) for resource in RESOURCES]
-        lane_of = [op.stage * len(RESOURCES) + RESOURCES.index(op.resource) for op in graph.ops]
-        super().__init__(graph, cost, lane_of, len(self.lanes))
+        self.graph, self.ops = graph, graph.ops
         count = len(graph.ops)
         self.block = [0] * count  # of compute operators, the number of their block
         self.stages = graph.stages * chunks_of(graph)  # of the model
@@ -108,13 +104,7 @@ class _Lists(Simulation):
         self.left: list[list[int]] = [[0] * (len(of) + 1) for of in passes]
         for number in keys:
             self.left[self.ops[number].stage][self.block[number]] += 1
-        self.current = [0] * len(passes)  # block, by stage
         self.rows = tuple(tuple(str(action) for block in of for action in block) for of in passes)
-        self.waiting: dict[tuple[int, int], list[tuple[float, int]]] = {}  # by lane and block
-        self.order: list[list[int]] = [[] for _ in self.lanes]
-        for number, missing in enumerate(self.missing):
-            if missing == 0:
-                self._wait(number)
 
     def _compute_keys(
         self, passes: Sequence[Sequence[Block]], weights_first: bool
@@ -142,60 +132,27 @@ class _Lists(Simulation):
         return keys
 
     def _collectives_urgency(self) -> None:
-        ops = self.ops
+        ops, after = self.ops, self.graph.after
         for number in reversed(self.graph.order):
             op = ops[number]
             if not op.is_collective:
                 continue
-            same = [later for later in self.after[number] if ops[later].stage == op.stage]
+            same = [later for later in after[number] if ops[later].stage == op.stage]
             if op.kind == "send":
                 same = [d for d in self.graph.deps[number] if ops[d].stage == op.stage]
             urgent = min((self.priority[other] for other in same), default=float(len(ops)))
             self.priority[number] = urgent
 
-    def schedule(self, policy: str) -> StepSchedule:
-        ended = self.run()
-        if ended < len(self.ops):
-            raise GraphError(f"{len(self.ops) - ended} operators wait for passes that come later")
-        lanes = zip(self.lanes, self.order, strict=True)
-        filled = {lane: tuple(numbers) for lane, numbers in sorted(lanes) if numbers}
+    def schedule(self, cost: CostModel, policy: str) -> tuple[StepSchedule, float]:
+        """Return the schedule, and its time where nothing slows another operator down."""
+        ops, lanes = self.ops, len(RESOURCES)
+        lane_of = [op.stage * lanes + RESOURCES.index(op.resource) for op in ops]
+        times, order = self.graph.native.run_most_urgent(
+            [cost.solo(op) for op in ops], lane_of, self.priority, self.block, self.left
+        )
+        if times.ended < len(ops):
+            raise GraphError(f"{len(ops) - times.ended} operators wait for passes that come later")
+        names = [(stage, name) for stage in range(self.graph.stages) for name in RESOURCES]
+        filled = {name: tuple(of) for name, of in sorted(zip(names, order, strict=True)) if of}
         rows = self.rows if self.stages > self.graph.stages else ()
-        return StepSchedule(self.graph, filled, policy, rows)
-
-    def _share(self, running: Sequence[int], now: float) -> None:
-        """Compute the ends of operators that have begun: none slows another one down."""
-        for number in running:
-            if self._version[number] == 0:
-                self._version[number] = 1
-                heapq.heappush(self._heap, (now + self.solo[number], number, 1))
-
-    def _wait(self, number: int) -> None:
-        """Let an operator wait for its lane, and for the turn of its block."""
-        op = self.ops[number]
-        block = self.block[number] if op.resource == "comp" else 0
-        heap = self.waiting.setdefault((self.lane_of[number], block), [])
-        heapq.heappush(heap, (self.priority[number], number))
-
-    def finish(self, number: int, now: float) -> list[int]:
-        """End an operator; its block has one less to wait for."""
-        if self.ops[number].resource == "comp":
-            self.left[self.ops[number].stage][self.block[number]] -= 1
-        ready = super().finish(number, now)
-        for later in ready:
-            self._wait(later)
-        return ready
-
-    def next_on(self, lane: int) -> int | None:
-        """Return the most urgent operator that is ready; of compute, of the current block."""
-        (stage, resource), block = self.lanes[lane], 0
-        if resource == "comp":
-            left = self.left[stage]
-            while self.current[stage] < len(left) - 1 and left[self.current[stage]] == 0:
-                self.current[stage] += 1
-            block = self.current[stage]
-        heap = self.waiting.get((lane, block))
-        if not heap:
-            return None
-        _, number = heapq.heappop(heap)
-        self.order[lane].append(number)
-        return number
+        return StepSchedule(self.graph, filled, policy, rows), max(times.end, default=0.0)
