@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import networkx as nx
 
@@ -122,6 +122,7 @@ class Graph:
         deps: for each operator, the numbers of those that must have ended before it starts.
         resident: bytes of weights, gradients and optimizer states: of the embedding, of each layer,
             and of the head.
+        memo: what policies have made of the graph alone.
 
     Raises:
         GraphError: unknown kinds, numbers out of range, equal names, or a cycle.
@@ -131,6 +132,7 @@ class Graph:
     deps: tuple[tuple[int, ...], ...]
     itemsize: int = 2
     resident: tuple[float, ...] = field(default=())
+    memo: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.ops) != len(self.deps):

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain, product
 from math import ceil, inf, log2
+from typing import cast
 
 from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel
@@ -30,7 +31,7 @@ from flux.plan.policies.centauri_graph import (
     substituted,
     window,
 )
-from flux.plan.policies.centauri_order import blocks, chunks_of, list_schedule
+from flux.plan.policies.centauri_order import ListSchedule, blocks, chunks_of
 from flux.plan.policies.centauri_space import (
     CommPiece,
     even,
@@ -301,8 +302,10 @@ class Centauri:
     def _ordered(
         self, graph: Graph, cost: CostModel, weights_first: bool, together: int
     ) -> tuple[StepSchedule, float]:
-        passes = _blocks(graph, together)
-        return list_schedule(graph, cost, passes, weights_first, self.name)
+        options = weights_first, together
+        if options not in graph.memo:
+            graph.memo[options] = ListSchedule(graph, _blocks(graph, together), weights_first)
+        return cast(ListSchedule, graph.memo[options]).schedule(cost, self.name)
 
     def _memory_gb(self, cost: CostModel) -> float:
         """Return the memory of a device; infinite if it is not known."""

@@ -69,30 +69,23 @@ def chunks_of(graph: Graph) -> int:
     return sum(layer - 1 not in layers for layer in layers) if graph.stages > 1 else 1
 
 
-def list_schedule(
-    graph: Graph,
-    cost: CostModel,
-    passes: Sequence[Sequence[Block]],
-    weights_first: bool,
-    policy: str,
-) -> tuple[StepSchedule, float]:
-    """Return the schedule of a graph, and the time below which no simulation of it can be.
+class ListSchedule:
+    """Lanes run the most urgent operator that is ready; nothing slows another one down.
 
-    ``passes`` has the blocks of each pipeline rank. ``weights_first``: in backward, gradients of
-    weights have priority over those of activations (T2 of Eq. 1); else the other way round (T1).
+    Args:
+        graph: whose operators are scheduled.
+        passes: the blocks of each pipeline rank.
+        weights_first: in backward, gradients of weights have priority over those of activations (T2
+            of Eq. 1); else the other way round (T1).
     """
-    lists = _Lists(graph, passes, weights_first)
-    return lists.schedule(cost, policy)
-
-
-class _Lists:
-    """Lanes run the most urgent operator that is ready; nothing slows another one down."""
 
     def __init__(
         self, graph: Graph, passes: Sequence[Sequence[Block]], weights_first: bool
     ) -> None:
         self.graph, self.ops = graph, graph.ops
         count = len(graph.ops)
+        lanes = len(RESOURCES)
+        self.lane_of = [op.stage * lanes + RESOURCES.index(op.resource) for op in graph.ops]
         self.block = [0] * count  # of compute operators, the number of their block
         self.stages = graph.stages * chunks_of(graph)  # of the model
         self.layers = layers_of(graph)
@@ -144,11 +137,10 @@ class _Lists:
             self.priority[number] = urgent
 
     def schedule(self, cost: CostModel, policy: str) -> tuple[StepSchedule, float]:
-        """Return the schedule, and its time where nothing slows another operator down."""
-        ops, lanes = self.ops, len(RESOURCES)
-        lane_of = [op.stage * lanes + RESOURCES.index(op.resource) for op in ops]
+        """Return the schedule, and the time below which no simulation of it can be."""
+        ops = self.ops
         times, order = self.graph.native.run_most_urgent(
-            [cost.solo(op) for op in ops], lane_of, self.priority, self.block, self.left
+            [cost.solo(op) for op in ops], self.lane_of, self.priority, self.block, self.left
         )
         if times.ended < len(ops):
             raise GraphError(f"{len(ops) - times.ended} operators wait for passes that come later")
