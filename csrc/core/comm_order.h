@@ -201,6 +201,15 @@ FLUX_HD constexpr bool is_legal(Swizzle swizzle, const Mesh& mesh) {
   return swizzle != Swizzle::kXor || is_power_of_two(world_of(mesh));
 }
 
+// Step of the chunk that is visited s-th, after the own one: in the order of arrival. In the hierarchical order
+// chunks of other nodes set out first, and those of the own node arrive first.
+//   hierarchical on 2 x 2:  s = 0 1 2  ->  1 0 2
+FLUX_HD constexpr int visited_step(Order order, const Mesh& seen, int s) {
+  const int inter = seen.nodes - 1, intra = seen.lanes - 1;
+  if (order != Order::kHierarchical || s >= inter + intra) return s;
+  return s < intra ? inter + s : s - intra;
+}
+
 // AllGather: position p in [0, W) of the chunk sequence that the GEMM visits.
 //   4 ranks, rank 1, direct pull:   rank_shift 1 2 3 0   (own chunk, then in order of arrival)
 //                                   xor        1 0 3 2
@@ -215,7 +224,9 @@ FLUX_HD constexpr int ag_chunk_at(Swizzle swizzle, Order order, const Mesh& mesh
     case Swizzle::kRankShift:
       break;
   }
-  return position == 0 ? rank : recv_hop(order, mesh, direction, rank, position - 1).chunk;
+  if (position == 0) return rank;
+  const int step = visited_step(order, mesh_seen_by(order, mesh), position - 1);
+  return recv_hop(order, mesh, direction, rank, step).chunk;
 }
 
 // Offsets from the farthest to the nearest: other nodes, other domains of the own node, own domain,

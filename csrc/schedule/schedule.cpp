@@ -406,8 +406,15 @@ void choose_sequence(Schedule* s) {
   const int rank = spec.tiles.rank;
   if (spec.problem.op == OpKind::kAGGemm) {
     if (!is_irregular(spec)) return;
+    // As visited_step: chunks of the own host arrive before those that set out first.
+    const std::vector<Hop> hops = arrivals(spec, rank);
+    const auto is_near = [&](const Hop& hop) { return spec.hosts[hop.chunk] == spec.hosts[rank]; };
     s->sequence.push_back(rank);
-    for (const Hop& hop : arrivals(spec, rank)) s->sequence.push_back(hop.chunk);
+    for (const bool near : {true, false}) {
+      for (const Hop& hop : hops) {
+        if (is_near(hop) == near) s->sequence.push_back(hop.chunk);
+      }
+    }
   } else {
     const Reducing plan(spec);
     if (!plan.two_levels()) return;

@@ -84,6 +84,7 @@ __global__ void check_comm_order(Order order, Swizzle swizzle, Direction directi
   d.add(is_power_of_two(rank) ? 1 : 0);
   d.add(is_legal(swizzle, mesh) ? 1 : 0);
   d.add(ag_chunk_at(swizzle, order, mesh, direction, rank, step));
+  d.add(visited_step(order, mesh, step));
   d.add(far_first_offset(mesh, step));
   d.add(rs_owner_at(swizzle, order, mesh, rank, step));
   out[threadIdx.x] = d.value;

@@ -69,7 +69,8 @@ def one_shot_exposed_ms(
 
     One core multiplies, sends and receives. A sum's first message leaves behind the first slab, and
     an AllGather's last slab follows the last message. Ranks that share memory, and those of an
-    AllReduce, have no rows of their own to multiply while the last round is on the wire.
+    AllReduce, have no rows of their own to multiply while the last round is on the wire: of an
+    AllGather, rows of the same host come with the rounds, too.
     """
     assert knobs.tile is not None and knobs.comm_tile_rows is not None
     if knobs.tile[0] >= problem.m:
@@ -84,7 +85,7 @@ def one_shot_exposed_ms(
         slabs = 2 if problem.op.gathers else 1
     cut = whole * (slabs - 1) * SLAB_COST_ROWS / problem.m
     slab = (whole + cut) / slabs
-    tail = 0.0 if problem.op.gathers or (alone and not problem.op.all_reduces) else comm / rounds
+    tail = 0.0 if alone and not problem.op.all_reduces else comm / rounds
     busy = network_cpu_ms(problem)
     return max(cut + busy + tail, comm + slab - whole)
 

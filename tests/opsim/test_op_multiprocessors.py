@@ -54,7 +54,7 @@ def test_claimed_tiles_hide_more_between_hosts_and_are_taken_there() -> None:
         name: simulate(two, cluster, Knobs(tile_scheduler=name)).total_ms
         for name in (None, *TILE_SCHEDULERS)
     }
-    assert times[None] == times["dynamic"] < 0.9 * times["static"]
+    assert times[None] == times["dynamic"] < 0.99 * times["static"]
     assert default_kernel(two, cluster).tile_scheduler == "dynamic"
     assert default_kernel(problem("ag_gemm"), cluster).tile_scheduler == "static"
 
