@@ -305,7 +305,7 @@ class Centauri:
         options = weights_first, together
         if options not in graph.memo:
             graph.memo[options] = ListSchedule(graph, _blocks(graph, together), weights_first)
-        return cast(ListSchedule, graph.memo[options]).schedule(cost, self.name)
+        return cast(ListSchedule, graph.memo[options]).schedule(graph, cost, self.name)
 
     def _memory_gb(self, cost: CostModel) -> float:
         """Return the memory of a device; infinite if it is not known."""

@@ -82,35 +82,35 @@ class ListSchedule:
     def __init__(
         self, graph: Graph, passes: Sequence[Sequence[Block]], weights_first: bool
     ) -> None:
-        self.graph, self.ops = graph, graph.ops
+        self.ops = graph.ops  # not the graph, whose memo has this: a circle outlives its last user
         count = len(graph.ops)
         lanes = len(RESOURCES)
         self.lane_of = [op.stage * lanes + RESOURCES.index(op.resource) for op in graph.ops]
         self.block = [0] * count  # of compute operators, the number of their block
         self.stages = graph.stages * chunks_of(graph)  # of the model
         self.layers = layers_of(graph)
-        keys = self._compute_keys(passes, weights_first)
+        keys = self._compute_keys(graph, passes, weights_first)
         self.priority: list[float] = [0.0] * count
         for place, number in enumerate(sorted(keys, key=keys.__getitem__)):
             self.priority[number] = float(place)
-        self._collectives_urgency()
+        self._collectives_urgency(graph)
         self.left: list[list[int]] = [[0] * (len(of) + 1) for of in passes]
         for number in keys:
             self.left[self.ops[number].stage][self.block[number]] += 1
         self.rows = tuple(tuple(str(action) for block in of for action in block) for of in passes)
 
     def _compute_keys(
-        self, passes: Sequence[Sequence[Block]], weights_first: bool
+        self, graph: Graph, passes: Sequence[Sequence[Block]], weights_first: bool
     ) -> dict[int, tuple[int, ...]]:
         """Return a sort key of each compute operator: its place in the stage's order."""
         where: dict[tuple[int, str, int], int] = {}
         for of_rank in passes:
             for index, block in enumerate(of_rank):
                 where |= dict.fromkeys(block, index)
-        several = self.stages > self.graph.stages
+        several = self.stages > graph.stages
         keys: dict[int, tuple[int, ...]] = {}
-        for place, number in enumerate(self.graph.order):
-            if self.graph.communicates[number]:
+        for place, number in enumerate(graph.order):
+            if graph.communicates[number]:
                 continue
             op = self.ops[number]
             stage = stage_of(op, self.layers, self.stages) if several else op.stage
@@ -124,27 +124,27 @@ class ListSchedule:
                 keys[number] = index, -layer, micro, (op.role == "wgrad") != weights_first, place
         return keys
 
-    def _collectives_urgency(self) -> None:
-        ops, after = self.ops, self.graph.after
-        for number in reversed(self.graph.order):
+    def _collectives_urgency(self, graph: Graph) -> None:
+        ops, after = self.ops, graph.after
+        for number in reversed(graph.order):
             op = ops[number]
             if not op.is_collective:
                 continue
             same = [later for later in after[number] if ops[later].stage == op.stage]
             if op.kind == "send":
-                same = [d for d in self.graph.deps[number] if ops[d].stage == op.stage]
+                same = [d for d in graph.deps[number] if ops[d].stage == op.stage]
             urgent = min((self.priority[other] for other in same), default=float(len(ops)))
             self.priority[number] = urgent
 
-    def schedule(self, cost: CostModel, policy: str) -> tuple[StepSchedule, float]:
-        """Return the schedule, and the time below which no simulation of it can be."""
+    def schedule(self, graph: Graph, cost: CostModel, policy: str) -> tuple[StepSchedule, float]:
+        """Return the schedule of the graph, and the time below which no simulation of it can be."""
         ops = self.ops
-        times, order = self.graph.native.run_most_urgent(
+        times, order = graph.native.run_most_urgent(
             [cost.solo(op) for op in ops], self.lane_of, self.priority, self.block, self.left
         )
         if times.ended < len(ops):
             raise GraphError(f"{len(ops) - times.ended} operators wait for passes that come later")
-        names = [(stage, name) for stage in range(self.graph.stages) for name in RESOURCES]
+        names = [(stage, name) for stage in range(graph.stages) for name in RESOURCES]
         filled = {name: tuple(of) for name, of in sorted(zip(names, order, strict=True)) if of}
-        rows = self.rows if self.stages > self.graph.stages else ()
-        return StepSchedule(self.graph, filled, policy, rows), max(times.end, default=0.0)
+        rows = self.rows if self.stages > graph.stages else ()
+        return StepSchedule(graph, filled, policy, rows), max(times.end, default=0.0)
