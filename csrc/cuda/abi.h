@@ -182,7 +182,7 @@ typedef struct FluxGemmArgs {
   void* d; /* AllGather and plain kernels */
   const void* bias;
   const float* scale_a; /* [m], or one value in kernels that scale by tensor */
-  const float* scale_b; /* [n], or one value */
+  const float* scale_b; /* [n], or one value; of experts [experts, n], or one value for each */
   int64_t lda, ldb, ldd;
   FluxOrder order;
   FluxSync sync;
@@ -197,7 +197,7 @@ typedef struct FluxGemmArgs {
   /* ReduceScatter: by owner, where this rank's partial of the owner's rows goes ([rows, n], rows ld
    * apart), the flags this rank raises there, and the entries of this rank's pad, by owner. With
    * reduce in flight, `slots` is the owner's zeroed result. Null flags: none is raised.
-   * AllGather that pushes (FluxGroups): by rank, the gathered rows and signals there; entries likewise.
+   * AllGather that pushes (FluxGroups): by rank, gathered rows (scales slot_ld bytes behind) and signals.
    * guard_rows: rows in front of every slot, ld apart, that the kernel may fill with anything
    * (core/scatter.h). sm_90a: a kernel whose boxes are higher refuses. */
   void* slots[FLUX_MAX_WORLD];

@@ -445,6 +445,7 @@ void CudaOp::put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
       args.slots[peer] = pointer<void>(gathered_[buffer()][peer]);
       args.flags[peer] = pointer<std::uint32_t>(words_->signals[peer]);
     }
+    args.slot_ld = setup_.rest_offset;  // from rows to their scales
     args.entries = pointer<const std::uint32_t>(words_->entries[setup_.rank]);
   }
   if (!schedule.spec.split && args.groups == nullptr) lend_margin(&args);

@@ -1,7 +1,7 @@
 // AllGather + grouped GEMM in one kernel: a tile waits for the communication tiles that its tokens lie in. With
 // expert parallelism the kernel itself pushes the own rows, each to the ranks with one of its experts. Pushes
 // are claimed before tiles: when a tile waits for a peer, the own pushes are with blocks that run, and those
-// wait for entries alone.
+// wait for entries alone. A row's scale goes with it.
 //
 // Memory ordering. A thread acquires the signal of a row, and the barrier behind the waits passes that on to
 // those which copy the row with cp.async, in the generic proxy. Behind a push the threads meet, and one
@@ -80,6 +80,13 @@ struct AwaitRows {
       for (int i = 0; i < kUnderWay; ++i) {
         if (at + i * team.threads() >= count) break;
         to[places[i]] = loaded[i];
+      }
+    }
+    if constexpr (C::kScaling == Scaling::kRow) {
+      auto* scales = reinterpret_cast<float*>(reinterpret_cast<char*>(to) + p.targets.ld);
+      for (int i = first + team.thread(); reached && i < words[3]; i += team.threads()) {
+        const int row = p.groups.pushed[i];
+        scales[row] = p.scale_a[row];
       }
     }
     if (!team.all(reached)) return;

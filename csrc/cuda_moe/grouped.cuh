@@ -20,6 +20,8 @@ struct GroupedParams {
   const void* a = nullptr;
   const void* own = nullptr;
   void* d = nullptr;
+  const float* scale_a = nullptr;  // by row of a, or one value
+  const float* scale_b = nullptr;  // [experts, n], or one value for each
   std::int64_t lda = 0, ldb = 0, ldd = 0;
   int n = 0, k = 0, columns = 0;
   const std::uint32_t* signals = nullptr;
@@ -36,6 +38,11 @@ struct GroupedParams {
 template <class C>
 constexpr int kHalves =
     C::kActivation == Activation::kGatedGelu || C::kActivation == Activation::kGatedSilu ? 2 : 1;
+
+// Elements of the result that are loaded or stored at once: as many bytes as of operands.
+template <class C>
+constexpr int kResultVector =
+    C::kAlignment * int{sizeof(typename C::Element)} / int{sizeof(typename C::Output)};
 
 // How many items there are.
 __device__ __forceinline__ int items_of(FluxGroups const& groups) {
@@ -72,7 +79,9 @@ struct GroupedLauncher {
   static int launch(FluxGemmArgs const* args, void* stream) {
     if (args->groups == nullptr || args->order.world > FLUX_MAX_WORLD) return FLUX_REFUSED;
     if (args->lda % C::kAlignment != 0 || args->ldb % C::kAlignment != 0) return FLUX_REFUSED;
-    if (args->n % (C::kAlignment * kHalves<C>) != 0) return FLUX_REFUSED;
+    if (args->n % (kResultVector<C> * kHalves<C>) != 0) return FLUX_REFUSED;
+    const bool scaled = args->scale_a != nullptr && args->scale_b != nullptr;
+    if (C::kScaling != Scaling::kNone && !scaled) return FLUX_REFUSED;
     if (args->k % C::kAlignment != 0) return FLUX_REFUSED;
     if (workspace_bytes(args) > args->workspace_bytes) return FLUX_TOO_SMALL;
     Resources with;
@@ -94,6 +103,8 @@ struct GroupedLauncher {
     p.a = args.a;
     p.own = args.own;
     p.d = args.d;
+    p.scale_a = args.scale_a;
+    p.scale_b = args.scale_b;
     p.lda = args.lda;
     p.ldb = args.ldb;
     p.ldd = args.ldd;

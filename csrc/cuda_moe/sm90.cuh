@@ -11,7 +11,8 @@
 // generic proxy, so what makes rows visible to the producers suffices. wgmma reads shared memory in the
 // async proxy: a consumer that has acquired a stage's barrier, which the copies arrive at, fences the
 // proxies before it multiplies. A stage is written again behind the end of the multiplications that read
-// it (wgmma.wait_group) and their arrival at its other barrier.
+// it (wgmma.wait_group) and their arrival at its other barrier. Scales of rows come with the first k tile,
+// behind the same waits: a consumer has acquired no signal, and may not read them in global memory.
 #pragma once
 
 #include "cuda_moe/await_rows.cuh"
@@ -56,7 +57,9 @@ struct GroupedParts {
       cute::GMMA::ss_op_selector<Element, Element, float, Tile, cute::GMMA::Major::K, kMajorB>(),
       Atoms{}));
 
-  static constexpr int kStageBytes = (C::kTileM + C::kTileN) * kRowBytes;
+  static constexpr bool kScaledRows = C::kScaling == flux::Scaling::kRow;
+  static constexpr int kScales = kScaledRows ? C::kTileM : 0;  // of a stage
+  static constexpr int kStageBytes = (C::kTileM + C::kTileN) * kRowBytes + kScales * 4;
   static constexpr int kMostBytes = 227 * 1024 - 1024;  // what else is shared is less than 1 KiB
   static constexpr int kStages = C::kStages > 0 ? C::kStages : min_of(kMostBytes / kStageBytes, 8);
   using Rows = cute::GMMA::Layout_K_SW128_Atom<Element>;
@@ -72,10 +75,13 @@ struct GroupedParts {
   using Stages = cutlass::PipelineAsync<kStages>;
   using Items = cutlass::PipelineAsync<2>;
   static constexpr int kNoItem = 0x7fffffff;
+  // Scales of the rows that a thread has sums of.
+  using RowScales = cutlass::Array<float, kScaledRows ? C::kTileM * 4 / kTeamThreads : 1>;
 
   struct Shared {
     alignas(1024) Element a[cute::cosize_v<LayoutA>];
     alignas(1024) Element b[cute::cosize_v<LayoutB>];
+    float scales[max_of(kStages * kScales, 1)];
     typename Stages::SharedStorage stages;
     typename Items::SharedStorage handed;
     int item[Items::Stages];
@@ -98,6 +104,14 @@ CUTLASS_DEVICE void copy_tile(GroupedParams const& p, typename Parts::Shared& sh
   const auto copy = [](Element* to, const Element* from, bool inside) {
     cutlass::arch::cp_async_zfill<16, cutlass::arch::CacheOperation::Global>(to, from, inside);
   };
+  if constexpr (Parts::kScaledRows) {
+    stages.producer_acquire(write);
+    float* to = shared.scales + write.index() * C::kTileM;
+    for (int i = thread; i < C::kTileM; i += kWarpGroup) {
+      const int source = p.groups.sources[tile * C::kTileM + i];
+      cutlass::arch::cp_async<sizeof(float)>(to + i, p.scale_a + source);
+    }
+  }
   const Element* rows[C::kTileM / kStep];
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < C::kTileM / kStep; ++i) {
@@ -163,11 +177,12 @@ CUTLASS_DEVICE void produce(GroupedParams const& p, typename Parts::Shared& shar
   if (p.signals != nullptr && team.thread() == 0) report_failure(p.sync);
 }
 
-// Sums += the product of k tiles, of which the next one is multiplied while the one before ends.
+// Sums = the product of k tiles, of which the next one is multiplied while the one before ends; or
+// (kPromoted) each is added in float32: a tensor core keeps sums of float8 to some 14 bits.
 template <class C, class Sums, class Parts = GroupedParts<C>>
 CUTLASS_DEVICE void multiply(typename Parts::Shared& shared, typename Parts::Stages& stages,
                              typename Parts::Stages::PipelineState& read, int k_tiles, int thread,
-                             Sums& sums) {
+                             Sums& sums, typename Parts::RowScales& scales) {
   auto a = cute::make_tensor(cute::make_smem_ptr(shared.a), typename Parts::LayoutA{});
   auto b = cute::make_tensor(cute::make_smem_ptr(shared.b), typename Parts::LayoutB{});
   typename Parts::Mma mma;
@@ -179,30 +194,60 @@ CUTLASS_DEVICE void multiply(typename Parts::Shared& shared, typename Parts::Sta
   const auto release = [&stages](auto const& state) {
     if (cutlass::canonical_lane_idx() == 0) stages.consumer_release(state);
   };
-  auto before = read;
-  mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
-  cute::warpgroup_fence_operand(sums);
-  CUTLASS_PRAGMA_NO_UNROLL
-  for (int i = 0; i < k_tiles; ++i, ++read) {
-    stages.consumer_wait(read);
+  const auto begin = [&](auto& to) {
     cutlass::arch::fence_view_async_shared();
     cute::warpgroup_arrive();
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < cute::size<2>(of_a); ++step) {
       cute::gemm(mma, of_a(cute::_, cute::_, step, read.index()),
-                 of_b(cute::_, cute::_, step, read.index()), sums);
+                 of_b(cute::_, cute::_, step, read.index()), to);
       mma.accumulate_ = cute::GMMA::ScaleOut::One;
     }
     cute::warpgroup_commit_batch();
-    if (i > 0) {
-      cute::warpgroup_wait<1>();
-      release(before);
-      ++before;
+  };
+  stages.consumer_wait(read);
+  if constexpr (Parts::kScaledRows) {
+    const float* from =
+        shared.scales + read.index() * C::kTileM + thread / 32 * 16 + thread % 32 / 4;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Parts::RowScales::kElements; ++i) {
+      scales[i] = from[i / 2 * Parts::kTeamThreads / 2 + i % 2 * 8];
     }
+    __syncwarp();  // one lane gives the stage back
   }
-  cute::warpgroup_wait<0>();
-  cute::warpgroup_fence_operand(sums);
-  release(before);
+  if constexpr (C::kPromoted) {
+    auto products = cute::make_fragment_like(sums);
+    cute::clear(sums);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < k_tiles; ++i, ++read) {
+      stages.consumer_wait(read);
+      mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
+      cute::warpgroup_fence_operand(products);
+      begin(products);
+      cute::warpgroup_wait<0>();
+      cute::warpgroup_fence_operand(products);
+      release(read);
+      CUTLASS_PRAGMA_UNROLL
+      for (int at = 0; at < cute::size(sums); ++at) sums(at) += products(at);
+    }
+  } else {
+    auto before = read;
+    mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
+    cute::warpgroup_fence_operand(sums);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < k_tiles; ++i, ++read) {
+      stages.consumer_wait(read);
+      begin(sums);
+      if (i > 0) {
+        cute::warpgroup_wait<1>();
+        release(before);
+        ++before;
+      }
+    }
+    cute::warpgroup_wait<0>();
+    cute::warpgroup_fence_operand(sums);
+    release(before);
+  }
 }
 
 template <Activation kActivation>
@@ -229,17 +274,23 @@ CUTLASS_DEVICE void transpose_in_quad(std::uint32_t (&words)[4]) {
   }
 }
 
-// activation(sums + bias[expert, n]), gated or not, to rows of d. A lane has two neighbouring columns of each
-// eight, of rows 8 apart.
+// activation(scales * sums + bias[expert, n]), gated or not, to rows of d. A lane has two neighbouring columns
+// of each eight, of rows 8 apart.
 template <class C, class Sums, class Parts = GroupedParts<C>>
-CUTLASS_DEVICE void store_tile(GroupedParams const& p, Sums const& sums, int thread, int tile,
+CUTLASS_DEVICE void store_tile(GroupedParams const& p, Sums const& sums,
+                               typename Parts::RowScales const& scales, int thread, int tile,
                                int column) {
   using Output = typename C::Output;
   using Pair = cutlass::Array<Output, 2>;
+  using Floats = cutlass::AlignedArray<float, 2>;
   constexpr int kHalf = kHalves<C>;
   const int lane = thread % 32, first = column * C::kTileN / kHalf, half = p.n / kHalf;
+  const std::int64_t expert = p.groups.experts[tile];
   const auto* bias = static_cast<const Output*>(p.groups.bias);
-  if (bias != nullptr) bias += std::int64_t{p.groups.experts[tile]} * p.n;
+  if (bias != nullptr) bias += expert * p.n;
+  const float* of_columns = Parts::kScaledRows ? p.scale_b + expert * p.n : nullptr;
+  float of_all = 1.0f;
+  if constexpr (C::kScaling == Scaling::kTensor) of_all = *p.scale_a * p.scale_b[expert];
   const cutlass::NumericArrayConverter<Output, float, 2> narrow;
   const cutlass::NumericArrayConverter<float, Output, 2> widen;
   CUTLASS_PRAGMA_UNROLL
@@ -249,13 +300,18 @@ CUTLASS_DEVICE void store_tile(GroupedParams const& p, Sums const& sums, int thr
     const int row[] = {rows[0], rows[8]};
     CUTLASS_PRAGMA_UNROLL
     for (int eight = 0; eight < C::kTileN / 8 / kHalf; eight += 4) {
-      cutlass::Array<float, 2> addend[4 * kHalf];
+      Pair addend[4 * kHalf];
+      Floats factor[4 * kHalf];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 4 * kHalf; ++i) {
         const int n = first + 8 * (eight + i / kHalf) + lane % 4 * 2;
         addend[i].clear();
+        factor[i].fill(of_all);
+        if (Parts::kScaledRows && n < half) {
+          factor[i] = *reinterpret_cast<const Floats*>(of_columns + n + i % kHalf * half);
+        }
         if (bias != nullptr && n < half) {
-          addend[i] = widen(*reinterpret_cast<const Pair*>(bias + n + i % kHalf * half));
+          addend[i] = *reinterpret_cast<const Pair*>(bias + n + i % kHalf * half);
         }
       }
       CUTLASS_PRAGMA_UNROLL
@@ -267,7 +323,10 @@ CUTLASS_DEVICE void store_tile(GroupedParams const& p, Sums const& sums, int thr
           CUTLASS_PRAGMA_UNROLL
           for (int e = 0; e < 2; ++e) {
             const auto sum = [&](int j) {
-              return sums(cute::make_coord(e, lower, eight * kHalf + j), block, 0) + addend[j][e];
+              float value = sums(cute::make_coord(e, lower, eight * kHalf + j), block, 0);
+              if constexpr (Parts::kScaledRows) value *= scales[block * 2 + lower];
+              if constexpr (C::kScaling != Scaling::kNone) value *= factor[j][e];
+              return value + widen(addend[j])[e];
             };
             values[e] = activated<C::kActivation>(sum(i * kHalf));
             if constexpr (kHalf == 2) values[e] *= sum(i * kHalf + 1);
@@ -311,8 +370,9 @@ CUTLASS_DEVICE void consume(GroupedParams const& p, typename Parts::Shared& shar
     [[maybe_unused]] const std::uint64_t began = stamp();
     auto sums = cute::partition_fragment_C(
         typename Parts::Mma{}, cute::Shape<cute::Int<C::kTileM>, cute::Int<C::kTileN>>{});
-    multiply<C>(shared, stages, read, k_tiles, team.thread(), sums);
-    store_tile<C>(p, sums, team.thread(), tile, column);
+    typename Parts::RowScales scales;
+    multiply<C>(shared, stages, read, k_tiles, team.thread(), sums, scales);
+    store_tile<C>(p, sums, scales, team.thread(), tile, column);
     Duty::after(p, tile, column, team);
     if (team.thread() == 0) tell(p.sync, began, {FLUX_TRACE_TILE, tile, column, 0});
   }

@@ -90,7 +90,7 @@ struct SumTokens {
   template <class Team>
   __device__ __forceinline__ static void sum_tile(GroupedParams const& p, int tile, int column,
                                                   Team team) {
-    constexpr int kWidth = C::kAlignment;
+    constexpr int kWidth = kResultVector<C>;
     const ScatterTiling& s = p.targets.tiling;
     const int first = column * C::kTileN;
     const int vectors = min_of(C::kTileN, p.n - first) / kWidth;

@@ -65,6 +65,8 @@ class GroupedProduct(Protocol):
         probs: [M, topk], the weights of a token's experts; None: 1.
         routing: the routed rows: ``flux.moe.Routing``, or those that the device knows.
         routed: of an AllGather: takes the routed rows of x, [rows, K]; None: they are not kept.
+        scale_x: of a sum: of the routed rows, [rows] or [1]; None: x has no scale, or tokens have.
+        scale_weights: float32 [experts, N] or [experts]; None without scaling.
     """
 
     rows: int
@@ -73,6 +75,8 @@ class GroupedProduct(Protocol):
     probs: torch.Tensor | None
     routing: RoutedRows | DeviceChoices
     routed: torch.Tensor | None
+    scale_x: torch.Tensor | None
+    scale_weights: torch.Tensor | None
 
     def __call__(
         self,

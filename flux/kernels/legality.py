@@ -177,6 +177,7 @@ def shared_bytes(config: GemmConfig) -> int:
     if config.arch == "80":
         return config.stages * stage  # the epilogue reuses it
     if config.op in GROUPED:
+        stage += 4 * m if config.scaling == "row" else 0
         return max(config.stages, 2) * stage + KIB  # results go from registers to memory
     rows = 64 if config.schedule == "pingpong" else 128
     scatters = config.op == "gemm_rs" and n % _SM90_SCATTER_COLUMNS == 0
@@ -240,16 +241,17 @@ def _reason_illegal_grouped(config: GemmConfig) -> str | None:
 
 def _reason_illegal_grouped_sm90(config: GemmConfig) -> str | None:
     """Check what follows from operands that cp.async copies (csrc/cuda_moe/sm90.cuh)."""
-    if config.itemsize != 2:
-        return f"{config.op} has operands of 16 bits, got {config.dtype}"
     if config.cluster != (1, 1):
         return f"{config.op} copies for one block: cluster must be (1, 1), got {config.cluster}"
-    if config.tile[1] % 64 or config.tile[2] != 64:
-        return f"{config.op} copies 64 columns or 64 of K at once, got a tile of {config.tile}"
+    if config.tile[1] % 64 or config.tile[2] * config.itemsize != 128:
+        return (
+            f"{config.op} copies 64 columns or 128 bytes of K at once, got a tile of "
+            f"{config.tile} in {config.dtype}"
+        )
     if config.op == "ag_grouped_gemm" and config.tile[0] > _GATHERED_ROWS:
         return f"{config.op} gathers at most {_GATHERED_ROWS} rows, got a tile of {config.tile}"
     threads = 128 if config.schedule == "pingpong" else 256
-    accumulators = config.tile[0] * config.tile[1] // threads
+    accumulators = config.tile[0] * config.tile[1] // threads * (2 if config.promoted else 1)
     if accumulators > _GROUPED_ACCUMULATORS:
         return (
             f"{config.op} needs {accumulators} accumulators per thread, at most "

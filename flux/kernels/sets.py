@@ -85,6 +85,16 @@ def _grouped_sm90() -> Iterator[GemmConfig]:
         for tile, schedule in (((128, 256), "cooperative"), ((64, 128), "pingpong")):
             kernel = _sm90(GROUPED[0], tile, schedule, dtype=dtype)
             yield replace(kernel, weight=weight, activation=gate)
+    large, small = ((128, 256), "cooperative"), ((64, 128), "pingpong")
+    for scaling, op in product(("tensor", "row"), GROUPED):
+        # Twice the accumulators: 128x128 is the largest tile whose registers do not spill.
+        for tile, schedule in (((128, 128), "cooperative"), small):
+            promoted = _sm90(op, tile, schedule, (1, 1), "e4m3", scaling, promoted=True)
+            yield promoted
+            if op == GROUPED[0]:
+                yield replace(promoted, activation="gated_silu")
+        for tile, schedule in (large, small):
+            yield _sm90(op, tile, schedule, (1, 1), "e4m3", scaling)
 
 
 def _backward_sm90() -> Iterator[GemmConfig]:

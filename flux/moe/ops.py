@@ -47,12 +47,13 @@ class GroupedOp(TensorParallelOp):
         topk: experts of a token.
         ep: parts that the experts are split into; it divides the world. 1: every rank has a part
             of each expert.
-        dtype: of x and the weights: float64, float32, bfloat16 or float16; GPUs: the last two;
-            CPUs also float8_e4m3fn, with results in bfloat16.
+        dtype: of x and the weights: float64, float32, bfloat16, float16, or float8_e4m3fn, whose
+            results, and biases, are bfloat16. GPUs: the last three; float8: sm_90a.
         transpose_weight: an expert's weight is [K, N] instead of [N, K].
         activation, gated: AGGroupedGemm only.
         scaling: of float8: ``"tensor"`` (a factor for x, one for each expert's weight) or ``"row"``
             (for each row of x and of a weight). No backward then.
+        fast_accum: as for AGGemm.
         backend, transport, tuning, timeout_s, topology: as for AGGemm.
 
     Raises:
@@ -83,6 +84,7 @@ class GroupedOp(TensorParallelOp):
         activation: str = "none",
         gated: bool = False,
         scaling: str = "none",
+        fast_accum: bool = False,
     ) -> None:
         super().__init__(
             group,
@@ -99,6 +101,7 @@ class GroupedOp(TensorParallelOp):
             topology=topology,
             activation=activation,
             scaling=scaling,
+            fast_accum=fast_accum,
             experts=experts,
             topk=topk,
             ep=ep,

@@ -35,6 +35,11 @@ BLOCK_COLUMNS = 256
 grouped_mm = getattr(functional, "grouped_mm", None)  # since torch 2.10
 
 
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Return rows as bytes, if they are float8, which not every torch selects on GPUs."""
+    return x.view(torch.uint8) if x.itemsize == 1 else x
+
+
 @dataclass
 class Experts:
     """The operands of one call beside x, checked.
@@ -140,6 +145,7 @@ class _Product:
     """What products have in common: their operands, as ``GroupedProduct`` names them."""
 
     routed: torch.Tensor | None = None
+    scale_x: torch.Tensor | None = None
 
     def __init__(self, experts: Experts, probs: torch.Tensor | None) -> None:
         self._experts = experts
@@ -147,6 +153,7 @@ class _Product:
         self.weights = experts.weights
         self.biases = experts.biases
         self.probs = probs
+        self.scale_weights = experts.scales
         self.routing = experts.routing
 
 
@@ -194,7 +201,8 @@ class GatherProduct(_Product):
         spec, routing = self._spec, self._experts.routing
         for expert, begin, end in self._experts.together(x, routing.groups(first, last)):
             tokens = (routing.tokens[begin:end] - first).to(x.device)
-            rows = torch.index_select(x, 0, tokens, out=self._place(x, begin, end))
+            rows = self._place(x, begin, end)
+            torch.index_select(_bytes(x), 0, tokens, out=_bytes(rows))
             scale = scale_x
             if scale_x is not None and spec.scaling == "row":
                 scale = scale_x[tokens]
@@ -232,7 +240,7 @@ class SumProduct(_Product):
         scale_x: torch.Tensor | None = None,
     ) -> None:
         super().__init__(experts, probs)
-        self._scale_x, self._by_row = scale_x, spec.scaling == "row"
+        self.scale_x, self._by_row = scale_x, spec.scaling == "row"
         self._wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
         self._room: torch.Tensor | None = None  # for products by routed row, of some columns
         self._bags: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
@@ -280,7 +288,7 @@ class SumProduct(_Product):
 
     def _kind(self, x: torch.Tensor) -> torch.dtype:
         """Return the dtype of products by routed row."""
-        return x.dtype if self._scale_x is None else self._wide
+        return x.dtype if self.scale_x is None else self._wide
 
     def _sum(
         self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None
@@ -291,7 +299,7 @@ class SumProduct(_Product):
         products = self._room[: self.rows * shape[1]].view(shape)
         groups = self.routing.groups(first, last)
         for expert, begin, end in self._experts.together(x, groups, columns):
-            scale = self._scale_x
+            scale = self.scale_x
             if scale is not None and self._by_row:
                 scale = scale[begin:end]
             self._experts.multiply(x[begin:end], expert, products[begin:end], columns, scale)

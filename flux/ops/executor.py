@@ -172,8 +172,6 @@ def check_executor(
             f"{label}: with {where} and backend {backend}, transport must be {_or(transports)}, "
             f"got {transport!r}"
         )
-    if spec.experts and spec.dtype == FP8 and backend != "cpu":
-        raise ValueError(f"{label}: experts of float8 need backend cpu, got {backend}")
     if spec.dispatches and knobs.path == "one_shot":
         raise ValueError(f"{label}: path = one_shot moves all tokens, and is not for this op")
     # What holds for any number of nodes; ``check_mesh`` knows theirs.

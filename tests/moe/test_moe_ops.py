@@ -305,6 +305,14 @@ def test_bad_input_is_refused_on_all_ranks_and_the_op_goes_on() -> None:
     run_ranks(2, _refusals)
 
 
+def _select_no_float8(
+    x: torch.Tensor, *rest: Any, select: Any = torch.index_select, **more: Any
+) -> torch.Tensor:
+    assert x.dtype != torch.float8_e4m3fn
+    selected: torch.Tensor = select(x, *rest, **more)
+    return selected
+
+
 def _scales(rank: int, world: int) -> None:
     """Scales of float8 are checked on all ranks, and are part of graphs."""
     for op in ("gather", "scatter"):
@@ -323,7 +331,9 @@ def _scales(rank: int, world: int) -> None:
                 said = text if rank == 0 else "rank 0 refused"
                 with pytest.raises((TypeError, ValueError), match=said):
                     built(x, weights, experts, **options | (change if rank == 0 else {}))
-            y = inputs.check(built, rank)
+            # Not every torch selects rows of float8 on GPUs, where this path is the unfused one.
+            with mock.patch.object(torch, "index_select", _select_no_float8):
+                y = inputs.check(built, rank)
             graph = torch.compile(built, backend="aot_eager", fullgraph=True)
             assert same_bits(graph(x, weights, experts, **options), y)
     with SMALL.build() as built, pytest.raises(ValueError, match="takes no scales, got 1"):
@@ -375,7 +385,7 @@ def _constructors(rank: int, world: int) -> None:
         ({"gated": True}, "needs an activation"),
         ({"op": "combine", "knobs": Knobs(path="one_shot")}, "moves all tokens"),
         ({"dtype": torch.float8_e4m3fn}, "needs scaling = tensor or row"),
-        ({"dtype": torch.float8_e4m3fn, "scaling": "row", "backend": "cuda"}, "need backend cpu"),
+        ({"fast_accum": True}, "fast_accum is for float8_e4m3fn"),
     ):
         fields = {k: v for k, v in change.items() if k in ("op", "knobs")}
         options = {k: v for k, v in change.items() if k not in fields}

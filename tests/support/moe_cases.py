@@ -49,6 +49,7 @@ class MoeCase:
     bias: bool = True
     listed: bool = False
     scaling: str = "none"
+    fast: bool = False
     room: int | None = None
     """Rows of ``max_rows`` behind those of the rank that has the most; None: it is not given."""
 
@@ -64,7 +65,7 @@ class MoeCase:
         more = {"activation": self.activation, "gated": self.gated} if self.gathers else {}
         sizes = {"max_m": self.max_m, "n": self.n, "k": self.k, "dtype": self.dtype}
         of_experts: dict[str, Any] = {"experts": self.experts, "topk": self.topk, "ep": self.ep}
-        of_experts["scaling"] = self.scaling
+        of_experts |= {"scaling": self.scaling, "fast_accum": self.fast}
         how = {
             "tuning": self.knobs,
             "transport": self.transport,

@@ -101,6 +101,7 @@ class GroupedCalls(OpCalls):
         self._tile = tile
         self._items = items
         self._activates = activates
+        self._scales: list[torch.Tensor] = []  # of the last call
         # Now: to get pinned memory may wait for kernels, which in a call wait for peers.
         self._totals = self._device.pinned(3, torch.int32) if self._spec.experts else None
 
@@ -132,6 +133,7 @@ class GroupedCalls(OpCalls):
         ``own_rows``: tokens of this rank. ``empty`` allocates tensors: kept here, it would keep the
         backend and its kernels until garbage is collected.
         """
+        self._scales.clear()
         if self._spec.op.gathers:
             return self._gather(schedule, stream, call, gather, empty)
         return [self._sum(schedule, stream, call, own_rows, empty)]
@@ -149,7 +151,7 @@ class GroupedCalls(OpCalls):
         weights = self._weights(product, call, x.shape[1], columns)
         operand = self._operand(schedule, product, weights, columns, out)
         self._workspaces.make_room(self._native, schedule, stream, [operand], spec.k)
-        rows = (self._address(x), spec.k, spec.k, 0)
+        rows = (self._address(x), spec.k, spec.k, self._scale(call.scale_x))
         to = 0 if full is None else address_of(full)
         self._native.ag_gemm(schedule.native, stream, rows, [operand], to, [])
         if full is not None and kept is not None:
@@ -177,9 +179,17 @@ class GroupedCalls(OpCalls):
         weights = self._weights(product, call, depth, columns)
         operand = self._operand(schedule, product, weights, columns, products)
         self._workspaces.make_room(self._native, schedule, stream, [operand], depth)
-        a = (self._address(x), row_step(x.shape, x.stride()), depth, 0)
+        scale = self._scale(product.scale_x)
+        a = (self._address(x), row_step(x.shape, x.stride()), depth, scale)
         self._native.gemm_rs(schedule.native, stream, a, operand, address_of(out))
         return out
+
+    def _scale(self, scale: torch.Tensor | None) -> int:
+        """Return where scales are, 0 if there is no scaling: none of those of no rows is read."""
+        if scale is None:
+            return 0
+        self._scales.append(self._fit.tensor(scale) if scale.numel() else scale.new_empty(1))
+        return self._address(self._scales[-1])
 
     def _zeros(self, rows: int, columns: int) -> torch.Tensor:
         itemsize = self._spec.dtype.itemsize
@@ -244,7 +254,8 @@ class GroupedCalls(OpCalls):
         self._kept = (bias, probs, maps)  # until the call is on the stream
         self._route = route
         first = addresses[0] if addresses else address_of(maps)
-        return (first, step, columns, address_of(out), out.shape[1], 0, 0)
+        scale = self._scale(product.scale_weights)
+        return (first, step, columns, address_of(out), out.shape[1], 0, scale)
 
     def tile_experts(self) -> torch.Tensor:
         """Return the experts of the last call's tiles, -1 behind them, once the stream is done."""

@@ -72,9 +72,16 @@ def _build_float8_kernels(_: Path) -> Path:
     configs = [
         c
         for c in config_set("default", ["90a"])
-        if c.dtype == "e4m3" and c.schedule == "pingpong" and c.op != "gemm"
+        if c.dtype == "e4m3" and c.schedule == "pingpong" and c.op in FUSED
     ]
     return _build_kernels("emulated-float8", configs)
+
+
+def _build_float8_expert_kernels(_: Path) -> Path:
+    configs = [c for c in config_set("default", ["90a"]) if c.dtype == "e4m3" and c.op in GROUPED]
+    few = [c for c in configs if (c.tile[0], c.scaling, c.activation) == (64, "row", "none")]
+    chosen = configs if STRESS > 1 else [c for c in few if c.promoted]
+    return _build_kernels("emulated-float8-experts", chosen)
 
 
 def _build_gated_kernels(_: Path) -> Path:
@@ -138,6 +145,12 @@ def wide_kernels(pytestconfig: pytest.Config) -> Path:
 def float8_kernels(pytestconfig: pytest.Config) -> Path:
     """A float8 kernel of each op and scaling, likewise."""
     return _built_or_skipped(pytestconfig, "float8-kernels", _build_float8_kernels)
+
+
+@pytest.fixture(scope="session")
+def float8_expert_kernels(pytestconfig: pytest.Config) -> Path:
+    """Float8 kernels of experts: without make stress, one of each op."""
+    return _built_or_skipped(pytestconfig, "float8-expert-kernels", _build_float8_expert_kernels)
 
 
 @pytest.fixture(scope="session")

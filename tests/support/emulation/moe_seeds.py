@@ -78,6 +78,8 @@ def case_of(seed: int, kernels: list[GemmConfig]) -> tuple[GemmConfig, MoeCase, 
         gated=fused or (activation != "none" and rng.random() < 0.5),
         bias=rng.random() < 0.6,
         listed=rng.random() < 0.4,
+        scaling=config.scaling,
+        fast=config.fast_accum,
     )
     least = case.knobs.comm_tile_rows
     if op == "gather" and least is not None:  # so large that a world of one thread runs the op
@@ -159,8 +161,10 @@ def seeds_of(
     parser = argparse.ArgumentParser(description=seeds_of.__doc__)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=60)
+    parser.add_argument("--only", default="", help="part of the kernels' names")
     parser.add_argument("--out", type=Path, help="JSON")
     options = parser.parse_args()
+    chosen = [config for config in chosen if options.only in config.name]
     registry = build_kernels(chosen)
     wanted = {c.name for c in chosen}
     kernels = {name: built for name, built in sorted(registry.kernels.items()) if name in wanted}
@@ -191,6 +195,7 @@ def seeds_of(
         print(row)
     if options.out is not None:
         command = f"python tests/support/emulation/{program} --seeds {options.seeds}"
+        command += f" --only {options.only}" if options.only else ""
         write_figures(options.out, command, rows)
     return len(failures)
 

@@ -1,0 +1,122 @@
+"""Kernels of experts for float8 on the PTX machine: scales belong to rows and to experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from device_fixtures import with_flux_kernels
+from flux import Knobs
+from flux.transport.virtual import VirtualWorld, least_tile_rows
+from harness import STRESS, more
+from moe_cases import MOE_OPS, MoeCase, MoeInputs
+from moe_seeds import case_of, run_case
+from op_cases import same_bits
+from ptx_device import PtxDevice
+from reference import FP8
+
+CASE = MoeCase(
+    "gather", 90, 64, 64, 5, 3, dtype=FP8, scaling="row", knobs=Knobs(comm_tile_rows=8), room=5
+)
+
+
+@pytest.fixture(scope="module")
+def float8(request: pytest.FixtureRequest) -> Iterator[PtxDevice]:
+    """A device with float8 kernels of experts: without make stress, one of each op."""
+    with with_flux_kernels(request, "90a", "float8_expert_kernels") as device:
+        assert isinstance(device, PtxDevice)
+        yield device
+
+
+@pytest.mark.parametrize("seed", range(5 * STRESS))
+def test_random_routings(float8: PtxDevice, seed: int) -> None:
+    kernels = sorted(float8.registry.kernels.values(), key=lambda built: built.config.name)
+    config, case, world, kind = case_of(seed, [b.config for b in kernels])
+    (built,) = (b for b in kernels if b.config == config)
+    run_case(float8, built, case, world, [kind, "random"], seed)
+
+
+def ones(case: MoeCase, m: int, world: int, kind: str) -> MoeInputs:
+    """Inputs whose products are K times their scales: each row, column and expert has its own."""
+    inputs = MoeInputs(case, m, world, kind, 3)
+    inputs.x.fill_(1)
+    inputs.weight.fill_(1)
+    inputs.bias = inputs.probs = None
+    inputs.scale_x = 2.0 ** (torch.arange(len(inputs.x)) % 7)
+    columns = torch.arange(inputs.scale_w.shape[1]) % 5
+    inputs.scale_w = 3.0 ** (torch.arange(case.experts)[:, None] % 3) * 2.0**columns
+    return inputs
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("op", "world", "nodes"),
+    [
+        *((op, 3, 1) for op in MOE_OPS),
+        ("gather", 4, 2),
+        *more(*((op, *of) for op in MOE_OPS for of in ((2, 1), (4, 1), (4, 2)))),
+    ],
+)
+def test_products_have_the_scales_of_their_row_and_expert(
+    float8: PtxDevice, op: str, world: int, nodes: int
+) -> None:
+    """Calls come back to back, and copies late: a scale that is read too early is another one."""
+    case = replace(CASE, op=op, ep=world if MOE_OPS[op].dispatches else 1, k=64 * world)
+    case = replace(case, n=64 * world)
+    if nodes > 1:
+        rows = least_tile_rows(world, case.max_m, 2)
+        case = replace(case, ep=2, knobs=Knobs(comm_tile_rows=rows))
+    everything = [ones(case, m, world, kind) for m, kind in ((90, "random"), (41, "dropped"))]
+    float8.set_copy_delay(10_000)
+    try:
+        with VirtualWorld(world, float8, nodes) as ranks, ExitStack() as closing:
+            ops = [closing.enter_context(case.build(group=ranks.rank(r))) for r in range(world)]
+            given = [[inputs.arguments(r) for inputs in everything] for r in range(world)]
+            outs = ranks.run(lambda r: [ops[r](*of[:3], **of[3]) for of in given[r]])
+            float8.finish()
+            for r, each in enumerate(ops):
+                each.wait()
+                for inputs, y in zip(everything, outs[r], strict=True):
+                    wanted, _ = inputs.expected(r)
+                    far = (y.double() - wanted).abs() > wanted * 2.0**-6
+                    assert not far.any(), (int(far.sum()), far.numel())
+    finally:
+        float8.set_copy_delay(0)
+
+
+@pytest.mark.parametrize("op", MOE_OPS)
+def test_no_order_of_warps_changes_a_bit(float8: PtxDevice, op: str) -> None:
+    config, case, _, _ = case_of(list(MOE_OPS).index(op), kernels_of(float8))
+    (built,) = (b for b in float8.registry.kernels.values() if b.config == config)
+    case = replace(CASE, op=op, scaling=config.scaling, fast=config.fast_accum)
+    runs = [run_case(float8, built, case, 2, ["dropped"], seed)[0][0] for seed in range(2 * STRESS)]
+    for other in runs[1:]:
+        assert all(same_bits(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
+def kernels_of(device: Any) -> list[Any]:
+    return sorted((b.config for b in device.registry.kernels.values()), key=lambda c: c.name)
+
+
+@pytest.mark.parametrize(
+    ("change", "device", "text"),
+    [
+        ({"k": 2 * 24}, "float8", r"k=24.* in e4m3 \(.*scaling = row"),
+        ({"n": 2 * 12}, "float8", "n=12"),
+        ({"transpose": True}, "float8", "weight = kn"),
+        ({}, "a100", r"in e4m3 .*on compute capability \(8, 0\)"),
+    ],
+)
+def test_what_no_kernel_does_is_refused(
+    request: pytest.FixtureRequest, change: dict[str, Any], device: str, text: str
+) -> None:
+    with VirtualWorld(2, request.getfixturevalue(device)) as ranks:
+        case = replace(CASE, op="scatter" if "k" in change else "gather", **change)
+        for rank in range(2):
+            with pytest.raises(ValueError, match=text):
+                case.build(group=ranks.rank(rank))
