@@ -5,7 +5,8 @@
 //   consumers   item | multiply k tiles as they come | store | item | multiply ...
 //
 // Cooperative: two warp groups share each item. Pingpong: they take items in turn, and one stores while
-// the other multiplies.
+// the other multiplies. It begins when the other has seen its last k tile: a wait for a stage knows no more
+// than the parity of how often that was filled, and would pass while the fill before the awaited one is under way.
 //
 // Memory ordering (docs/kernels/protocol.md). cp.async reads global memory and writes shared memory in the
 // generic proxy, so what makes rows visible to the producers suffices. wgmma reads shared memory in the
@@ -74,6 +75,7 @@ struct GroupedParts {
 
   using Stages = cutlass::PipelineAsync<kStages>;
   using Items = cutlass::PipelineAsync<2>;
+  using Turns = cutlass::OrderedSequenceBarrier<1, 2>;
   static constexpr int kNoItem = 0x7fffffff;
   // Scales of the rows that a thread has sums of.
   using RowScales = cutlass::Array<float, kScaledRows ? C::kTileM * 4 / kTeamThreads : 1>;
@@ -84,6 +86,7 @@ struct GroupedParts {
     float scales[max_of(kStages * kScales, 1)];
     typename Stages::SharedStorage stages;
     typename Items::SharedStorage handed;
+    typename Turns::SharedStorage turns;
     int item[Items::Stages];
   };
 };
@@ -181,6 +184,7 @@ CUTLASS_DEVICE void produce(GroupedParams const& p, typename Parts::Shared& shar
 // (kPromoted) each is added in float32: a tensor core keeps sums of float8 to some 14 bits.
 template <class C, class Sums, class Parts = GroupedParts<C>>
 CUTLASS_DEVICE void multiply(typename Parts::Shared& shared, typename Parts::Stages& stages,
+                             typename Parts::Turns& turns,
                              typename Parts::Stages::PipelineState& read, int k_tiles, int thread,
                              Sums& sums, typename Parts::RowScales& scales) {
   auto a = cute::make_tensor(cute::make_smem_ptr(shared.a), typename Parts::LayoutA{});
@@ -205,8 +209,12 @@ CUTLASS_DEVICE void multiply(typename Parts::Shared& shared, typename Parts::Sta
     }
     cute::warpgroup_commit_batch();
   };
-  stages.consumer_wait(read);
+  const auto await = [&](int i) {
+    stages.consumer_wait(read);
+    if (Parts::kTeams == 2 && i + 1 == k_tiles) turns.arrive();
+  };
   if constexpr (Parts::kScaledRows) {
+    stages.consumer_wait(read);
     const float* from =
         shared.scales + read.index() * C::kTileM + thread / 32 * 16 + thread % 32 / 4;
     CUTLASS_PRAGMA_UNROLL
@@ -220,7 +228,7 @@ CUTLASS_DEVICE void multiply(typename Parts::Shared& shared, typename Parts::Sta
     cute::clear(sums);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < k_tiles; ++i, ++read) {
-      stages.consumer_wait(read);
+      await(i);
       mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
       cute::warpgroup_fence_operand(products);
       begin(products);
@@ -236,7 +244,7 @@ CUTLASS_DEVICE void multiply(typename Parts::Shared& shared, typename Parts::Sta
     cute::warpgroup_fence_operand(sums);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < k_tiles; ++i, ++read) {
-      stages.consumer_wait(read);
+      await(i);
       begin(sums);
       if (i > 0) {
         cute::warpgroup_wait<1>();
@@ -347,7 +355,7 @@ CUTLASS_DEVICE void store_tile(GroupedParams const& p, Sums const& sums,
 template <class C, class Duty, class Parts = GroupedParts<C>>
 CUTLASS_DEVICE void consume(GroupedParams const& p, typename Parts::Shared& shared,
                             typename Parts::Stages& stages, typename Parts::Items& items,
-                            int turn) {
+                            typename Parts::Turns& turns, int turn) {
   const WarpGroups<Parts::kTeamThreads> team{1 + turn, kWarpGroup + turn * Parts::kTeamThreads};
   const int k_tiles = ceil_div(p.k, Parts::kDepth);
   typename Parts::Stages::PipelineState read;
@@ -362,7 +370,9 @@ CUTLASS_DEVICE void consume(GroupedParams const& p, typename Parts::Shared& shar
       if (item >= 0) read.advance(k_tiles);
       continue;
     }
+    if (Parts::kTeams == 2) turns.wait();
     if (item < 0) {
+      if (Parts::kTeams == 2) turns.arrive();
       Duty::item(p, -1 - item, team);
       continue;
     }
@@ -371,7 +381,7 @@ CUTLASS_DEVICE void consume(GroupedParams const& p, typename Parts::Shared& shar
     auto sums = cute::partition_fragment_C(
         typename Parts::Mma{}, cute::Shape<cute::Int<C::kTileM>, cute::Int<C::kTileN>>{});
     typename Parts::RowScales scales;
-    multiply<C>(shared, stages, read, k_tiles, team.thread(), sums, scales);
+    multiply<C>(shared, stages, turns, read, k_tiles, team.thread(), sums, scales);
     store_tile<C>(p, sums, scales, team.thread(), tile, column);
     Duty::after(p, tile, column, team);
     if (team.thread() == 0) tell(p.sync, began, {FLUX_TRACE_TILE, tile, column, 0});
@@ -403,6 +413,8 @@ __global__ void __launch_bounds__(GroupedParts<C>::kThreads, 1)
   // Copies arrive for each thread, consumers for each warp. All consumers read items.
   Stages stages(shared.stages, arrivals<Stages>(group == 0, kWarpGroup, Parts::kTeamThreads / 32));
   Items items(shared.handed, arrivals<Items>(group == 0, 1, 2 * kWarpGroup / 32));
+  const int turn = Parts::kTeams == 2 ? max_of(group - 1, 0) : 0;
+  typename Parts::Turns turns(shared.turns, {static_cast<std::uint32_t>(turn), kWarpGroup});
   __syncthreads();
   // 168 registers for each of the 384 threads, as they are needed.
   if (group == 0) {
@@ -410,7 +422,7 @@ __global__ void __launch_bounds__(GroupedParts<C>::kThreads, 1)
     produce<C, Duty>(p, shared, stages, items);
   } else {
     cutlass::arch::warpgroup_reg_alloc<216>();
-    consume<C, Duty>(p, shared, stages, items, Parts::kTeams == 2 ? group - 1 : 0);
+    consume<C, Duty>(p, shared, stages, items, turns, turn);
   }
 }
 

@@ -53,6 +53,26 @@ def ones(case: MoeCase, m: int, world: int, kind: str) -> MoeInputs:
     return inputs
 
 
+def assert_close(y: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Check that products are nowhere NaN, nor off by more than roundings of bfloat16."""
+    far = ~((y.double() - wanted).abs() <= wanted * 2.0**-6)
+    assert not far.any(), (int(far.sum()), far.numel())
+
+
+def of_kind(
+    case: MoeCase, m: int, world: int, rank: int, rows: int, kind: str
+) -> tuple[MoeInputs, tuple[Any, Any, Any, dict[str, Any]]]:
+    """Inputs of a routing, and a rank's arguments with room for ``rows``."""
+    inputs = ones(replace(case, room=None), m, world, kind)
+    inputs.scale_w = inputs.scale_w.roll(len(kind), 1)
+    x, weights, experts, options = inputs.arguments(rank)
+    if not case.gathers:
+        behind = rows - len(x)
+        x = torch.cat([x, x.new_zeros(behind, x.shape[1])])
+        options["scale_x"] = torch.nn.functional.pad(options["scale_x"], (0, behind))
+    return inputs, (x.clone(), weights, experts.clone(), options | {"max_rows": rows})
+
+
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     ("op", "world", "nodes"),
@@ -83,8 +103,7 @@ def test_products_have_the_scales_of_their_row_and_expert(
                 each.wait()
                 for inputs, y in zip(everything, outs[r], strict=True):
                     wanted, _ = inputs.expected(r)
-                    far = ~((y.double() - wanted).abs() <= wanted * 2.0**-6)  # also NaN
-                    assert not far.any(), (int(far.sum()), far.numel())
+                    assert_close(y, wanted)
     finally:
         float8.set_copy_delay(0)
 
@@ -97,6 +116,59 @@ def test_no_order_of_warps_changes_a_bit(float8: PtxDevice, op: str) -> None:
     runs = [run_case(float8, built, case, 2, ["dropped"], seed)[0][0] for seed in range(2 * STRESS)]
     for other in runs[1:]:
         assert all(same_bits(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("op", ["dispatch", "scatter", *more("gather", "combine", "reduce")])
+def test_graphs_replay_with_other_scales(float8: PtxDevice, op: str) -> None:
+    world, m = 2, 40
+    case = replace(CASE, op=op, ep=2 if MOE_OPS[op].dispatches else 1, room=0, n=128, k=128)
+    rows = m * case.topk
+    with VirtualWorld(world, float8) as ranks, ExitStack() as closing:
+        ops = [closing.enter_context(case.build(group=ranks.rank(r))) for r in range(world)]
+        given = [of_kind(case, m, world, r, rows, "random")[1] for r in range(world)]
+
+        def call(r: int) -> torch.Tensor:
+            x, weights, experts, options = given[r]
+            y: torch.Tensor = ops[r](x, weights, experts, **options)
+            return y
+
+        with float8.capture() as graph:
+            outs = ranks.run(call)
+        for kind in ("dropped", "one", "random"):
+            for r in range(world):
+                _, (x, _, experts, options) = of_kind(case, m, world, r, rows, kind)
+                given[r][0].copy_(x)
+                given[r][2].copy_(experts)
+                for name in ("scale_x", "scale_weight"):
+                    given[r][3][name].copy_(options[name])
+                outs[r].fill_(torch.nan)
+            graph.replay()
+            float8.finish()
+            for r, each in enumerate(ops):
+                each.wait()
+                inputs, _ = of_kind(case, m, world, r, rows, kind)
+                wanted, _ = inputs.expected(r)
+                assert_close(outs[r][: len(wanted)], wanted)
+        graph.close()
+
+
+@pytest.mark.parametrize("fast", [False, *more(True)])
+def test_fast_sums_forget_small_products(float8: PtxDevice, fast: bool) -> None:
+    """Of 2^14 and 1023 of 1/4; promotion loses those of the same 128 of K."""
+    case = replace(CASE, k=1024, bias=False, fast=fast, room=None)
+    inputs = ones(case, 40, 2, "random")
+    for operand in (inputs.x, inputs.weight):
+        operand.fill_(0.5)
+        operand[..., 0] = 128.0
+    inputs.scale_x.fill_(1)
+    inputs.scale_w.fill_(1)
+    with VirtualWorld(2, float8) as ranks, ExitStack() as closing:
+        ops = [closing.enter_context(case.build(group=ranks.rank(r))) for r in range(2)]
+        outs = ranks.run(lambda r: ops[r](*(of := inputs.arguments(r))[:3], **of[3]))
+        float8.finish()
+        for r, each in enumerate(ops):
+            each.wait()
+            assert (outs[r] == (2**14 if fast else 2**14 + 256)).all()
 
 
 def kernels_of(device: Any) -> list[Any]:

@@ -53,7 +53,8 @@ def case_of(seed: int, kernels: list[GemmConfig]) -> tuple[GemmConfig, MoeCase, 
     experts = rng.choice([1, 2, 3, 5, 8, 13])
     ep = rng.choice([d for d in range(1, world + 1) if world % d == 0 and d <= experts])
     parts, step = world // ep, config.alignment_elements
-    size = (step * rng.randint(1, 20) * (parts if step > 1 else 1), step * rng.randint(1, 12))
+    deepest = 48 if config.itemsize == 1 else 12  # more k tiles than one
+    size = (step * rng.randint(1, 20) * (parts if step > 1 else 1), step * rng.randint(1, deepest))
     if step == 1:  # shares of ranks that differ, or are empty
         size = rng.randint(1, 80), rng.randint(1, 90)
     shared, other = size
