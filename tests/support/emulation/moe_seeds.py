@@ -58,6 +58,9 @@ def case_of(seed: int, kernels: list[GemmConfig]) -> tuple[GemmConfig, MoeCase, 
     if step == 1:  # shares of ranks that differ, or are empty
         size = rng.randint(1, 80), rng.randint(1, 90)
     shared, other = size
+    if config.arch == "90a" and seed // len(MOE_OPS) % 4 == 3:  # more k tiles than stages
+        deep = 8 * config.tile[2]
+        shared, other = (shared, other + deep) if gathers else (shared + deep * parts, other)
     activation = rng.choice(("none", *ACTIVATIONS)) if gathers else "none"
     fused = config.activation in GATED
     if fused:
