@@ -20,6 +20,19 @@ struct TileMap {
   int past[kMaxRuns] = {};   // row slots up to the end of the run
 };
 
+// Rows of a slice (TileOrder): those of a communication tile, or of several if a map would have too many runs.
+// A kernel finds them by what it is told; the host by the same.
+FLUX_HD constexpr int slice_rows_of(const TileOrder& t, int comm_tile_rows) {
+  const int node = t.mesh.domains * t.mesh.lanes, remote = world_of(t.mesh) - node;
+  const int chunk = chunk_rows(t.m, world_of(t.mesh));
+  const bool sums = t.op == OpKind::kGemmRS || t.op == OpKind::kGemmAR;
+  if (!sums || t.order != Order::kHierarchical || t.swizzle != Swizzle::kRankShift) return 0;
+  if (remote == 0 || comm_tile_rows < 1 || comm_tile_rows >= chunk) return 0;
+  const int tiles = ceil_div(chunk, comm_tile_rows);
+  const int slices = min_of(tiles, (kMaxRuns - node) / remote);
+  return slices < 2 ? 0 : comm_tile_rows * ceil_div(tiles, slices);
+}
+
 // Empty runs (chunks without rows, or with none of their own) are left out; neighbours that follow
 // each other in M become one. M = 8 tiles, 4 ranks, rank 1, AllGather direct pull:
 //   runs 2    first 2 0    past 6 8
@@ -30,11 +43,11 @@ FLUX_HD constexpr TileMap tile_map(const TileOrder& t) {
   map.columns = tiles_n(t);
   map.raster = t.raster;
   map.by_columns = t.column_ranges > 0;
-  const int runs = map.by_columns ? t.column_ranges : world_of(t.mesh);
+  const int runs = map.by_columns ? t.column_ranges : runs_of(t);
   if (runs > kMaxRuns) return map;
   int past = 0;
   for (int p = 0; p < runs; ++p) {
-    const TileRun run = map.by_columns ? column_run_at(t, p) : tile_run_at(t, p);
+    const TileRun run = map.by_columns ? column_run_at(t, p) : turn_at(t, p);
     if (run.count == 0) continue;
     const int last = map.runs - 1;
     const int begin = last > 0 ? map.past[last - 1] : 0;

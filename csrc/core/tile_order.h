@@ -12,6 +12,13 @@
 //   rank 2        4 5 | 6 7 | 0 1 | 2 3           6 7 | 0 1 | 2 3 | 4 5
 //   rank 3        6 7 | 0 1 | 2 3 | 4 5           0 1 | 2 3 | 4 5 | 6 7
 //
+// ReduceScatter over several nodes: ranks of a node add up their partials of another node's rows before
+// one of them sends the sum. Were owners visited one by one, in another order by each rank, every sum
+// would be complete at the end alone. So the owners of a node take turns, a slice of their rows at a
+// time. 2 nodes x 2 ranks, 4 tiles an owner, slices of 2, rank 0 (owners 3 and 2, then 1, 0):
+//
+//   12 13 | 8 9 | 14 15 | 10 11 | 4 5 6 7 | 0 1 2 3
+//
 // A tile that straddles chunks is visited with exactly one of them: for AllGather the one that
 // arrives last (it must wait for all that it reads), for ReduceScatter the one that is visited
 // first (its rows leave as early as they can).
@@ -42,6 +49,7 @@ struct TileOrder {
   // With column ranges: begin and end of each of them.
   const int* sequence = nullptr;
   int column_ranges = 0;  // that tiles are visited by, in place of chunks of rows; 0: none
+  int slice_rows = 0;  // of an owner on another node before the next owner's turn; 0: all its rows
 };
 
 struct TileCoord {
@@ -112,13 +120,45 @@ FLUX_HD constexpr TileRun tile_run_at(const TileOrder& t, int p) {
   return TileRun{first, max_of(last - first + 1, 0)};
 }
 
-// The slot-th tile row in visiting order; a permutation of [0, tiles_m). Walks the chunks in order
-// and counts the tile rows visited with each, so this costs O(W * tiles straddled), not O(tiles_m).
+// Slices of an owner's rows on another node, and the owners of whom there are slices: those of other nodes,
+// which are the first positions, one node after the other.
+FLUX_HD constexpr int slices_of(const TileOrder& t) {
+  return t.slice_rows > 0 ? ceil_div(chunk_rows(t.m, world_of(t.mesh)), t.slice_rows) : 1;
+}
+FLUX_HD constexpr int sliced_owners(const TileOrder& t) {
+  return t.slice_rows > 0 ? world_of(t.mesh) - t.mesh.domains * t.mesh.lanes : 0;
+}
+FLUX_HD constexpr int runs_of(const TileOrder& t) {
+  return world_of(t.mesh) + sliced_owners(t) * (slices_of(t) - 1);
+}
+
+// A tile is in the slice that has its first row; one that an earlier chunk begins, in the first.
+FLUX_HD constexpr int slice_of_tile(const TileOrder& t, int chunk, int tile) {
+  return max_of(tile * t.tile_m - row_begin(t.m, world_of(t.mesh), chunk), 0) / t.slice_rows;
+}
+
+// Tile rows of the i-th turn: of a chunk, or of a slice. In the picture above: first 12 8 14 10 4 0.
+FLUX_HD constexpr TileRun turn_at(const TileOrder& t, int i) {
+  const int slices = slices_of(t), sliced = sliced_owners(t) * slices;
+  if (i >= sliced) return tile_run_at(t, i - sliced + sliced_owners(t));
+  const int lanes = t.mesh.domains * t.mesh.lanes;
+  const int slice = i / lanes % slices;
+  const int position = i / (lanes * slices) * lanes + i % lanes;
+  const TileRun run = tile_run_at(t, position);
+  const int chunk = chunk_at(t, position);
+  int first = run.first, past = run.first + run.count;
+  while (first < past && slice_of_tile(t, chunk, first) < slice) ++first;
+  while (first < past && slice_of_tile(t, chunk, past - 1) > slice) --past;
+  return TileRun{first, past - first};
+}
+
+// The slot-th tile row in visiting order; a permutation of [0, tiles_m). Walks the turns in order
+// and counts the tile rows of each, so this costs O(W * tiles straddled), not O(tiles_m).
 //   M = 8 tiles, 4 ranks, rank 1, AllGather direct pull:  slot 0 1 2 3 ... -> 2 3 4 5 6 7 0 1
 FLUX_HD constexpr int tile_row_at(const TileOrder& t, int slot) {
   int left = slot;
-  for (int p = 0; p < world_of(t.mesh); ++p) {
-    const TileRun run = tile_run_at(t, p);
+  for (int i = 0; i < runs_of(t); ++i) {
+    const TileRun run = turn_at(t, i);
     if (left < run.count) return run.first + left;
     left -= run.count;
   }

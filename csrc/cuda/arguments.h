@@ -34,6 +34,7 @@ inline TileOrder tile_order(const FluxGemmArgs& args, OpKind op, int tile_m, int
   t.rank = plain ? 0 : o.rank;
   t.sequence = plain && o.column_ranges == 0 ? nullptr : o.sequence;
   t.column_ranges = o.column_ranges;
+  t.slice_rows = slice_rows_of(t, o.comm_tile_rows);
   return t;
 }
 

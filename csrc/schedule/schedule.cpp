@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/tile_map.h"
 #include "cpu/reducing.h"
 #include "schedule/exchange.h"
 
@@ -133,6 +134,17 @@ std::vector<int> rows_in_order(const TileOrder& t) {
     at[gathers ? *std::max_element(first, last) : *std::min_element(first, last)].push_back(tile);
   }
   std::vector<int> order;
+  const int lanes = t.mesh.domains * t.mesh.lanes;
+  for (int p = 0; p < sliced_owners(t); p += lanes) {
+    for (int slice = 0; slice < slices_of(t); ++slice) {
+      for (int of_node = p; of_node < p + lanes; ++of_node) {
+        for (const int tile : at[of_node]) {
+          if (slice_of_tile(t, chunk_at(t, of_node), tile) == slice) order.push_back(tile);
+        }
+      }
+    }
+  }
+  at.erase(at.begin(), at.begin() + sliced_owners(t));
   for (const auto& tiles : at) order.insert(order.end(), tiles.begin(), tiles.end());
   return order;
 }
@@ -419,6 +431,8 @@ void choose_sequence(Schedule* s) {
     const Reducing plan(spec);
     if (!plan.two_levels()) return;
     s->sequence = plan.placement().far_first(rank, spec.spread);
+    // Ranks that visit owners in one order complete a sum with each owner.
+    if (spec.spread) spec.tiles.slice_rows = slice_rows_of(spec.tiles, spec.comm.rows);
   }
   spec.tiles.sequence = s->sequence.data();
 }

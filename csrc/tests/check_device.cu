@@ -100,6 +100,11 @@ __global__ void check_tile_order(TileOrder t, int slot, int* out) {
   d.add(position_of_chunk(t, slot));
   d.add(position_of_tile(t, slot));
   d.add(tile_run_at(t, slot));
+  d.add(slices_of(t));
+  d.add(sliced_owners(t));
+  d.add(runs_of(t));
+  d.add(slice_of_tile(t, slot, slot));
+  d.add(turn_at(t, slot));
   d.add(tile_row_at(t, slot));
   d.add(raster_slot(tiles_m(t), tiles_n(t), t.raster, slot));
   d.add(tile_at(t, slot));
@@ -124,6 +129,7 @@ __global__ void check_row_map(RowMap map, int expert, int owner, Range tokens, i
 // tile_map.h, scatter.h, relay.h, all_reduce.h
 __global__ void check_kernel_maps(TileOrder t, ScatterTiling s, int slot, int row, int* out) {
   Digest d;
+  d.add(slice_rows_of(t, row));
   d.add(tile_at(tile_map(t), slot));
   d.add(owners_of_rows(s.m, s.world, row, row + s.tile_m));
   d.add(owners_of_tile(s, row));

@@ -5,7 +5,8 @@ winners.py      winners of `flux tune`; keys.py what they depend on, cache.py th
 heuristic.py    fills in open knobs, and makes the tile schedule with them
 kernel.py       the built kernel of a GEMM or an op; nvidia_heuristics.py ranks them if asked to
 space.py        the candidates of `flux tune`
-cost.py         predicted times; cycles.py ranks kernels, hardware.py has the parameters
+cost.py         predicted times of GEMMs and collectives, predict.py of calls; hardware.py has the
+                parameters, cycles.py ranks kernels
 
 What is legal is stated in flux/core and flux/kernels/legality.py.
 """

@@ -22,10 +22,9 @@ from flux.core.spec import OpSpec
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster, group_parts, world_shape
 from flux.machine.detection import detect
-from flux.select import cost
 from flux.select.all_to_all import ModelledPath
 from flux.select.cache import look_up
-from flux.select.dispatching import ModelledDispatch
+from flux.select.dispatching import predict_sparse
 from flux.select.heuristic import IN_KERNEL_ROWS, dispatching, untuned
 from flux.select.in_kernel import FewRows, reason_not_in_kernel
 from flux.select.one_shot import ALL_ROWS, ONE_SHOTS
@@ -83,17 +82,26 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Modelled:
-    """The choice of the cost model among ``variants``, for ops without tuning results."""
+    """The choice of the cost model among ``variants``, for ops without tuning results.
+
+    ``config``: on GPUs, a kernel like the op's own, by which calls are predicted.
+    """
 
     problem: Problem
     cluster: Cluster
     variants: tuple[Knobs, ...]
+    config: GemmConfig | None = None
     kernel: GemmConfig | None = None
     most_tiles: int = 0
 
     def knobs(self, m: int) -> Knobs:
-        """Return the knobs of least modelled time."""
-        return cost.choose(replace(self.problem, m=m), self.cluster, self.variants)
+        """Return the knobs of least modelled time, the first of equals."""
+        problem = replace(self.problem, m=m)
+
+        def time(knobs: Knobs) -> float:
+            return sum(predict_sparse(problem, self.cluster, knobs, self.config))
+
+        return min(self.variants, key=time)
 
 
 @dataclass(frozen=True)
@@ -186,12 +194,9 @@ def choose(
         return Fixed(Knobs())
     if isinstance(problem, SparseProblem) and spec.op.exchanges:
         return ModelledPath(problem, cluster)
-    if isinstance(problem, SparseProblem) and kind == "cuda" and spec.dispatches:
-        between_nodes = topology.nodes > 1
-        return ModelledDispatch(problem, cluster) if between_nodes else Fixed(dispatching(problem))
-    problem = problem.dense
     if kind == "cuda":
         return untuned_on_gpus(spec, problem, cluster)
+    problem = problem.dense
     if apart:
         cluster = with_measured_network(cluster, exchange, placement)
     return modelled(problem, cluster, apart, spec.dispatches)
@@ -201,13 +206,19 @@ def untuned_on_gpus(spec: OpSpec, problem: Problem, cluster: Cluster) -> Choice:
     """Return the choice of an op on GPUs without winners; flux/select/kernel.py models kernels."""
     from flux.select.kernel import default_kernel  # ops on CPUs load no model of kernels
 
-    fixed = Fixed(untuned(problem, cluster))
-    if reason_not_in_kernel(spec, problem.world, problem.nodes) is not None:
+    between_nodes = problem.nodes > 1
+    if spec.dispatches and not between_nodes:
+        return Fixed(dispatching(problem))
+    fixed = Fixed(untuned(problem.dense, cluster))
+    if not between_nodes and reason_not_in_kernel(spec, problem.world, 1) is not None:
         return fixed
     try:
-        return FewRows(problem, cluster, default_kernel(problem, cluster))
+        config = default_kernel(problem.dense, cluster)
     except ValueError:  # no kernel of the default set has these sizes: there is no prediction
         return fixed
+    if between_nodes:
+        return Modelled(problem, cluster, (*fixed.variants, Knobs(path="unfused")), config)
+    return FewRows(problem.dense, cluster, config)
 
 
 def with_measured_network(cluster: Cluster, exchange: Exchange, placement: Placement) -> Cluster:

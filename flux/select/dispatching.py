@@ -14,14 +14,14 @@ and the unfused path sends a token to another node once for each of its ranks th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flux.core.knobs import Knobs
 from flux.core.problem import Problem, ceil_div
 from flux.core.sparse_problem import SparseProblem
 from flux.machine.cluster import Cluster, bytes_per_ms
-from flux.select.cost import Prediction, all_to_all_ms, gemm_ms, memory_ms, predict
+from flux.select.cost import all_to_all_ms, gemm_ms, memory_ms, shuffle_ms
 from flux.select.gathers import waves
 from flux.select.hardware import (
     ELEMENTWISE_SHARE,
@@ -32,7 +32,8 @@ from flux.select.hardware import (
     STORE_SHARE,
     blocks_per_wave,
 )
-from flux.select.heuristic import dispatching, resolve
+from flux.select.heuristic import resolve
+from flux.select.predict import Prediction, predict
 from flux.select.share import gemm_units, slowdown
 
 if TYPE_CHECKING:
@@ -52,8 +53,12 @@ def predict_sparse(
 ) -> Prediction:
     """Return the predicted time of a call: see ``predict``, which does all but what is here."""
     on_gpus = cluster.device.kind == "cuda" and problem.world > 1
-    if not (on_gpus and isinstance(problem, SparseProblem) and problem.dispatches):
+    if not (on_gpus and isinstance(problem, SparseProblem)):
         return predict(problem.dense, cluster, knobs, kernel)
+    if not problem.dispatches:
+        gemm, exposed = predict(problem.dense, cluster, knobs, kernel)
+        passes = shuffle_ms(problem.dense, cluster) if knobs.path == "unfused" else 0.0
+        return Prediction(gemm, exposed + passes)
     dense, share = problem.dense, needed_share(problem)
     if knobs.path == "unfused":
         sent = share * problem.world * problem.chunk * problem.row_bytes
@@ -90,23 +95,3 @@ def _pushed(
     exposed = max(busy * sent, sent + last - whole)
     signals_us = PUSH_US + 2 * (link.latency_us + SIGNAL_US["cuda"])  # entries, and behind pushes
     return Prediction(whole, exposed + 1e-3 * signals_us)
-
-
-@dataclass(frozen=True)
-class ModelledDispatch:
-    """The faster path by the cost model, between nodes: a ``Choice`` (flux/select/choose.py)."""
-
-    problem: SparseProblem
-    cluster: Cluster
-    kernel: GemmConfig | None = None
-    most_tiles: int = 0
-
-    @property
-    def variants(self) -> tuple[Knobs, Knobs]:
-        """The knobs of both paths."""
-        return dispatching(self.problem), Knobs(path="unfused")
-
-    def knobs(self, m: int) -> Knobs:
-        """Return the knobs of least modelled time."""
-        problem = replace(self.problem, m=m)
-        return min(self.variants, key=lambda k: sum(predict_sparse(problem, self.cluster, k)))

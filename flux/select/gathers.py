@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flux.kernels.config import GemmConfig
 
 
-def _both_ways(link: Link) -> float:
+def duplex_share(link: Link) -> float:
     """Return the share of a link's speed that a rank which sends and receives at once has."""
     return DUPLEX_SHARE if link.kind == "pcie" else 1.0
 
@@ -39,7 +39,7 @@ def copied_ms(bytes_ms: float, copies: int, link: Link) -> float:
         copies: of one stream.
         link: that they take.
     """
-    return bytes_ms / (COPY_SHARE * _both_ways(link)) + 1e-3 * (copies - 1) * link.latency_us
+    return bytes_ms / (COPY_SHARE * duplex_share(link)) + 1e-3 * (copies - 1) * link.latency_us
 
 
 def entered_ms(problem: Problem, cluster: Cluster, knobs: Knobs, kernel: GemmConfig) -> float:
@@ -55,7 +55,7 @@ def entered_ms(problem: Problem, cluster: Cluster, knobs: Knobs, kernel: GemmCon
 def _chunk_ms(problem: Problem, cluster: Cluster) -> float:
     link = cluster.link
     nbytes = problem.chunk * problem.row_bytes
-    return nbytes / bytes_per_ms(link.gbs * STORE_SHARE * _both_ways(link))
+    return nbytes / bytes_per_ms(link.gbs * STORE_SHARE * duplex_share(link))
 
 
 def _sent_ms(problem: Problem, cluster: Cluster) -> float:

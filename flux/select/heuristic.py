@@ -81,7 +81,8 @@ INLINE_BYTES = 256 << 10
 # GPU
 GPU_COMM_TILE_BYTES = 2 << 20
 GPU_GATHERED_TILE_BYTES = 32 << 20
-"""The least size of an AllGather's communication tile, if all ranks share a node."""
+"""The least size of an AllGather's communication tile. Each tile is a copy, or one for each rank of
+the host behind the network, which cost more than a GEMM that starts earlier gains."""
 GPU_RING_TILE_BYTES = 8 << 20
 """The same around a ring, which is for links that are slower than the GEMM."""
 GPU_COMM_TILE_COUNTS = (4, 2)
@@ -438,10 +439,10 @@ def _gpu_defaults(
     op, m, nodes = sizes.op, sizes.m, sizes.nodes
     chunk = ceil_div(m, sizes.world)
     comm_rows = knobs.comm_tile_rows
-    near, whole = op.gathers and nodes == 1, knobs.path in ("medium", "in_kernel")
-    ring = near and knobs.order == "ring1d" and not whole
+    whole = knobs.path in ("medium", "in_kernel")
+    ring = op.gathers and nodes == 1 and knobs.order == "ring1d" and not whole
     if comm_rows is None:
-        least = GPU_GATHERED_TILE_BYTES if near else GPU_COMM_TILE_BYTES
+        least = GPU_GATHERED_TILE_BYTES if op.gathers else GPU_COMM_TILE_BYTES
         least = GPU_RING_TILE_BYTES if ring else least
         comm_rows = chunk if whole else gpu_comm_tile_rows(chunk, row_bytes, cluster.rows, least)
     band = raster(op, m, chunk, cluster.rows, nodes, copied=knobs.sends == "copies")

@@ -9,8 +9,8 @@ from flux.core.knobs import Knobs
 from flux.core.problem import Problem
 from flux.core.spec import OpSpec
 from flux.machine.cluster import Cluster
-from flux.select.cost import predict
 from flux.select.heuristic import IN_KERNEL_ROWS, reason_not_pushed, untuned
+from flux.select.predict import predict
 
 if TYPE_CHECKING:
     from flux.kernels.config import GemmConfig

@@ -18,6 +18,7 @@ from flux.core.problem import Problem, ceil_div
 from flux.machine.cluster import Cluster
 from flux.select import cost
 from flux.select.hardware import ELEMENTWISE_SHARE
+from flux.select.predict import choose, predict
 
 PASSES = 8
 """How often a norm and the residual sum after it read or write activations, without fusion."""
@@ -82,5 +83,5 @@ class SequenceChoice:
         return whole, shards + (cost.library_ms(gather, cluster) if gathers else 0.0)
 
     def _op_ms(self, problem: Problem) -> float:
-        knobs = cost.choose(problem, self._cluster)
-        return sum(cost.predict(problem, self._cluster, knobs))
+        knobs = choose(problem, self._cluster)
+        return sum(predict(problem, self._cluster, knobs))

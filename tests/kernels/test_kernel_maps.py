@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from core_cases import (
     AG_GEMM,
     DIRECT,
+    GEMM_AR,
     GEMM_RS,
+    HIERARCHICAL,
     PULL,
+    PUSH,
     RANK_SHIFT,
     STORE_STAGED,
     Case,
@@ -52,6 +55,77 @@ def test_runs_are_joined_where_chunks_follow_each_other() -> None:
 def test_a_world_beyond_the_map_has_no_runs() -> None:
     assert core.TileMap(tile_order(case(AG_GEMM, 200, core.max_runs, 1), 0)).runs != []
     assert core.TileMap(tile_order(case(AG_GEMM, 200, core.max_runs + 1, 1), 0)).runs == []
+
+
+@given(
+    nodes=st.integers(2, 4),
+    lanes=st.integers(1, 5),
+    m=st.integers(1, 300),
+    tile_m=st.integers(1, 20),
+    comm_rows=st.integers(1, 40),
+    all_reduces=st.booleans(),
+    data=st.data(),
+)
+@example(2, 2, 16, 1, 2, False, None)
+@example(4, 5, 300, 2, 1, True, None)
+def test_owners_of_another_node_take_turns(
+    nodes: int,
+    lanes: int,
+    m: int,
+    tile_m: int,
+    comm_rows: int,
+    all_reduces: bool,
+    data: st.DataObject | None,
+) -> None:
+    world, op = nodes * lanes, GEMM_AR if all_reduces else GEMM_RS
+    rank = 0 if data is None else data.draw(st.integers(0, world - 1))
+    chunk, node = -(-m // world), rank // lanes
+    owners = [
+        (node + ahead) % nodes * lanes + (rank + i) % lanes
+        for ahead in [*range(1, nodes), 0]
+        for i in range(1, lanes + 1)
+    ]
+    tiles, most = -(-chunk // comm_rows), (core.max_runs - lanes) // (world - lanes)
+    slice_rows = comm_rows * -(-tiles // min(tiles, most))
+    visit = {}  # of each row: node, slice, owner; own node: owner
+    for place, owner in enumerate(owners):
+        for row in range(owner * chunk, min(m, (owner + 1) * chunk)):
+            near = place >= world - lanes
+            part = 0 if near else (row - owner * chunk) // slice_rows
+            visit[row] = (place // lanes, part, place)
+
+    def turn(tile: int) -> tuple[int, int, int]:
+        rows = range(tile * tile_m, min(m, (tile + 1) * tile_m))
+        place = min(visit[row][2] for row in rows)  # of straddled owners the first
+        return min(visit[row] for row in rows if visit[row][2] == place)
+
+    expected = sorted(range(-(-m // tile_m)), key=lambda tile: (turn(tile), tile))
+    schedule = _C.build_schedule(
+        op=op,
+        m=m,
+        n=1,
+        k=world,
+        rank=rank,
+        mesh=(nodes, 1, lanes),
+        tile_m=tile_m,
+        tile_n=1,
+        raster=1,
+        comm_rows=min(comm_rows, chunk),
+        direction=PUSH,
+        order=HIERARCHICAL,
+        swizzle=RANK_SHIFT,
+        store=STORE_STAGED,
+        spread=True,
+    )
+    assert [row_begin // tile_m for row_begin, *_ in schedule.visits] == expected
+    args = _C.GemmArgs()
+    args.m, args.n, order = m, 1, args.order
+    order.world, order.rank, order.nodes, order.domains, order.lanes = world, rank, nodes, 1, lanes
+    order.order, order.direction, order.swizzle = HIERARCHICAL, PUSH, RANK_SHIFT
+    order.raster, order.comm_tile_rows = 1, min(comm_rows, chunk)
+    args.set_sequence(owners)
+    kernel = args.tile_map(op, tile_m, 1)
+    assert [kernel.tile_at(slot)[0] for slot in range(len(expected))] == expected
 
 
 @st.composite

@@ -52,8 +52,8 @@ from flux.machine.cluster import Cluster, load_cluster
 from flux.machine.detection import System
 from flux.plan.files import read_plan
 from flux.select.cache import read, read_export
-from flux.select.cost import predict
 from flux.select.heuristic import resolve
+from flux.select.predict import predict
 from flux.select.space import Space, combinations, load_space
 from flux.select.winners import DamagedEntryError
 from flux.trace import read_chrome, write_chrome

@@ -24,9 +24,10 @@ from flux.machine.cluster import group_parts, load_cluster, world_shape
 from flux.machine.detection import detect
 from flux.opsim.simulator import simulate, unfused
 from flux.select import choose as choice
-from flux.select import cost
 from flux.select.cache import Cache, look_up
 from flux.select.cost import gemm_ms
+from flux.select.nodes import transfer_ms
+from flux.select.predict import choose, predict
 from flux.select.winners import Entry, Key, Winner
 from flux.transport.placement import Placement
 from harness import more, run_ranks
@@ -196,7 +197,7 @@ def _untuned(rank: int, world: int, name: str) -> None:
     with make(name) as op, make(name, tuning="off") as off:
         model = choice.modelled(problem_of(name, world=world), detect("cpu"))
         for m in (1, 7, 64, MAX_M):
-            chosen = cost.choose(replace(model.problem, m=m), detect("cpu"))
+            chosen = choose(replace(model.problem, m=m), detect("cpu"))
             assert op.schedule(m).knobs == op._make_schedule(m, chosen).knobs
             assert off.schedule(m).knobs == off._make_schedule(m, Knobs()).knobs
         check_calls(op, name, rank, world, [1, 7, MAX_M])
@@ -370,6 +371,42 @@ def test_what_no_kernel_can_push_is_not_chosen() -> None:
         assert choice.untuned_on_gpus(spec, problem, cluster).variants == (Knobs(),)
 
 
+@pytest.mark.parametrize("on", ["flux-h800", "flux-a100-nvlink", "flux-a100-pcie"])
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])
+def test_calls_between_gpu_hosts_are_predicted_as_they_are_simulated(op: str, on: str) -> None:
+    """Sums and results of other orders than the default by a factor of two; all others by 20%."""
+    cluster = load_cluster(on)
+    sizes = (8192, 24576, 8192) if op == "ag_gemm" else (8192, 8192, 24576)
+    problem = shape(op, *sizes, world=16, nodes=2)
+    for order, path in (
+        (None, "fused"),
+        ("direct", "fused"),
+        ("ring1d", "fused"),
+        (None, "medium"),
+    ):
+        call = simulate(problem, cluster, Knobs(path=path, order=order))
+        predicted = sum(predict(problem, cluster, call.knobs, call.kernel))
+        exact = op == "ag_gemm" or (order, path) == (None, "fused")
+        assert predicted == pytest.approx(call.total_ms, rel=0.2 if exact else 1.0), (order, path)
+        worse = (order, path) != (None, "fused")
+        assert (predicted > 1.3 * unfused(problem, cluster).total_ms) == worse, (order, path)
+    spec = OpSpec(Op[op], 8192, sizes[1:2], sizes[2], torch.bfloat16, False, "sum")
+    assert choice.untuned_on_gpus(spec, problem, cluster).knobs(8192) == Knobs()
+
+
+def test_few_rows_between_gpu_hosts_go_to_the_library_where_it_is_faster() -> None:
+    cluster, problem = load_cluster("flux-h800"), shape("ag_gemm", 8192, 24576, 8192, 32, 4)
+    spec = OpSpec(Op.ag_gemm, 8192, (24576,), 8192, torch.bfloat16, False, "sum")
+    chosen = choice.untuned_on_gpus(spec, problem, cluster)
+    for m, path in ((64, "unfused"), (1024, "unfused"), (8192, "fused")):
+        few = replace(problem, m=m)
+        times = {
+            "fused": simulate(few, cluster).total_ms,
+            "unfused": unfused(few, cluster).total_ms,
+        }
+        assert chosen.knobs(m).path == path == min(times, key=lambda name: times[name])
+
+
 def test_a_pushed_winner_is_not_scaled_beyond_its_buffers() -> None:
     pushed = Winner(64, Knobs(path="in_kernel", order="direct", direction="push"), 1.0)
     spec = OpSpec(Op.ag_gemm, 4096, (512,), 512, torch.bfloat16, False, "sum")
@@ -409,16 +446,16 @@ def test_the_model_orders_clusters_and_paths_as_the_papers_do() -> None:
     for name in ("flux-a100-pcie", "flux-a100-nvlink", "flux-h800"):
         cluster = load_cluster(name)
         times = {
-            path: sum(cost.predict(problem, cluster, Knobs(path=path)))
+            path: sum(predict(problem, cluster, Knobs(path=path)))
             for path in ("fused", "medium", "unfused")
         }
         assert times["fused"] < times["unfused"], name
-        assert cost.choose(problem, cluster).path == "fused"
+        assert choose(problem, cluster).path == "fused"
     pcie, nvlink = (load_cluster(f"flux-a100-{link}") for link in ("pcie", "nvlink"))
     unfused = Knobs(path="unfused")
     assert (
-        cost.predict(problem, pcie, unfused).exposed_ms
-        > 4 * cost.predict(problem, nvlink, unfused).exposed_ms
+        predict(problem, pcie, unfused).exposed_ms
+        > 4 * predict(problem, nvlink, unfused).exposed_ms
     )
 
 
@@ -430,7 +467,7 @@ def test_predictions_are_positive_and_grow_with_m(op: str, world: int, nodes: in
         cluster = load_cluster(name)
         for path in ("fused", "medium", "unfused"):
             times = [
-                cost.predict(shape(op, m, 4096, 4096, world, nodes), cluster, Knobs(path=path))
+                predict(shape(op, m, 4096, 4096, world, nodes), cluster, Knobs(path=path))
                 for m in (1, 7, 64, 1000, 8192, 65536)
             ]
             assert all(sum(t) >= t.gemm_ms > 0 for t in times)
@@ -442,16 +479,14 @@ def test_long_transfers_add_only_their_last_tile() -> None:
     cluster = load_cluster("cpu")
     for op, n, k in (("ag_gemm", 128, 512), ("gemm_rs", 512, 128)):
         problem = shape(op, 2048, n, k, 2, 2)
-        gemm_ms, exposed_ms = cost.predict(problem, cluster, Knobs())
-        transfer_ms = cost.transfer_ms(problem, cluster)
-        assert 0 < transfer_ms - gemm_ms < exposed_ms < transfer_ms
-        assert cost.choose(problem, cluster, [Knobs(), Knobs(path="unfused")]).path == "fused"
+        gemm_ms, exposed_ms = predict(problem, cluster, Knobs())
+        transfers = transfer_ms(problem, cluster)
+        assert 0 < transfers - gemm_ms < exposed_ms < transfers
+        assert choose(problem, cluster, [Knobs(), Knobs(path="unfused")]).path == "fused"
 
 
 def test_one_rank_communicates_nothing() -> None:
-    assert (
-        cost.predict(shape("ag_gemm", 64, 64, 64, 1), load_cluster("cpu"), Knobs()).exposed_ms == 0
-    )
+    assert predict(shape("ag_gemm", 64, 64, 64, 1), load_cluster("cpu"), Knobs()).exposed_ms == 0
 
 
 def test_the_cache_directory_of_tests_is_not_the_users(tmp_path: Path) -> None:
@@ -467,7 +502,7 @@ def test_cost_model_chooses_the_winners_measured_on_a_cpu() -> None:
         run = json.loads(path.read_text())
         problem = Problem(Op[run["op"]], run["m"], run["n"], run["k"], "float32", 2)
         measured = {name: method["overall_ms"] for name, method in run["methods"].items()}
-        chosen = cost.choose(problem, cpu).path
+        chosen = choose(problem, cpu).path
         took = measured["flux" if chosen == "fused" else chosen]
         assert took <= 1.1 * min(measured.values()), f"{path.name}: {chosen}, {measured}"
 

@@ -20,9 +20,10 @@ from flux.core.sparse_problem import SPARSE
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.machine.cluster import load_cluster
-from flux.select.cost import gemm_ms, predict, raster_ms, traffic_ms
+from flux.select.cost import gemm_ms, raster_ms, traffic_ms
 from flux.select.heuristic import make_schedule, raster, resolve
 from flux.select.one_shot import ONE_SHOTS
+from flux.select.predict import predict
 from flux.select.space import (
     ALWAYS,
     candidates,

@@ -18,8 +18,8 @@ from flux.machine.detection import detect
 from flux.moe import DispatchGroupedGemm
 from flux.select.all_to_all import ModelledPath, predicted_ms
 from flux.select.cache import Cache
-from flux.select.choose import Tuned
-from flux.select.dispatching import ModelledDispatch, needed_share, predict_sparse
+from flux.select.choose import Modelled, Tuned
+from flux.select.dispatching import needed_share, predict_sparse
 from flux.select.heuristic import dispatching
 from flux.select.space import candidates, load_space
 from flux.select.winners import Entry, Key, Winner
@@ -147,7 +147,8 @@ def test_tokens_go_to_other_nodes_by_the_path_that_sends_fewer() -> None:
         sizes = {"experts": 64, "topk": topk, "ep": 16}
         problem = make_problem("dispatch_grouped_gemm", 8192, 4096, 4096, "bfloat16", 16, sizes, 2)
         assert isinstance(problem, SparseProblem)
-        assert ModelledDispatch(problem, cluster).knobs(8192) == Knobs(path=path)
+        chosen = Modelled(problem, cluster, (Knobs(), Knobs(path="unfused")))
+        assert chosen.knobs(8192) == Knobs(path=path)
 
 
 def test_heads_of_several_nodes_take_the_faster_path() -> None:
@@ -165,7 +166,8 @@ def test_heads_of_several_nodes_take_the_faster_path() -> None:
 
 def test_winners_of_dispatch_between_nodes_can_be_built() -> None:
     """Copies of other nodes' rows have any order there: that of dense ops is the default."""
-    problem = make_problem("dispatch_grouped_gemm", 8192, 4096, 4096, "bfloat16", 8, nodes=2)
+    sizes = {"experts": 64, "topk": 8, "ep": 8}
+    problem = make_problem("dispatch_grouped_gemm", 8192, 4096, 4096, "bfloat16", 8, sizes, 2)
     assert isinstance(problem, SparseProblem)
     space, cluster = load_space("sm90a"), load_cluster("flux-h800")
     kept, _ = candidates(space, problem, Topology(2, 1, 4), cluster)
