@@ -29,6 +29,7 @@ LLAMA = "arXiv 2407.21783, table 4"
 TITAN_H200 = "torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"
 MIXTRAL = "Megatron-LM, megatron/core/transformer/moe/README.md"
 INTERLEAVED = ("interleaved", {"chunks": 2})
+_FSDP = ("centauri", {"operation": False, "model": False})
 OPERATIONS = 96 * 1536 * 2048 * 96 * 12288**2 * (1 + 2048 / 6 / 12288 + 51200 / 16 / 96 / 12288)
 """Of a step of 1,536 sequences of GPT-3 175B, as MEGATRON counts them: with recomputation, and all
 pairs of attention (section 5.1)."""
@@ -81,6 +82,8 @@ _UNFUSED = {"unfused_attention": True, "fp32_gradients": True}
 _22B = {"hidden": 6144, "intermediate": 24576, "heads": 64, "kv_heads": 64, "head_dim": 96}
 _FULL = {"recompute": "full", **_UNFUSED}
 _TITAN = {"micro_batch": 2, "zero": 3, "recompute": "ops", "fp32_gradients": True}
+_FULL_F8 = {"recompute": "full", "fp32_gradients": True, "gemm_dtype": "float8_e4m3fn"}
+_ASYNC_TP = ("intra_batch", {"chunks": 8})
 _8B = 8.03
 """Weights of Llama 3.1 8B, 1e9."""
 
@@ -109,11 +112,32 @@ def _titan(gpus: int, how: str, figure: float, **options: Any) -> Run:
         "tokens/s",
         "llama3-8b",
         "h200" if h200 else "grand-teton",
-        ("centauri", {"operation": False, "model": False}),
+        _FSDP,
         {"dp": gpus},
         {**_TITAN, **options},
         besides=besides,
         like="grand-teton" if h200 else "",
+    )
+
+
+def _titan_tp(
+    name: str, model: str, figure: float, policy: tuple[str, dict[str, Any]], **options: Any
+) -> Run:
+    """Return a run of torchtitan with tensor parallelism of 8, compiled, in float8, checkpoints of
+    whole layers. With a pipeline: 8 micro-batches.
+
+    torchtitan of that time cuts a local batch into as many micro-batches as pipeline ranks, unless
+    an option says otherwise (parallelisms/pipelining_utils.py). With 32 of one sequence, the step
+    of 1F1B would be 30% shorter than the published one. AsyncTP cuts GEMMs into a chunk for each
+    rank.
+    """
+    pipeline = model == "llama3-405b"
+    given = {"zero": 1, "micro_batches": 8} if pipeline else {"zero": 3, "micro_batch": 16}
+    degrees = {"tp": 8, "sequence": True, **({"pp": 8, "dp": 8} if pipeline else {"dp": 32})}
+    return Run(
+        *(f"Llama 3.1 {name}", TITAN, figure, "tokens/s", model, "grand-teton", policy, degrees),
+        {**_FULL_F8, **given, **options},
+        assumed="default number of micro-batches" if pipeline else "",
     )
 
 
@@ -211,6 +235,18 @@ RUNS = (
     _titan(128, "", 5605, eager=True),
     _titan(128, " + compile", 6514),
     _titan(128, " + compile + float8", 8380, gemm_dtype="float8_e4m3fn"),
+    _titan_tp("70B, FSDP + TP", "llama3-70b", 829, _FSDP),
+    _titan_tp("70B, FSDP + AsyncTP", "llama3-70b", 876, _ASYNC_TP),
+    _titan_tp("405B, 1F1B + AsyncTP", "llama3-405b", 100, _ASYNC_TP, micro_batch=4),
+    _titan_tp("405B, interleaved + AsyncTP", "llama3-405b", 128, INTERLEAVED, micro_batch=4),
+    _titan_tp(
+        "405B, 1F1B + AsyncTP, 32,768 tokens",
+        "llama3-405b",
+        76,
+        _ASYNC_TP,
+        micro_batch=1,
+        sequence=32768,
+    ),
     _titan(32, " + compile + float8, H200", 10938, gemm_dtype="float8_e4m3fn", h200=True),
     _titan(64, " + compile + float8, H200", 10753, gemm_dtype="float8_e4m3fn", h200=True),
     Run(
