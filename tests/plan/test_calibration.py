@@ -118,6 +118,13 @@ def test_a_file_that_says_what_the_model_does_gives_the_same_plan(modelled: Path
         assert 0.93 < ours / plain < 1.02  # launches of 3 us are in measured times
 
 
+def test_gemms_that_are_faster_than_a_file_says_raise_its_peak() -> None:
+    plain, device = load_cluster("cpu").device, load_cluster("cpu", CPU).device
+    assert device.gemm_share == 1.0
+    assert device.tflops["float32"] == pytest.approx(0.1123, rel=0.01)  # MFU is at most 1
+    assert device.tflops["float64"] / plain.tflops["float64"] == pytest.approx(1.43, rel=0.01)
+
+
 def test_each_kind_of_operator_takes_its_measured_time(tmp_path: Path) -> None:
     fused = replace(step("llama2-70b"), vocabulary=32000)
     eager, float8 = replace(fused, eager=True), replace(fused, gemm_dtype="float8_e4m3fn")
