@@ -14,12 +14,17 @@ from math import inf
 from typing import NamedTuple
 
 from flux.machine.cluster import Cluster
+from flux.plan.fabric import Fabric
 from flux.plan.model import TrainingStep
 from flux.plan.sample import StepLayout, short_of
 
 
 class Rating(NamedTuple):
-    """A step, in ms: nothing hidden; all communication hidden; no bubbles. And its memory."""
+    """A step, in ms: nothing hidden; all communication hidden; no bubbles. And its memory.
+
+    Without bubbles a step still is as long as a micro-batch's way through all stages and back:
+    gradients of weights alone wait.
+    """
 
     serial_ms: float
     hidden_ms: float
@@ -34,6 +39,7 @@ class StageForm(NamedTuple):
     hidden_ms: float = 0.0  # likewise, without communication
     once_ms: float = 0.0  # of the end of the step
     once_hidden_ms: float = 0.0
+    way_ms: float = 0.0  # of a micro-batch, without gradients of weights
     kept: float = 0.0  # bytes from a micro-batch's forward until its backward
     more: float = 0.0  # bytes beyond those of all micro-batches in flight
 
@@ -56,11 +62,14 @@ class ClosedForm:
     def __init__(self, step: TrainingStep, cluster: Cluster) -> None:
         self.step, self.pp = step, step.parallel.pp
         each = min(2, *step.stages)  # layers beside that of the embedding, or of the head
-        short = replace(short_of(replace(step, split=()), each, 1), dense_layers=0)
+        few = self.pp if self.pp < 5 else 4 - self.pp % 2  # layers may be of two kinds by turns
+        fewer = replace(step, split=(), parallel=replace(step.parallel, pp=few))
+        short = replace(short_of(fewer, each, 1), dense_layers=0)
         layout = StepLayout(cluster, short)
-        forms = {n: self._form(layout, n, each) for n in {0, min(1, self.pp - 1), self.pp - 1}}
+        layout.cost.fabric = Fabric(cluster, step.parallel)
+        forms = [self._form(layout, n, each) for n in range(few)]
         # What each stage needs for a layer, and besides.
-        self.forms = [forms.get(stage) or forms[1] for stage in range(self.pp)]
+        self.forms = [*forms[:1], *forms[1:2] * (self.pp - 2), *forms[-1:]][: self.pp]
 
     def _form(self, layout: StepLayout, stage: int, each: int) -> tuple[StageForm, StageForm]:
         """Return what a stage needs for each layer, and besides."""
@@ -74,7 +83,10 @@ class ClosedForm:
                 time /= self.step.reduce_every
             times, none = (time, 0.0 if op.is_collective else time), (0.0, 0.0)
             kept = grown if op.role == "fwd" else 0.0
-            form = StageForm(*((*none, *times) if op.role == "step" else (*times, *none)), kept)
+            way = 0.0 if op.role in ("wgrad", "step") else time
+            form = StageForm(
+                *((*none, *times) if op.role == "step" else (*times, *none)), way, kept
+            )
             if op.is_outer or op.kind == "send":
                 outer = outer.plus(form)
             else:
@@ -102,7 +114,9 @@ class ClosedForm:
             ratings.append(
                 Rating(serial * passes + once, hidden * passes + once_hidden, filled, memory)
             )
-        return Rating(*map(max, zip(*ratings, strict=True)))
+        most = Rating(*map(max, zip(*ratings, strict=True)))
+        ways = (b.plus(a, n).way_ms for n, (a, b) in zip(stages, self.forms, strict=True))
+        return most._replace(filled_ms=max(most.filled_ms, sum(ways)))
 
     def _held(self, stage: int) -> int:
         """Return how many micro-batches a stage holds."""
