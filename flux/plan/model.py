@@ -118,7 +118,7 @@ class TrainingStep:
         dense_layers: leading layers without experts, of a model with experts.
         recompute: what backward computes again in place of keeping it: a name in RECOMPUTED,
             ``full`` (whole layers, of which the input is kept), or a number: so many layers of each
-            stage, whole.
+            stage, whole (or all that it has).
         split: layers of each stage; (): as even as possible, less on the first and last ones.
         optimizer: a name in OPTIMIZERS.
         fp32_gradients: gradients are summed and reduced in float32, as Megatron does by default.

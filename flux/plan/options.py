@@ -111,7 +111,7 @@ class RankStepOptions:
         str,
         typer.Option(
             help="none, selective (attention), act, ops (as torchtitan), full, or layers of each "
-            "stage."
+            "stage (at most all)."
         ),
     ] = "none"
     split: Annotated[str, typer.Option(help="Layers of each stage: 7,8,8,7; or search.")] = ""
