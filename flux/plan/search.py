@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product, repeat
 from math import inf, isqrt
+from operator import le
 from typing import Any, NamedTuple
 
 from flux.bench.model_files import model_of
@@ -381,15 +382,29 @@ def _divisors(number: int) -> list[int]:
 def _best(rated: Sequence[tuple[Rating, TrainingStep]], count: int) -> list[TrainingStep]:
     """Return the layouts that are best by each of the three times, by turns.
 
+    First those that no other layout of the same ranks and micro-batches beats, as it may with
+    other ZeRO, experts, or inputs kept: near copies of one layout took beams that a better link
+    then left another one out of.
+
     Besides, what everybody tries first is always compared: of those with data parallelism alone the
     best with each kind of ZeRO, and the best pipeline, computing again what does not fit.
     """
+    alike: dict[tuple[Parallel, int], list[tuple[float, ...]]] = {}
+    for rating, step in rated:
+        alike.setdefault((replace(step.parallel, ep=1), step.micro_batch), []).append(rating[:3])
+    beaten = {
+        step
+        for rating, step in rated
+        for times in alike[replace(step.parallel, ep=1), step.micro_batch]
+        if times != rating[:3] and all(map(le, times, rating[:3]))
+    }
     orders = [
-        sorted(rated, key=lambda pair: (pair[0][which], pair[0].serial_ms)) for which in range(3)
+        sorted(rated, key=lambda pair: (pair[1] in beaten, pair[0][which], pair[0].serial_ms))
+        for which in range(3)
     ]
     layouts = dict.fromkeys(step for pair in zip(*orders, strict=True) for _, step in pair)
     plain: dict[int, TrainingStep] = {}
-    for _, step in orders[0]:
+    for _, step in sorted(rated, key=lambda pair: pair[0].serial_ms):
         if step.parallel.dp == step.parallel.world:
             plain.setdefault(step.zero, step)
         elif step.parallel.pp > 1:

@@ -106,6 +106,18 @@ def small_model(folder: Path, layers: int) -> str:
     return str(model)
 
 
+def test_without_bubbles_a_micro_batch_still_passes_all_stages() -> None:
+    """Else 16 stages with one micro-batch were said to be as fast as one, and took beams."""
+    step = step_of("gpt-6.7b", Parallel(pp=8), sequence=1024, micro_batch=2, micro_batches=1)
+    cluster = load_cluster("flux-h800")
+    rating = ClosedForm(step, cluster).rating()
+    assert 0.5 * rating.serial_ms < rating.filled_ms
+    for name in ("serial", "zbv"):
+        assert rating.filled_ms < whole(cluster, step, name, {}).figures.iteration_ms
+    many = ClosedForm(replace(step, micro_batches=16), cluster).rating()
+    assert many.filled_ms == pytest.approx(16 / 23 * many.serial_ms, rel=0.02)
+
+
 LONG: tuple[tuple[str, dict[str, Any]], ...] = (
     ("serial", {"wgrad_overlap": True}),
     ("serial", {"fused": "auto"}),
@@ -224,6 +236,23 @@ def test_the_first_five_are_those_of_whole_simulations(
     for one in policies[:2]:
         alone = search(replace(asked, policies=(one,)), silent, workers=1).ranked[0]
         assert alone.iteration_ms == min(times[one[0]]) >= found.ranked[0].iteration_ms
+
+
+def test_near_copies_of_a_layout_take_no_beam(tmp_path: Path) -> None:
+    """They left out a layout that is 10% faster on the better one of two links."""
+    asked = query(model="phi-moe", gpus=16, batch=16, sequence=2048, memory_gb=76.0)
+    cluster = replace(load_cluster("domino-dgx-h100"), hosts=2)
+    for speed in (0.5, 0.8):
+        link = cluster.link
+        link = replace(link, gbs=speed * link.gbs, library_gbs=speed * link.library_gbs)
+        rated = [
+            (ClosedForm(step, replace(cluster, link=link)).rating(), step)
+            for step in layouts(asked)
+        ]
+        best = searching._best([one for one in rated if one[0].memory_bytes <= 76e9], 12)
+        assert any(
+            (step.parallel.tp, step.parallel.ep, step.micro_batch) == (2, 16, 1) for step in best
+        )
 
 
 def check(plan: SearchedPlan, cluster: Any) -> None:
