@@ -4,6 +4,7 @@ order, and must give the same bits.
 
     python tests/support/emulation/moe_seeds.py --seeds 600 --out benchmarks/results/ptx/moe.json
     python tests/support/emulation/moe_seeds.py --first 4711 --seeds 1    # one of them again
+    python tests/support/emulation/moe_seeds.py --only e4m3 --seeds 600   # float8, moe_float8.json
 """
 
 from __future__ import annotations
