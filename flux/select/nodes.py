@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flux import _C
 from flux.core.knobs import Op
 from flux.core.problem import Problem, ceil_div
 from flux.machine.cluster import Cluster, bytes_per_ms
@@ -53,9 +54,16 @@ def between_nodes_ms(
     if problem.op.all_reduces:  # the other half of the bytes are results
         near, far = near / 2, far / 2
     sent = max(whole, near / (STORE_SHARE * duplex_share(cluster.link)) + wave)
-    # Partials of the own host come last, beside the last message to another one.
-    message = _message_ms(problem, cluster, knobs)
-    across = max(sent * (problem.nodes - 1) / problem.nodes, far + wave) + message
+    # Partials of other hosts come first. A sum leaves behind the tiles of its slice.
+    assert knobs.comm_tile_rows is not None
+    tiles, lanes = (
+        ceil_div(problem.chunk, knobs.comm_tile_rows),
+        ceil_div(problem.world, problem.nodes),
+    )
+    slices = max(1, min(tiles, (_C.core.max_runs - lanes) // (problem.world - lanes)))
+    far += (problem.nodes - 1) * tiles * (_LAUNCH_MS + 1e-3 * cluster.network.latency_us)
+    behind = sent * (problem.nodes - 1) / problem.nodes
+    across = max(behind, behind / slices + far) + _message_ms(problem, cluster, knobs)
     return max(sent, across) - whole + _sums_ms(problem, cluster, knobs)
 
 

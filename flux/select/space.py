@@ -298,7 +298,9 @@ def _schedule_identity(
     final = schedule.knobs
     if kernel is not None:
         rows = ceil_div(problem.m, kernel.cluster_tile[0])
-        order = (min(raster or 1, rows), final.swizzle, final.reduce, final.sends)
+        # Sums of a node leave by communication tiles.
+        leaves = final.comm_tile_rows if problem.nodes > 1 and problem.op.reduces else None
+        order = (min(raster or 1, rows), final.swizzle, final.reduce, final.sends, leaves)
         return (tuple(of_ranks), final.direction, final.buffers, order, kernel)
     how = (final.direction, final.store, final.copy_streams, final.reduce)
     return (tuple(of_ranks), how if problem.op.reduces else (how[0], how[2]))

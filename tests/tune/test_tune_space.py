@@ -141,6 +141,20 @@ def test_raster_is_tried_on_gpus_and_names_tell_candidates_apart(op: str) -> Non
     assert default.knobs.raster == 1024 // default.kernel.cluster_tile[0]
 
 
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])
+@pytest.mark.parametrize(
+    ("space", "cluster"), [("sm90a", "flux-h800"), ("sm80", "flux-a100-nvlink")]
+)
+def test_between_gpu_hosts_every_candidate_crosses_once(op: str, space: str, cluster: str) -> None:
+    """In other orders rows cross once for each rank of a host: all would be pruned."""
+    n, k = (24576, 8192) if op == "ag_gemm" else (8192, 24576)
+    problem = Problem(Op[op], 8192, n, k, "bfloat16", 16, 2)
+    kept, _ = candidates(load_space(space), problem, Topology(2, 1, 8), load_cluster(cluster))
+    named = [c for c in kept if c.name not in ALWAYS]
+    assert {c.knobs.order for c in named} == {"hierarchical"}
+    assert len({c.knobs.comm_tile_rows for c in named}) > 1
+
+
 def test_new_tiles_and_clusters_are_in_the_space() -> None:
     configs, _ = kernels(
         load_space("sm90a"), Problem(Op.ag_gemm, 8192, 49152, 12288, "bfloat16", 8)
