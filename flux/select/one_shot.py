@@ -8,6 +8,7 @@ from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem, ceil_div
 from flux.machine.cluster import Cluster, bytes_per_ms
 from flux.select.hardware import FEW_ROWS, NETWORK_CPU_MS_PER_MB, ONE_SHOT_US, SLAB_COST_ROWS
+from flux.transport.host_collectives import SLOT_BYTES
 
 ALL_ROWS = 2**31 - 1
 ONE_SHOTS = (
@@ -70,7 +71,8 @@ def one_shot_exposed_ms(
     One core multiplies, sends and receives. A sum's first message leaves behind the first slab, and
     an AllGather's last slab follows the last message. Ranks that share memory, and those of an
     AllReduce, have no rows of their own to multiply while the last round is on the wire: of an
-    AllGather, rows of the same host come with the rounds, too.
+    AllGather, rows of the same host come with the rounds, too. All ranks' rows of a round are
+    multiplied together, and beside them no more than a slot of shared memory is on the wire.
     """
     assert knobs.tile is not None and knobs.comm_tile_rows is not None
     if knobs.tile[0] >= problem.m:
@@ -83,11 +85,20 @@ def one_shot_exposed_ms(
         slabs = rounds * (problem.world - 1) + 1
     else:
         slabs = 2 if problem.op.gathers else 1
-    cut = whole * (slabs - 1) * SLAB_COST_ROWS / problem.m
+    cut = cut_ms(problem, whole, slabs)
     slab = (whole + cut) / slabs
+    if problem.op.gathers and not alone:
+        rows = min(problem.chunk, SLOT_BYTES / problem.world / problem.row_bytes)
+        beside = comm * rows / problem.chunk
+        slab = max(slab * (problem.world - 1), whole + cut - rounds * beside)
     tail = 0.0 if alone and not problem.op.all_reduces else comm / rounds
     busy = network_cpu_ms(problem)
     return max(cut + busy + tail, comm + slab - whole)
+
+
+def cut_ms(problem: Problem, whole: float, slabs: int) -> float:
+    """Return the cost of cutting a GEMM of a CPU into slabs: each packs the weights again."""
+    return whole * (slabs - 1) * SLAB_COST_ROWS * problem.experts / max(problem.m, 1)
 
 
 def network_cpu_ms(problem: Problem) -> float:

@@ -37,11 +37,10 @@ from flux.select.hardware import (
     LAUNCH_US,
     NETWORK_CALL_US,
     SIGNAL_US,
-    SLAB_COST_ROWS,
 )
 from flux.select.heuristic import resolve
 from flux.select.nodes import between_nodes_ms, transfer_ms
-from flux.select.one_shot import ONE_SHOTS, network_cpu_ms, one_shot_exposed_ms, one_shot_ms
+from flux.select.one_shot import ONE_SHOTS, cut_ms, network_cpu_ms, one_shot_exposed_ms, one_shot_ms
 from flux.select.share import gemm_units, slowdown
 
 if TYPE_CHECKING:
@@ -108,7 +107,8 @@ def predict(
         return Prediction(whole, exposed + raster_ms(problem, cluster, kernel, knobs.raster))
     overhead = _cut_ms(problem, cluster, knobs, whole)
     if kind == "cpu" and problem.nodes > 1:
-        overhead += NETWORK_CALL_US * 1e-3 + network_cpu_ms(problem)
+        calls = 1.0 if world == problem.nodes else 1.5  # ranks of a host wake each other, too
+        overhead += calls * NETWORK_CALL_US * 1e-3 + network_cpu_ms(problem)
     if kind == "cpu" and knobs.copy_streams:
         overhead += ENGINE_US * 1e-3
     if kind == "cpu" and problem.nodes == 1:
@@ -184,7 +184,7 @@ def _cut_ms(problem: Problem, cluster: Cluster, knobs: Knobs, whole: float) -> f
     assert knobs.tile is not None
     if cluster.device.kind == "cpu":
         slabs = ceil_div(problem.m, knobs.tile[0]) * ceil_div(problem.local[0], knobs.tile[1])
-        return whole * (slabs - 1) * SLAB_COST_ROWS / max(problem.m, 1)
+        return cut_ms(problem, whole, slabs)
     if knobs.path != "medium":
         return 0.0  # a fused kernel runs the same tiles in any case
     return max(0.0, problem.world * gemm_ms(problem, cluster, problem.chunk) - whole)
