@@ -41,6 +41,7 @@ from flux.moe import (
 )
 
 # M, hidden, ffn, experts, topk: Comet's and Flux's shapes with every size divided.
+RESULT = RESULTS / "moe.json"
 SHAPES = [(2048, 1024, 1024, 8, 2), (2048, 1024, 512, 16, 4), (1024, 2048, 512, 8, 2)]
 OPS: dict[str, Any] = {"ag": AGGroupedGemm, "rs": GroupedGemmRS, "ar": GroupedGemmAR}
 OPS |= {"dispatch": DispatchGroupedGemm, "combine": GroupedGemmCombine}
@@ -205,6 +206,13 @@ def row(run: dict[str, Any]) -> list[str]:
     ]
 
 
+def table(document: dict[str, Any]) -> str:
+    """Return the table of all runs."""
+    header = ["hosts x ranks", "op", "M x hidden x ffn x experts x topk", "ep", "path"]
+    header += ["flux/unfused", "unfused ms", "flux ms", "share"]
+    return markdown(header, [row(run) for run in document["runs"]])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layouts", nargs="+", default=["2x1", "2x2", "1x2"])
@@ -231,10 +239,8 @@ def main() -> None:
         for run in results[-len(runs) :]:
             print(" ".join(row(run)), flush=True)
     document = {"device": host.device(), "versions": host.versions(), "runs": results}
-    keep(document, RESULTS / "moe.json")
-    header = ["hosts x ranks", "op", "M x hidden x ffn x experts x topk", "ep", "path"]
-    header += ["flux/unfused", "unfused ms", "flux ms", "share"]
-    print(markdown(header, [row(run) for run in results]))
+    keep(document, RESULT)
+    print(table(document))
 
 
 if __name__ == "__main__":

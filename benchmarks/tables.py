@@ -37,6 +37,7 @@ import gpu_streams
 import kernel_choice
 import kernel_counters
 import layers
+import moe_hosts
 import multi_host
 import one_host
 import op_simulator
@@ -129,6 +130,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "op_simulator_paper": of(op_simulator.ranges_table, op_simulator.RESULT),
     "op_simulator_sweeps": of(op_simulator.sweeps_table, op_simulator.RESULT),
     "few_rows": of(few_rows.table, few_rows.RESULT),
+    "moe": of(moe_hosts.table, moe_hosts.RESULT),
     "tile_scheduler": of(tile_scheduler.table, tile_scheduler.RESULT),
     "plan_hosts": of(plan_hosts.table, plan_hosts.RESULT),
     "plan_hosts_says": of(plan_hosts.conclusion, plan_hosts.RESULT),
