@@ -12,6 +12,10 @@ from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import NamedTuple
 
+SLOT_BYTES = 1 << 20
+"""Bytes of a round of path one_shot, and of `flux.Collectives`, in shared memory: in smaller ones,
+ranks that share cores wait for each other too often."""
+
 
 class OpRow(IntEnum):
     """A row of a table of fused ops; values as in csrc/core/problem.h.

@@ -197,6 +197,11 @@ class Problem:
         return self.op.name
 
     @property
+    def lanes(self) -> int:
+        """Ranks of a host."""
+        return ceil_div(self.world, self.nodes)
+
+    @property
     def variant(self) -> str:
         """What distinguishes winners beside n and k: see ``SparseProblem``."""
         return ""

@@ -247,7 +247,7 @@ def gemm_beside_transfers_ms(
 
 def library_ms(problem: Problem, cluster: Cluster) -> float:
     """Return the time of the library's collective alone; 0 for one rank."""
-    lanes = ceil_div(problem.world, problem.nodes)
+    lanes = problem.lanes
     shard = float(problem.chunk * problem.row_bytes)
     return collective_ms(problem.op, shard, problem.world, lanes, cluster)
 

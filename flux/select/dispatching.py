@@ -62,7 +62,7 @@ def predict_sparse(
     dense, share = problem.dense, needed_share(problem)
     if knobs.path == "unfused":
         sent = share * problem.world * problem.chunk * problem.row_bytes
-        lanes, ports = ceil_div(problem.world, problem.nodes), cluster.network.gbs
+        lanes, ports = problem.lanes, cluster.network.gbs
         library = all_to_all_ms(sent, problem.world, lanes, cluster, ports)
         passes = memory_ms(cluster.device, 4 * sent, ELEMENTWISE_SHARE)
         launches = 1e-3 * (LIBRARY_LATENCY_US["cuda"] + 2 * LAUNCH_US["cuda"])

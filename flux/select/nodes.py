@@ -56,10 +56,7 @@ def between_nodes_ms(
     sent = max(whole, near / (STORE_SHARE * duplex_share(cluster.link)) + wave)
     # Partials of other hosts come first. A sum leaves behind the tiles of its slice.
     assert knobs.comm_tile_rows is not None
-    tiles, lanes = (
-        ceil_div(problem.chunk, knobs.comm_tile_rows),
-        ceil_div(problem.world, problem.nodes),
-    )
+    tiles, lanes = ceil_div(problem.chunk, knobs.comm_tile_rows), problem.lanes
     slices = max(1, min(tiles, (_C.core.max_runs - lanes) // (problem.world - lanes)))
     far += (problem.nodes - 1) * tiles * (_LAUNCH_MS + 1e-3 * cluster.network.latency_us)
     behind = sent * (problem.nodes - 1) / problem.nodes
@@ -70,7 +67,7 @@ def between_nodes_ms(
 def _copies_ms(problem: Problem, cluster: Cluster, knobs: Knobs) -> float:
     """Return the time from an AllGather's first copy to its last one's signal."""
     assert knobs.comm_tile_rows is not None
-    nodes, lanes = problem.nodes, ceil_div(problem.world, problem.nodes)
+    nodes, lanes = problem.nodes, problem.lanes
     near, far = link_times(problem, cluster, knobs.order)
     tiles = ceil_div(problem.chunk, knobs.comm_tile_rows)
     across = (nodes - 1 if crosses_once(problem.op, knobs.order) else problem.world - lanes) * tiles
@@ -87,7 +84,7 @@ def _copies_ms(problem: Problem, cluster: Cluster, knobs: Knobs) -> float:
 def _message_ms(problem: Problem, cluster: Cluster, knobs: Knobs) -> float:
     """Return the time in which partials of a tile are added up and go to their owner."""
     assert knobs.comm_tile_rows is not None
-    lanes, network = ceil_div(problem.world, problem.nodes), cluster.network
+    lanes, network = problem.lanes, cluster.network
     nbytes = min(knobs.comm_tile_rows, problem.chunk) * problem.row_bytes
     sums = _LAUNCH_MS + nbytes * (lanes + 1) / _memory_speed(cluster)
     port = bytes_per_ms(network.gbs / min(max(network.nics, 1), lanes))
@@ -96,7 +93,7 @@ def _message_ms(problem: Problem, cluster: Cluster, knobs: Knobs) -> float:
 
 def _sums_ms(problem: Problem, cluster: Cluster, knobs: Knobs) -> float:
     """Return the time of the reduction behind the last partial, and of an AllReduce's results."""
-    passes = ceil_div(problem.world, problem.nodes) + problem.nodes
+    passes = problem.lanes + problem.nodes
     own = problem.chunk * problem.row_bytes * passes / _memory_speed(cluster)
     own += _LAUNCH_MS + 2 * _SIGNAL_MS
     if not problem.op.all_reduces:
@@ -134,7 +131,7 @@ def link_times(problem: Problem, cluster: Cluster, order: str | None = None) -> 
     """Return the same time on the link of a rank, and on the network."""
     op, world, nodes = problem.op, problem.world, problem.nodes
     link, network = cluster.link, cluster.network
-    lanes, passes = ceil_div(world, nodes), 2 if op.all_reduces else 1
+    lanes, passes = problem.lanes, 2 if op.all_reduces else 1
     chunk_bytes = float(passes * problem.chunk * problem.row_bytes)
     if nodes == 1:
         return (lanes - 1) * chunk_bytes / bytes_per_ms(link.gbs), 0.0

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from math import isqrt
 
-from flux.core.knobs import Knobs, Op
+from flux.core.knobs import SLOT_BYTES, Knobs, Op
 from flux.core.problem import Problem, ceil_div
 from flux.machine.cluster import Cluster, bytes_per_ms
 from flux.select.hardware import FEW_ROWS, NETWORK_CPU_MS_PER_MB, ONE_SHOT_US, SLAB_COST_ROWS
-from flux.transport.host_collectives import SLOT_BYTES
 
 ALL_ROWS = 2**31 - 1
 ONE_SHOTS = (
@@ -50,7 +49,7 @@ def one_shot_ms(problem: Problem, cluster: Cluster) -> float:
     Inside a host each rank copies its part in and the result out. Between hosts every byte travels
     once; a sum of few bytes goes to each host whole, a larger one in parts and back.
     """
-    lanes, hosts = ceil_div(problem.world, problem.nodes), problem.nodes
+    lanes, hosts = problem.lanes, problem.nodes
     nbytes = problem.m * problem.row_bytes
     if problem.op.all_reduces:
         whole = hosts == 2 or nbytes < TWO_PHASES_BYTES

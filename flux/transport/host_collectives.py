@@ -8,14 +8,13 @@ from enum import IntEnum
 
 from flux import _C
 from flux.core.errors import PeerDiedError, PeerTimeoutError
+from flux.core.knobs import SLOT_BYTES
 from flux.core.tensors import address_of
 from flux.transport import shm
 from flux.transport.exchange import Exchange, spin_seconds
 from flux.transport.placement import Placement
 from flux.transport.sockets import connect
 
-SLOT_BYTES = 1 << 20
-"""Bytes of a round: in smaller ones, ranks that share cores wait for each other too often."""
 UNKNOWN = (-1, 0xFFFFFFFF)  # as a culprit
 
 
