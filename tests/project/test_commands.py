@@ -82,6 +82,14 @@ def test_a_simulated_step_enters_few_files_and_functions() -> None:
     assert 20 < files <= 36 and 100 < functions <= 281
 
 
+def test_the_cost_model_loads_no_torch() -> None:
+    """Planner and simulators start with it, and torch takes a second."""
+    modules = "cost, heuristic, nodes, one_shot, predict"
+    script = f"import sys; from flux.select import {modules}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert done.stdout.split() == [b"False"]
+
+
 def test_other_packages_add_commands_groups_and_commands_of_groups(
     install: Callable[..., None],
 ) -> None:
