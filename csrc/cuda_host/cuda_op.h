@@ -349,6 +349,7 @@ class CudaOp {
   bool is_near(int rank) const { return rank / lanes() == node(); }
   Address staged_block(const Schedule& schedule, int rank, int peer) const;
   std::size_t block_bytes(int rows) const;
+  int far_rank(int step, int sign) const;
   void exchange_blocks(const Schedule& schedule, Address product);
   void fetch_from_nodes(const Schedule& schedule, int tile);
 

@@ -162,9 +162,10 @@ void CudaOp::project(const Schedule& schedule, Stream stream, const Rows& x,
 // those of the next rank first. Heads that ranks share leave with the first of them.
 std::vector<std::int32_t> CudaOp::visited_columns() const {
   std::vector<std::int32_t> order;
-  for (int step = 1; step <= 2 * setup_.world; ++step) {
-    const int peer = wrap(setup_.rank + step, setup_.world);
-    if (is_near(peer) != (step > setup_.world)) continue;
+  const int far = setup_.world - lanes();
+  for (int step = 0; step < setup_.world; ++step) {
+    const int near = neighbours().begin + wrap(setup_.rank + 1 + step, lanes());
+    const int peer = step < far ? far_rank(step, 1) : near;
     for (const Range& piece : columns_[peer]) {
       bool known = false;
       for (std::size_t i = 0; i < order.size(); i += 2) known |= order[i] == piece.begin;

@@ -6,9 +6,11 @@
 //                            staged | staged -> own columns of the gathered rows
 //                  copy      per tile of rows: copies inside the node | join the network's stream | signal
 //
-// r: this rank. Step s is the same at both ends of a message, and all ranks take tiles and steps in one order.
-// So by induction no exchange waits forever: it waits for exchanges of an earlier step, and in GemmAllToAll for
-// tiles of the GEMM, which wait for nothing.
+// r: this rank. r + s: the rank at step s of the other nodes, which takes as many places among the nodes and
+// among the ranks of a node from all. So at each step every rank sends to another one, and has a message.
+// Step s is the same at both ends of a message, and all ranks take tiles and steps in one order. So by induction
+// no exchange waits forever: it waits for exchanges of an earlier step, and in GemmAllToAll for tiles of the
+// GEMM, which wait for nothing.
 //
 // Reuse. Blocks that arrive, and staged ones, are written behind `open`, which follows the fork of the call, and
 // so its caller's reads and the joins of call e - 1. Packed blocks and own heads are read by exchanges of call
@@ -38,15 +40,22 @@ Address CudaOp::staged_block(const Schedule& schedule, int rank, int peer) const
   return setup_.staged_offset + place * block_bytes(chunk);
 }
 
+// The rank at a step of the other nodes: `sign` 1: r + s, -1: r - s.
+int CudaOp::far_rank(int step, int sign) const {
+  const int host = node() + sign * (1 + step / lanes());
+  const int lane = setup_.rank + sign * (step % lanes());
+  return wrap(host, setup_.nodes) * lanes() + wrap(lane, lanes());
+}
+
 void CudaOp::exchange_blocks(const Schedule& schedule, Address product) {
   const int rank = setup_.rank, world = setup_.world, own = schedule.spec.rows[rank];
   const Address data = setup_.data[rank];
   driver_->await_event(network_stream_, forked_);
   setup_.remote->open(network_stream_, epoch_);
-  for (int step = 1; step < world; ++step) {
-    const int to = wrap(rank + step, world), from = wrap(rank - step, world);
+  for (int step = 0; step < world - lanes(); ++step) {
+    const int to = far_rank(step, 1), from = far_rank(step, -1);
     std::vector<Move> moves;
-    if (!is_near(to) && own > 0) {
+    if (own > 0) {
       const Address packed = staged_block(schedule, rank, to);
       await_columns(schedule, to, network_stream_);
       copy_block(network_stream_, to, data + packed, product, own, false);
@@ -55,12 +64,11 @@ void CudaOp::exchange_blocks(const Schedule& schedule, Address product) {
           {Move::kSend, to, static_cast<std::int64_t>(packed), there, block_bytes(own), rank});
     }
     const int rows = schedule.spec.rows[from];
-    if (!is_near(from) && rows > 0) {
+    if (rows > 0) {
       const auto at = static_cast<std::int64_t>(block_offset(schedule, from));
       moves.push_back({Move::kReceive, from, at, 0, block_bytes(rows), from});
     }
     if (!moves.empty()) exchange(moves);
-    if (is_near(from)) continue;
     const Address signal = words_->signals[rank] + from * kWord;
     driver_->memory_ops(network_stream_, {{MemOp::kWrite, signal, number()}});
   }
@@ -74,9 +82,9 @@ void CudaOp::fetch_from_nodes(const Schedule& schedule, int tile) {
     return std::max(0, std::min(tile_rows, schedule.spec.rows[owner] - first));
   };
   const Address data = setup_.data[rank];
-  for (int step = 1; step < world; ++step) {
-    const int to = wrap(rank - step, world), from = wrap(rank + step, world);
-    const int sent = is_near(to) ? 0 : rows_of(to), got = is_near(from) ? 0 : rows_of(rank);
+  for (int step = 0; step < world - lanes(); ++step) {
+    const int to = far_rank(step, -1), from = far_rank(step, 1);
+    const int sent = rows_of(to), got = rows_of(rank);
     const Address staged = staged_block(schedule, rank, from) + block_bytes(first);
     std::vector<Move> moves;
     if (sent > 0) {
