@@ -200,6 +200,49 @@ def make_problem(
     return made(cast(Op, op.row), m, n, k, dtype, world, nodes, **of_op)
 
 
+def simulated_problem(
+    name: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    world: int,
+    sizes: Mapping[str, Any],
+    nodes: int,
+) -> Problem:
+    """Return the problem of an op that is simulated.
+
+    An op of experts that moves all tokens is the dense one, of all rows.
+
+    Args:
+        name: of NAMES.
+        m: tokens.
+        n: columns.
+        k: depth.
+        dtype: of operands.
+        world: number of ranks.
+        nodes: number of their hosts.
+        sizes: experts, topk, ep, heads and head_dim; None: not given.
+
+    Raises:
+        ValueError: as ``make_problem``, or a size is missing, or given to another op.
+    """
+    sparse, experts, topk = SPARSE.get(name), sizes["experts"], sizes["topk"]
+    exchanges = sparse is not None and sparse.row.exchanges
+    if sparse is not None and experts == 1 and not exchanges:
+        raise ValueError(f"{name} needs --experts and --topk")
+    if sizes["ep"] is not None and name not in DISPATCHING:
+        raise ValueError(f"--ep is of {' and '.join(DISPATCHING)}, got {name}")
+    if sizes["heads"] is not None and not exchanges:
+        raise ValueError(f"--heads is of all-to-alls of heads, got {name}")
+    if name in DISPATCHING or exchanges:
+        of_op = HEAD_SIZES if exchanges else EXPERT_SIZES
+        given = {size: sizes[size] for size in of_op if sizes[size] is not None}
+        return make_problem(name, m, n, k, dtype, world, given, nodes)
+    op = Op.named(sparse.row.name if sparse else name)
+    return Problem(op, m * topk, n, k, dtype, world, nodes, experts=experts, topk=topk)
+
+
 def problem_of(spec: OpSpec, world: int, nodes: int) -> Problem:
     """Return the problem of an op at its largest M."""
     from flux.core.spec import DTYPES as BY_TORCH

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +11,7 @@ from flux.cli.ranks import check_writable
 from flux.cli.terminal import command_line, open_console, refuse, writing
 
 if TYPE_CHECKING:
-    from flux.core.knobs import Op
+    from flux.core.knobs import Knobs
     from flux.core.problem import Problem
     from flux.machine.cluster import Cluster
     from flux.opsim.report import OrderComparison
@@ -32,12 +32,17 @@ def simulate_op(
     m: options.M = 4096,
     n: options.N = 49152,
     k: options.K = 12288,
-    experts: Annotated[
-        int, typer.Option(min=1, help="Experts of a grouped GEMM, with equal shares of the rows.")
-    ] = 1,
+    experts: Annotated[int, typer.Option(min=1, help="Experts of a grouped GEMM.")] = 1,
     topk: Annotated[
         int, typer.Option(min=1, help="Experts of a token: M tokens become M * topk rows.")
     ] = 1,
+    ep: Annotated[
+        int | None,
+        typer.Option(help="Parts of the experts, of a dispatch (default: the ranks)."),
+    ] = None,
+    heads: Annotated[str | None, typer.Option(help="Heads of each packed tensor: 32/8/8.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Elements of a head.")] = 128,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of a dispatch's routing.")] = 0,
     dtype: Annotated[
         str, typer.Option(help="Data type of x and the weight; the cluster file has its peak.")
     ] = "bfloat16",
@@ -76,15 +81,16 @@ def simulate_op(
     """
     check_writable(trace, json_target)
     from flux.core.knobs import Knobs
-    from flux.core.problem import Problem
+    from flux.core.sparse_problem import simulated_problem
     from flux.machine.cluster import load_cluster
     from flux.opsim import report as op_report
 
     try:
         described = load_cluster(cluster)
         nodes = hosts if hosts is not None else -(-nproc // described.devices)
-        sizes = (m * topk, n, k, _dtype(dtype), nproc, max(nodes, 1))
-        problem = Problem(_op(op, experts), *sizes, experts=experts, topk=topk)
+        of_op: dict[str, Any] = {"experts": experts, "topk": topk, "ep": ep, "head_dim": head_dim}
+        of_op["heads"] = heads and options.sizes_of(f"heads={heads}")["heads"]
+        problem = simulated_problem(op, m, n, k, _dtype(dtype), nproc, of_op, max(nodes, 1))
         if hosts is not None and hosts < 1:
             raise ValueError(f"hosts must be at least 1, got {hosts}")
         if path in ("unfused", "in_kernel"):
@@ -98,7 +104,7 @@ def simulate_op(
             swizzle=swizzle,
             tile_scheduler=tile_scheduler,
         )
-        comparison = compared(problem, described, fixed, gemm_ms, taken)
+        comparison = compared(problem, described, fixed, gemm_ms, taken, seed)
     except (ValueError, TypeError) as error:
         refuse(str(error))
     if trace is not None:
@@ -113,21 +119,6 @@ def simulate_op(
             write_json(content, json_target)
 
 
-def _op(name: str, experts: int) -> Op:
-    """Return the op whose schedule is simulated: of an op of experts the dense one."""
-    from flux.core.knobs import Op
-    from flux.core.sparse_problem import SPARSE
-
-    sparse = SPARSE.get(name)
-    if sparse is None:
-        return Op.named(name)
-    if sparse.dispatches or sparse.row.exchanges:
-        raise ValueError(f"{name} is not simulated: what travels depends on more than sizes")
-    if experts == 1:
-        raise ValueError(f"{name} needs --experts and --topk")
-    return Op.named(sparse.row.name)
-
-
 def _dtype(text: str) -> str:
     """Return the canonical name of a dtype, given that or the short one."""
     from flux.core.problem import BY_SHORT
@@ -136,19 +127,33 @@ def _dtype(text: str) -> str:
 
 
 def compared(
-    problem: Problem, cluster: Cluster, fixed: object, gemm_ms: float | None = None, taken: int = 0
+    problem: Problem,
+    cluster: Cluster,
+    fixed: Knobs,
+    gemm_ms: float | None = None,
+    taken: int = 0,
+    seed: int = 0,
 ) -> OrderComparison:
     """Return all methods, and flux with every order and direction that ``fixed`` leaves open.
 
     Of ``taken`` multiprocessors, which other kernels hold, the GEMMs of paths fused and in_kernel
-    are told.
+    are told. ``seed``: of a routing.
     """
     from flux.core.knobs import Knobs
+    from flux.core.sparse_problem import SparseProblem
     from flux.opsim import simulator as op_simulator
     from flux.opsim.report import OrderComparison
     from flux.select.heuristic import kernels_can_push
 
-    assert isinstance(fixed, Knobs)
+    given = gemm_ms is not None
+    if isinstance(problem, SparseProblem):
+        from flux.opsim.sparse import simulate_sparse
+
+        if taken:
+            raise ValueError(f"--taken of {problem.name} is not simulated, got {taken}")
+        unfused, call = simulate_sparse(problem, cluster, fixed, gemm_ms=gemm_ms, seed=seed)
+        calls = [(call, (str(call.knobs.order),))]
+        return OrderComparison(cluster, unfused, None, calls, gemm_given=given)
 
     def run(knobs: Knobs, held: int = taken) -> op_simulator.Simulated:
         return op_simulator.simulate(problem, cluster, knobs, gemm_ms=gemm_ms, taken=held)
@@ -161,7 +166,7 @@ def compared(
         unfused=op_simulator.unfused(problem, cluster, gemm_ms),
         medium=run(Knobs(path="medium"), 0) if dense else None,
         flux=sorted(((run(k), orders) for k, orders in legal), key=lambda call: call[0].total_ms),
-        gemm_given=gemm_ms is not None,
+        gemm_given=given,
         in_kernel=run(in_kernel) if dense and kernels_can_push(problem) else None,
         taken=taken,
     )

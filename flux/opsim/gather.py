@@ -18,17 +18,19 @@ from collections.abc import Iterable
 
 from flux.core.events import Kind
 from flux.core.schedule import Transfer, Visit
-from flux.opsim.machine import Counter, Flag, Process
+from flux.machine.virtual import Counter, Flag, Process
 from flux.opsim.parts import LAUNCH_US, RAISE_US, SimulatedCall, TileQueue, count_ends
 from flux.select.heuristic import awaits_entries, copies_own_rows
 
 
 def gather_processes(call: SimulatedCall) -> list[Counter]:
     """Start the processes of all ranks; return the counter of each rank's end."""
-    return _Gather(call).start()
+    return Gather(call).start()
 
 
-class _Gather:
+class Gather:
+    """The processes of all ranks."""
+
     def __init__(self, call: SimulatedCall) -> None:
         self._call = call
         knobs = call.schedules[0].knobs
@@ -37,20 +39,23 @@ class _Gather:
         self._copies_own = copies_own_rows(call.problem, knobs, call.kernel.tile[0])
         self._signals: list[dict[int, Flag]] = [{} for _ in range(call.world)]
         self._own = [Flag() for _ in range(call.world)]
+        self._own_copies = 1
+        self._pushes = False  # blocks send the rows, and no copies do
         # The GEMM's blocks, the copy stream and the network's stream.
         self._ends = count_ends(call, call.blocks + 2)
 
     def start(self) -> list[Counter]:
+        """Start them; return the counter of each rank's end."""
         call = self._call
         for schedule in call.schedules:
             for transfer in schedule.transfers:
-                if transfer.src != transfer.dst:
+                if transfer.src != transfer.dst and transfer.signal >= 0:
                     self._signals[transfer.dst].setdefault(transfer.signal, Flag())
         for rank, schedule in enumerate(call.schedules):
             inside: list[Transfer] = []
             across: list[Transfer] = []
             for transfer in schedule.transfers:
-                if transfer.src == transfer.dst:
+                if transfer.src == transfer.dst or self._pushes:
                     continue  # own rows, which are there as soon as they are copied
                 same = call.hosts[transfer.src] == call.hosts[transfer.dst]
                 (inside if same else across).append(transfer)
@@ -65,11 +70,11 @@ class _Gather:
         call, machine = self._call, self._call.machine
         if call.world > 1 and self._enters:
             yield RAISE_US
-            call.note(rank, "stream", Kind.barrier, "enters the call", 0.0)
+            call.note(rank, "stream", Kind.barrier, "enters the call", machine.now_us - RAISE_US)
         if call.world > 1 and self._copies_own:
             begin, end = call.problem.rows(rank)
-            start = machine.now_us
-            yield LAUNCH_US + call.memory_us(2.0 * (end - begin) * call.problem.row_bytes)
+            start, nbytes = machine.now_us, 2.0 * (end - begin) * call.problem.row_bytes
+            yield LAUNCH_US + call.memory_us(nbytes * self._own_copies)
             call.note(rank, "stream", Kind.copy, "own rows", start)
         machine.raise_(self._own[rank])
         for block in range(call.blocks):
@@ -90,20 +95,27 @@ class _Gather:
             index = next(claimed, None)
             if index is None:
                 break
-            visit = visits[index]
-            start = machine.now_us
-            last = None
-            for number in self._remote(rank, visit):
-                signal = self._signals[rank][number]
-                if signal.at_us is None:
-                    last = number
-                    yield signal
-            if last is not None:
-                name = f"waits for rows {visit.row_begin}-{visit.row_end - 1}"
-                call.note(rank, f"{lane} loads", Kind.wait, name, start, awaits=f"{rank}:{last}")
-            yield from call.multiply(rank, lane, visit)
+            yield from self._item(rank, lane, index)
         tiles.end()
         machine.arrive(self._ends[rank])
+
+    def _item(self, rank: int, lane: str, index: int) -> Process:
+        """Await the rows of a tile, and multiply."""
+        visit = self._call.schedules[rank].visits[index]
+        name = f"rows {visit.row_begin}-{visit.row_end - 1}"
+        yield from self._await(rank, lane, self._remote(rank, visit), name)
+        yield from self._call.multiply(rank, lane, visit.row_begin, visit.col_begin)
+
+    def _await(self, rank: int, lane: str, signals: Iterable[int], rows: str) -> Process:
+        call, start, last = self._call, self._call.machine.now_us, None
+        for number in signals:
+            signal = self._signals[rank][number]
+            if signal.at_us is None:
+                last = number
+                yield signal
+        if last is not None:
+            awaits = f"{rank}:{last}"
+            call.note(rank, f"{lane} loads", Kind.wait, f"waits for {rows}", start, awaits=awaits)
 
     def _remote(self, rank: int, visit: Visit) -> Iterable[int]:
         """Return the signals of a tile that come from peers."""
@@ -136,6 +148,7 @@ class _Gather:
             ends, rows = (source, transfer.dst), (transfer.row_begin, transfer.row_end)
             raises = f"{transfer.dst}:{transfer.signal}"
             yield from call.carry(rank, lane, ends, rows, raises=raises)
-            yield RAISE_US
-            machine.raise_(self._signals[transfer.dst][transfer.signal])
+            if transfer.signal >= 0:
+                yield RAISE_US
+                machine.raise_(self._signals[transfer.dst][transfer.signal])
         machine.arrive(self._ends[rank])

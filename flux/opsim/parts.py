@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flux.core.events import Kind
 from flux.core.problem import Problem
 from flux.core.recorder import COPY_STREAM_LANE, NETWORK_STREAM_LANE, STREAM_LANE
-from flux.core.schedule import TileSchedule, Visit
+from flux.core.schedule import TileSchedule
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster
-from flux.opsim.machine import Counter, Flag, Process, Route, SimulatedMachine
+from flux.machine.virtual import Counter, Flag, Process, Route, SimulatedMachine
 from flux.select import hardware
 from flux.select.cost import memory_ms
+from flux.select.drawn import RoutedCall
 from flux.select.hardware import (
     BESIDE_GBS,
     COPY_SHARE,
@@ -99,7 +100,9 @@ class SimulatedCall:
         blocks: blocks of the GEMM; a cluster of thread blocks counts as one.
         late: of them, those that find room when others end: other kernels hold multiprocessors.
         waiting: of them, those that wait; the others leave rather than wait for long.
-        tile_us: time of one GEMM tile; path medium: of one GEMM, with its launch.
+        tile_us: by rank the time of one GEMM tile; path medium: of one GEMM, with its launch.
+        routed: of an op that moves some tokens only, what its kernels do.
+        pieces: of an all-to-all, the copies of a block.
     """
 
     problem: Problem
@@ -111,8 +114,10 @@ class SimulatedCall:
     blocks: int
     late: int
     waiting: int
-    tile_us: float
+    tile_us: Sequence[float]
     machine: SimulatedMachine
+    routed: RoutedCall | None = None
+    pieces: int = 0
     log: Log = field(default_factory=Log)
 
     @property
@@ -196,18 +201,20 @@ class SimulatedCall:
         columns = (0, self.problem.row_elements)
         self.log.moves.append(Move(src, dst, *rows, *columns, start_us, self.machine.now_us))
 
-    def multiply(self, rank: int, lane: str, visit: Visit) -> Process:
-        """Compute a GEMM tile."""
+    def multiply(self, rank: int, lane: str, row: int, column: int) -> Process:
+        """Compute the GEMM tile that begins there."""
         start = self.machine.now_us
-        yield self.tile_us
-        self.note(rank, lane, Kind.gemm, f"tile {visit.row_begin}, {visit.col_begin}", start)
+        yield self.tile_us[rank]
+        self.note(rank, lane, Kind.gemm, f"tile {row}, {column}", start)
 
     def carry(
         self, rank: int, lane: str, ends: tuple[int, int], rows: tuple[int, int], **details: str
     ) -> Process:
         """Copy rows from one rank to another, on the lane ``copy`` or ``network`` of a rank."""
         (src, dst), start = ends, self.machine.now_us
-        yield self.routes[ends].latency_us
+        if self.pieces and self.routes[ends].across:  # a kernel packs, or unpacks
+            yield LAUNCH_US + self.memory_us(2.0 * (rows[1] - rows[0]) * self.problem.row_bytes)
+        yield self.routes[ends].latency_us * (1 if lane == "network" else max(self.pieces, 1))
         yield self.copy(src, dst, (rows[1] - rows[0]) * self.problem.row_bytes)
         peer = dst if rank == src else src
         name = f"rows {rows[0]}-{rows[1] - 1} {'to' if rank == src else 'of'} rank {peer}"
@@ -220,7 +227,9 @@ class SimulatedCall:
         claims = self.kernel.tile_scheduler == "dynamic"
         # CUTLASS 2.x's stream-K starts a block for each tile, the next one when one ends.
         claims |= (self.kernel.arch, self.kernel.schedule) == ("80", "stream_k")
-        return TileQueue(self, len(self.schedules[rank].visits), claims)
+        routed = self.routed
+        tiles = len(routed.works[rank].items) if routed else len(self.schedules[rank].visits)
+        return TileQueue(self, tiles, claims)
 
 
 class TileQueue:

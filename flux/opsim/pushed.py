@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flux.core.events import Kind
-from flux.opsim.machine import Counter, Flag, Process
+from flux.machine.virtual import Counter, Flag, Process
 from flux.opsim.parts import RAISE_US, SimulatedCall, TileQueue, count_ends
 from flux.select.hardware import PUSH_US, STORE_SHARE
 
@@ -84,6 +84,6 @@ def _block(
             yield words[owner]
         name = f"waits for rows {visit.row_begin}-{visit.row_end - 1}"
         call.note_wait(rank, f"{lane} loads", name, start)
-        yield from call.multiply(rank, lane, visit)
+        yield from call.multiply(rank, lane, visit.row_begin, visit.col_begin)
     tiles.end()
     machine.arrive(end)

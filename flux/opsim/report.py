@@ -22,6 +22,7 @@ from flux.bench.config import link_bytes_minimum
 from flux.bench.metrics import Metrics, evaluate
 from flux.bench.report import FIGURES, number
 from flux.core.events import Kind
+from flux.core.problem import Problem
 from flux.core.spans import Span, union
 from flux.core.version import __version__
 from flux.machine.cluster import Cluster
@@ -129,6 +130,10 @@ def document(comparison: OrderComparison, command: list[str] | None = None) -> d
     }
 
 
+def _collective(problem: Problem) -> str:
+    return "all_to_all" if problem.variant else problem.op.collective
+
+
 def table(comparison: OrderComparison) -> Table:
     """Return a row for each method; for flux for each order and direction, the fastest first."""
     view = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -142,7 +147,7 @@ def table(comparison: OrderComparison) -> Table:
         *([] if in_kernel is None else [(in_kernel, ("direct",))]),
         *comparison.flux,
         *([] if medium is None else [(medium, (str(medium.knobs.order),))]),
-        (unfused, (unfused.problem.op.collective,)),
+        (unfused, (_collective(unfused.problem),)),
     ]
     for call, orders in rows:
         figures = comparison.metrics(call)
@@ -198,12 +203,12 @@ def show(comparison: OrderComparison, console: Console) -> None:
     """Print headline, table, timelines of rank 0, and what the figures rest on."""
     problem, cluster = comparison.unfused.problem, comparison.cluster
     where = f", {problem.nodes} hosts" if problem.nodes > 1 else ""
-    tokens, rows = problem.m // problem.topk, ""
+    tokens, rows = problem.m if problem.variant else problem.m // problem.topk, ""
     if problem.experts > 1:
         rows = f", {problem.experts} experts, {problem.topk} of each token"
     console.print(
         Text(
-            f"{problem.op.name} {tokens} x {problem.n} x {problem.k} (M x N x K){rows} "
+            f"{problem.name} {tokens} x {problem.n} x {problem.k} (M x N x K){rows} "
             f"{problem.dtype}, {problem.world} ranks{where}, simulated on {cluster.name}",
             "bold",
         )
@@ -220,7 +225,7 @@ def show(comparison: OrderComparison, console: Console) -> None:
     kernel = "" if best.kernel is None else f"; kernel {best.kernel.name}"
     console.print(
         Text(
-            f"GEMM {unfused.gemm_ms:.3f} ms ({source}), {problem.op.collective} of the library "
+            f"GEMM {unfused.gemm_ms:.3f} ms ({source}), {_collective(problem)} of the library "
             f"{unfused.comm_ms:.3f} ms{kernel}\nflux: {best.knobs}\n"
             "Simulated, not measured: docs/use/simulator.md says how far it is off.",
             "dim",

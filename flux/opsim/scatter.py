@@ -26,10 +26,11 @@ are there, in the order of the GEMM.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Generator
 
 from flux.core.events import Kind
 from flux.core.schedule import Parcel, ParcelKind, Visit
-from flux.opsim.machine import Counter, Flag, Process
+from flux.machine.virtual import Counter, Flag, Process
 from flux.opsim.parts import (
     LAUNCH_US,
     RAISE_US,
@@ -46,10 +47,12 @@ from flux.select.hardware import SUM_US
 
 def scatter_processes(call: SimulatedCall) -> list[Counter]:
     """Start the processes of all ranks; return the counter of each rank's end."""
-    return _Scatter(call).start()
+    return Scatter(call).start()
 
 
-class _Scatter:
+class Scatter:
+    """The processes of all ranks."""
+
     def __init__(self, call: SimulatedCall) -> None:
         self._call = call
         # A token's rows are summed before they leave.
@@ -92,6 +95,7 @@ class _Scatter:
         self._ends = count_ends(call, 2)  # the stream and the network's stream
 
     def start(self) -> list[Counter]:
+        """Start them; return the counter of each rank's end."""
         for rank in range(self._call.world):
             self._call.machine.spawn(self._stream(rank))
             self._call.machine.spawn(self._network(rank))
@@ -113,7 +117,7 @@ class _Scatter:
         call, machine = self._call, self._call.machine
         if call.world > 1 and not call.in_kernel:
             yield RAISE_US
-            call.note(rank, "stream", Kind.barrier, "enters the call", 0.0)
+            call.note(rank, "stream", Kind.barrier, "enters the call", machine.now_us - RAISE_US)
         tiles = call.tiles_of(rank)
         for block in range(call.blocks):
             machine.spawn(self._block(rank, block, tiles))
@@ -131,14 +135,12 @@ class _Scatter:
 
     def _block(self, rank: int, block: int, tiles: TileQueue) -> Process:
         call, machine = self._call, self._call.machine
-        visits, lane = call.schedules[rank].visits, f"SM {block}"
+        lane = f"SM {block}"
         ahead = call.kernel.schedule == "pingpong"
         before: list[Flag] = []  # stores that a pingpong kernel, or a copy engine, still makes
         yield from tiles.start(block)
         for index in tiles.of_block(block):
-            visit = visits[index]
-            yield from call.multiply(rank, lane, visit)
-            leaving = [self._store(rank, piece) for piece in self._split(visit)]
+            leaving = yield from self._item(rank, lane, index)
             start = machine.now_us
             if call.medium:
                 before += leaving
@@ -153,6 +155,16 @@ class _Scatter:
         tiles.end()
         machine.arrive(self._gemm[rank])
 
+    def _item(self, rank: int, lane: str, index: int) -> Generator[float | Flag, None, list[Flag]]:
+        """Compute a tile; return when its stores have left."""
+        visit = self._call.schedules[rank].visits[index]
+        yield from self._call.multiply(rank, lane, visit.row_begin, visit.col_begin)
+        return [self._store(rank, piece) for piece in self._split(visit)]
+
+    def _nbytes(self, rank: int, piece: LinkPiece) -> float:
+        """Return the bytes of a rank's partials of a piece."""
+        return piece.elements * self._itemsize
+
     def _store(self, rank: int, piece: LinkPiece) -> Flag:
         """Store a piece where its owner, or the rank that sends it to the owner, reads it."""
         call, machine = self._call, self._call.machine
@@ -165,7 +177,7 @@ class _Scatter:
             machine.arrive(self._uncomputed[rank, to] if copied else self._missing[rank, piece])
             return done
         if not call.by_switch:
-            done = self._stores[rank].put(to, piece.elements * self._itemsize)
+            done = self._stores[rank].put(to, self._nbytes(rank, piece))
         machine.spawn(self._arrival(rank, to, piece, done, start))
         return done
 
@@ -221,16 +233,16 @@ class _Scatter:
                         assert last > first
             call.note_wait(rank, "sums", "waits for partials", start)
             start = machine.now_us
-            yield from self._add(rank, piece.elements * self._itemsize, lanes + nodes)
+            yield from self._add(rank, piece, lanes + nodes)
             name = f"sums rows {piece.row_begin}-{piece.row_end - 1}"
             call.note(rank, "sums", Kind.reduce, name, start)
             if call.problem.op.all_reduces:
                 self._results.hand_out(rank, piece)
         yield self._gemm[rank].flag
 
-    def _add(self, rank: int, nbytes: float, passes: int) -> Process:
-        """Sum partials of so many bytes each, in passes over them and over the sums."""
-        call = self._call
+    def _add(self, rank: int, piece: LinkPiece, passes: float) -> Process:
+        """Sum partials, in passes over them and over the sums."""
+        call, nbytes = self._call, piece.elements * self._itemsize
         if call.by_switch:
             yield from call.through_switch(rank, nbytes, reads=True)
             return

@@ -1,9 +1,9 @@
 """Simulate one call of a fused op on hardware that is not here, in virtual time.
 
 The call is executed from its real tile schedule (flux/core/schedule.py) by processes on the virtual
-hardware of machine.py: gather.py has those of AGGemm, pushed.py those of its path in_kernel, and
-scatter.py those of GemmRS and GemmAR. Each rank is simulated. The only inputs are the cluster file
-and the time of the whole GEMM, measured or modelled; no time of an overlapped call enters.
+hardware of flux/machine/virtual.py: gather.py has those of AGGemm, pushed.py those of its path
+in_kernel, and scatter.py those of GemmRS and GemmAR. Each rank is simulated. The only inputs are
+the cluster file and the time of the whole GEMM; no time of an overlapped call enters.
 
     stream   enter | own rows | kernel: blocks take tiles, wait, multiply, store | reduction
     copies   rows of a peer, signal | rows of a peer, signal | ...
@@ -33,8 +33,9 @@ docs/use/simulator.md says what is not modelled, and how far the results are fro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from flux.core.collector import paused_collector
 from flux.core.events import Event, Kind
@@ -43,8 +44,8 @@ from flux.core.problem import Problem, ceil_div, round_up
 from flux.core.schedule import TileSchedule
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster
+from flux.machine.virtual import Counter, SimulatedFabric, SimulatedMachine
 from flux.opsim.gather import gather_processes
-from flux.opsim.machine import SimulatedFabric, SimulatedMachine
 from flux.opsim.parts import LAUNCH_US, Log, Move, SimulatedCall
 from flux.opsim.pushed import pushed_processes
 from flux.opsim.scatter import scatter_processes
@@ -125,13 +126,14 @@ def topology_of(problem: Problem, cluster: Cluster) -> Topology:
     return Topology(nodes, 1, lanes)
 
 
-def _check(problem: Problem, cluster: Cluster, gemm_ms: float | None) -> None:
+def check(problem: Problem, cluster: Cluster, gemm_ms: float | None) -> None:
+    """Raise ValueError if the problem cannot be simulated on this cluster."""
     if cluster.device.kind != "cuda":
         raise ValueError(
             f"the op simulator models GPUs, and the devices of {cluster.name} are of kind "
             f"{cluster.device.kind}"
         )
-    if problem.experts > 1 and problem.m < problem.experts:
+    if problem.experts > 1 and problem.m < problem.experts and not problem.variant:
         raise ValueError(
             f"each of {problem.experts} experts needs a row, got {problem.m} rows of all tokens"
         )
@@ -161,20 +163,27 @@ def _check_knobs(problem: Problem, cluster: Cluster, knobs: Knobs) -> None:
 
 def unfused(problem: Problem, cluster: Cluster, gemm_ms: float | None = None) -> Simulated:
     """Return the unfused path: the library's collective, and the GEMM after or before it."""
-    _check(problem, cluster, gemm_ms)
+    check(problem, cluster, gemm_ms)
     whole = modelled_gemm_ms(problem, cluster) if gemm_ms is None else gemm_ms
     comm, shuffle = library_ms(problem, cluster), shuffle_ms(problem, cluster)
-    log = Log()
-    parts = [(Kind.copy, problem.op.collective, comm), (Kind.copy, "rows of experts", shuffle)]
-    parts.append((Kind.gemm, "GEMM", whole))
+    parts = {problem.op.collective: comm, "rows of experts": shuffle, "GEMM": whole}
+    return one_by_one(problem, parts, comm, gathers=problem.op.gathers)
+
+
+def one_by_one(
+    problem: Problem, parts: dict[str, float], comm: float, *, gathers: bool
+) -> Simulated:
+    """Return the unfused path: ``parts`` in ms, in this order if it ``gathers``."""
+    log, ordered = Log(), [*parts.items()]
     for rank in range(problem.world):
         begin = 0.0
-        for kind, name, length in parts if problem.op.gathers else reversed(parts):
+        for name, length in ordered if gathers else reversed(ordered):
             if length:
+                kind = Kind.gemm if name == "GEMM" else Kind.copy
                 log.add(rank, "stream", kind, name, begin, begin + 1e3 * length)
             begin += 1e3 * length
-    total = (whole + shuffle + comm,) * problem.world
-    return Simulated("unfused", problem, Knobs(path="unfused"), None, whole, comm, total, _log=log)
+    total, gemm = (sum(parts.values()),) * problem.world, parts["GEMM"]
+    return Simulated("unfused", problem, Knobs(path="unfused"), None, gemm, comm, total, _log=log)
 
 
 def simulate(
@@ -202,7 +211,7 @@ def simulate(
         return unfused(problem, cluster, gemm_ms)
     if knobs.path == "one_shot":
         raise ValueError("path = one_shot is of CPUs, and is not simulated")
-    _check(problem, cluster, gemm_ms)
+    check(problem, cluster, gemm_ms)
     topology = topology_of(problem, cluster)
     _check_knobs(problem, cluster, knobs)
     whole = modelled_gemm_ms(problem, cluster) if gemm_ms is None else gemm_ms
@@ -213,15 +222,17 @@ def simulate(
         knobs = replace(knobs, order=untuned(problem, cluster).order)
     full = _resolved(problem, knobs, kernel)
     _check_size(problem, full)
-    schedules = [_schedule(problem, topology, full, kernel, rank) for rank in range(problem.world)]
+    schedules = [
+        schedule_of(problem, topology, full, kernel, rank) for rank in range(problem.world)
+    ]
     tiles = max(len(schedule.visits) for schedule in schedules)
     units = gemm_units(problem, cluster, full, kernel)
     alone, raster, start_us = whole, full.raster, 0.0
     blocks, late, waiting = 1, 0, 1
     if not medium:
-        blocks = _blocks(kernel, units, tiles)
-        late = blocks - _blocks(kernel, min(units, cluster.device.units - taken), tiles)
-        waiting = _blocks(kernel, gemm_units(problem, cluster, full), tiles)
+        blocks = blocks_of(kernel, units, tiles)
+        late = blocks - blocks_of(kernel, min(units, cluster.device.units - taken), tiles)
+        waiting = blocks_of(kernel, gemm_units(problem, cluster, full), tiles)
         alone *= slowdown(problem, cluster, full, kernel) * _filled(problem, kernel)
         if kernel.tile_scheduler == "dynamic" and kernel.arch == "80":  # others claim ahead
             start_us = 1e3 * CLAIM["80"] / CYCLES_PER_MS
@@ -230,43 +241,56 @@ def simulate(
         raster, start_us = None, LAUNCH_US
     waves = ceil_div(tiles, blocks)
     busy = gemm_beside_transfers_ms(problem, cluster, kernel, raster, alone)
-    fabric = SimulatedFabric(cluster, topology.hosts)
-    routes = {
-        (src, dst): fabric.route(src, dst)
-        for src in range(problem.world)
-        for dst in range(problem.world)
-        if src != dst
-    }
-    call = SimulatedCall(
-        problem=problem,
-        cluster=cluster,
+    call = call_of(
+        problem,
+        cluster,
+        topology,
         kernel=kernel,
         schedules=schedules,
-        hosts=topology.hosts,
-        routes=routes,
         blocks=blocks,
         late=late,
         waiting=waiting,
-        tile_us=1e3 * busy / waves + start_us,
-        machine=SimulatedMachine(fabric.capacity),
+        tile_us=[1e3 * busy / waves + start_us] * problem.world,
     )
     run = gather_processes if problem.op.gathers else scatter_processes
     if knobs.path == "in_kernel" and problem.op.gathers:
         run = pushed_processes
+    return finished(call, run, full, whole, library_ms(problem, cluster), waves)
+
+
+def call_of(problem: Problem, cluster: Cluster, topology: Topology, **fields: Any) -> SimulatedCall:
+    """Return a call on the links of a cluster. ``fields``: the others of ``SimulatedCall``."""
+    fabric = SimulatedFabric(cluster, topology.hosts)
+    ranks = range(problem.world)
+    routes = {(src, dst): fabric.route(src, dst) for src in ranks for dst in ranks if src != dst}
+    machine = SimulatedMachine(fabric.capacity)
+    fields |= {"hosts": topology.hosts, "routes": routes, "machine": machine}
+    return SimulatedCall(problem=problem, cluster=cluster, **fields)
+
+
+def finished(
+    call: SimulatedCall,
+    run: Callable[[SimulatedCall], list[Counter]],
+    knobs: Knobs,
+    gemm_ms: float,
+    comm_ms: float,
+    waves: int,
+) -> Simulated:
+    """Run a call's processes to their end; ``knobs``: all fields set."""
     with paused_collector():
         ends = run(call)
         call.machine.run()
     return Simulated(
-        method="flux" if knobs.path == "fused" else knobs.path,
-        problem=problem,
-        knobs=full,
-        kernel=kernel,
-        gemm_ms=whole,
-        comm_ms=library_ms(problem, cluster),
+        method="flux" if knobs.path in (None, "fused") else knobs.path,
+        problem=call.problem,
+        knobs=knobs,
+        kernel=call.kernel,
+        gemm_ms=gemm_ms,
+        comm_ms=comm_ms,
         ranks_ms=tuple((end.flag.at_us or 0.0) * 1e-3 for end in ends),
         moves=tuple(call.log.moves),
         waves=waves,
-        blocks=blocks,
+        blocks=call.blocks,
         _log=call.log,
     )
 
@@ -292,7 +316,8 @@ def _filled(problem: Problem, kernel: GemmConfig) -> float:
     return problem.experts * round_up(of_expert, kernel.cluster_tile.rows) / problem.m
 
 
-def _blocks(kernel: GemmConfig, units: int, tiles: int) -> int:
+def blocks_of(kernel: GemmConfig, units: int, tiles: int) -> int:
+    """Return the blocks, or clusters of blocks, that run at once."""
     size = kernel.cluster[0] * kernel.cluster[1]
     return min(max(blocks_per_wave(kernel, max(units, 1)) // size, 1), tiles)
 
@@ -307,17 +332,26 @@ def _resolved(problem: Problem, knobs: Knobs, kernel: GemmConfig) -> Knobs:
 def _check_size(problem: Problem, knobs: Knobs) -> None:
     assert knobs.tile is not None
     rows, columns = knobs.tile
-    tiles = problem.world * ceil_div(problem.m, rows) * ceil_div(problem.local[0], columns)
+    check_tiles(
+        problem.world * ceil_div(problem.m, rows) * ceil_div(problem.local[0], columns), knobs
+    )
+
+
+def check_tiles(tiles: int, knobs: Knobs) -> None:
+    """Raise ValueError for more GEMM tiles of all ranks than a simulation runs."""
+    assert knobs.tile is not None
     if tiles > MOST_TILES:
+        rows, columns = knobs.tile
         raise ValueError(
             f"the ranks have {tiles} GEMM tiles of {rows} x {columns} together, and the simulator "
             f"runs at most {MOST_TILES}; take smaller sizes"
         )
 
 
-def _schedule(
+def schedule_of(
     problem: Problem, topology: Topology, knobs: Knobs, kernel: GemmConfig, rank: int
 ) -> TileSchedule:
+    """Return the schedule of a rank."""
     sizes = (problem.m, problem.n, problem.k)
     return make_schedule(
         problem.op.name,
@@ -341,7 +375,7 @@ def legal_knobs(
         GemmRS and GemmAR the kernel itself stores partials, and there is one direction: push.
     """
     fixed = fixed or Knobs()
-    _check(problem, cluster, None)
+    check(problem, cluster, None)
     _check_knobs(problem, cluster, fixed)
     topology, kernel = topology_of(problem, cluster), default_kernel(problem, cluster, fixed)
     pulls = problem.op.gathers and problem.nodes == 1
@@ -352,7 +386,7 @@ def legal_knobs(
             knobs = _resolved(problem, replace(fixed, order=order, direction=direction), kernel)
             _check_size(problem, knobs)
             schedules = [
-                _schedule(problem, topology, knobs, kernel, rank)
+                schedule_of(problem, topology, knobs, kernel, rank)
                 for rank in sorted({0, problem.world - 1})
             ]
             identity: object = (

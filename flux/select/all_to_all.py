@@ -17,16 +17,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from flux.core.knobs import AllToAllOp, ClusterTile, Knobs, Topology
 from flux.core.problem import ceil_div, round_up
-from flux.core.schedule import TileSchedule
+from flux.core.schedule import TileSchedule, Transfer, Visit
 from flux.core.sparse_problem import SparseProblem
 from flux.kernels.config import GemmConfig
-from flux.machine.cluster import Cluster, bytes_per_ms
+from flux.machine.cluster import Cluster, DeviceSpec, bytes_per_ms
 from flux.select.cost import TILE, all_to_all_ms, memory_ms, sliced_gemm_ms
 from flux.select.gathers import copied_ms
-from flux.select.hardware import ELEMENTWISE_SHARE, LAUNCH_US, LIBRARY_LATENCY_US, SIGNAL_US
+from flux.select.hardware import (
+    ELEMENTWISE_SHARE,
+    LAUNCH_US,
+    LIBRARY_LATENCY_US,
+    MEMORY_COPY_SHARE,
+    NETWORK_SHARE,
+    SIGNAL_US,
+)
 from flux.select.share import slowdown
 
 TILE_BYTES = 1 << 18
@@ -141,6 +149,97 @@ def _block_schedule(
     return schedule
 
 
+class GpuBlocks(NamedTuple):
+    """The order of a GPU's call (csrc/cuda_host/cuda_op_exchange.cpp), as ``TileSchedule`` has it.
+
+    Attributes:
+        knobs: all fields set.
+        visits: tiles of the GEMM of the own rows; they wait for two signals of each tile of rows.
+        transfers: AllToAllGemm: tiles of rows of the peers' blocks, near ones and far ones in one
+            order. Behind the last of either kind is a signal; -1: none.
+        peers: GemmAllToAll: whose blocks leave in this order, each behind its ``columns``.
+        columns: by rank, of tiles.
+    """
+
+    knobs: Knobs
+    visits: tuple[Visit, ...]
+    transfers: tuple[Transfer, ...]
+    peers: tuple[int, ...]
+    columns: tuple[tuple[int, ...], ...]
+
+
+def gpu_blocks(
+    problem: SparseProblem, rank: int, topology: Topology, knobs: Knobs, tile: ClusterTile
+) -> GpuBlocks:
+    """Return the order of a rank's call; ``tile``: the cluster tile of its kernel."""
+    op, world, lanes = AllToAllOp[problem.name], problem.world, problem.lanes
+    of_ranks = [problem.rows(r) for r in range(world)]
+    rows = [end - begin for begin, end in of_ranks]
+    sizes = problem.local, int(problem.row_bytes)
+    knobs = block_schedule(op, rows, *sizes, rank, topology, knobs, tile).knobs
+    span, raster = knobs.comm_tile_rows or 1, knobs.raster or 1
+    first = rank // lanes * lanes
+    # Of other hosts another rank of each rank at any step.
+    hosts = range(lanes, world, lanes)
+    far = [
+        (first + host) % world + (rank + step) % lanes for host in hosts for step in range(lanes)
+    ]
+    near = [first + (rank + step) % lanes for step in range(1, lanes)]
+    spec, wide = problem.spec(), tile.columns
+    columns = tuple(
+        tuple(
+            c
+            for begin, end in spec.columns_of(world, r)
+            for c in range(begin // wide, ceil_div(end, wide))
+        )
+        for r in range(world)
+    )
+    down, across = range(ceil_div(rows[rank], tile.rows)), range(ceil_div(problem.n, wide))
+    transfers = []
+    if op is AllToAllOp.gemm_all_to_all:
+        across_ = dict.fromkeys(c for peer in (*far, *near, rank) for c in columns[peer])
+        order = [(row, column) for column in across_ for row in down]
+    else:
+        bands = [down[at : at + raster] for at in range(0, len(down), raster)]
+        order = [(row, column) for band in bands for column in across for row in band]
+        base, end = of_ranks[rank]
+        for number, begin in enumerate(range(base, end, span)):
+            for kind, peers in enumerate((near, far)):
+                for step, peer in enumerate(peers):
+                    signal = 2 * number + kind if peer == peers[-1] else -1
+                    rows_ = begin, min(end, begin + span)
+                    transfers.append(
+                        Transfer(step, peer, rank, rank, number, *rows_, signal, False)
+                    )
+    visits = []
+    for row, column in order:
+        begin, end = row * tile.rows, min((row + 1) * tile.rows, rows[rank])
+        waits = 2 * (begin // span), 2 * ceil_div(end, span)
+        visits.append(
+            Visit(begin, end, column * wide, min((column + 1) * wide, problem.n), waits, -1, (0, 0))
+        )
+    return GpuBlocks(knobs, tuple(visits), tuple(transfers), (*far, *near), columns)
+
+
+def own_gemm_ms(problem: SparseProblem, device: DeviceSpec, columns: int) -> float:
+    """Return the time of a GEMM of a rank's own rows."""
+    shape = (problem.chunk, columns, problem.k)
+    return sliced_gemm_ms(shape, problem.dtype, problem.itemsize, device)
+
+
+def unfused_parts(problem: SparseProblem, cluster: Cluster) -> dict[str, float]:
+    """Return the parts of an unfused call on GPUs, in the order of AllToAllGemm, in ms."""
+    device, world = cluster.device, problem.world
+    sent = float(world * problem.chunk * problem.row_bytes)
+    one_pass = memory_ms(device, 2 * sent, ELEMENTWISE_SHARE) + 1e-3 * LAUNCH_US["cuda"]
+    library = all_to_all_ms(sent, world, problem.lanes, cluster, cluster.network.gbs)
+    gemm = own_gemm_ms(problem, device, problem.n)
+    if problem.name == "gemm_all_to_all":  # one of each rank's heads
+        gemm = world * own_gemm_ms(problem, device, problem.local[0])
+    library += 1e-3 * LIBRARY_LATENCY_US["cuda"]
+    return {"own heads": one_pass, "AllToAll": library, "all heads": one_pass, "GEMM": gemm}
+
+
 def predicted_ms(problem: SparseProblem, cluster: Cluster, path: str) -> float:
     """Return the time of a call on GPUs.
 
@@ -159,28 +258,32 @@ def predicted_ms(problem: SparseProblem, cluster: Cluster, path: str) -> float:
     gemm_first = problem.name == "gemm_all_to_all"
     sent = float(world * chunk * problem.row_bytes)
     one_pass = memory_ms(device, 2 * sent, ELEMENTWISE_SHARE) + 1e-3 * LAUNCH_US["cuda"]
-
-    def gemm_ms(columns: int) -> float:
-        shape = (chunk, columns, problem.k)
-        return sliced_gemm_ms(shape, problem.dtype, problem.itemsize, device)
-
-    lanes = ceil_div(world, problem.nodes)
-    library = all_to_all_ms(sent, world, lanes, cluster, cluster.network.gbs)
+    lanes = problem.lanes
     if path == "unfused":
-        gemm = world * gemm_ms(problem.local[0]) if gemm_first else gemm_ms(problem.n)
-        return gemm + 2 * one_pass + library + 1e-3 * LIBRARY_LATENCY_US["cuda"]
-    gemm = gemm_ms(problem.n) * slowdown(problem.dense, cluster, Knobs(), None)
+        return sum(unfused_parts(problem, cluster).values())
+    gemm = own_gemm_ms(problem, device, problem.n) * slowdown(problem.dense, cluster, Knobs(), None)
     op = AllToAllOp[problem.name]
     rows, _ = _gpu_sizes(op, chunk, int(problem.row_bytes), ClusterTile(*TILE))
     tiles, peers = ceil_div(chunk, rows), world - 1
     link = (lanes - 1) / world * sent / bytes_per_ms(cluster.link.gbs)
     copies = copied_ms(link, (lanes - 1) * tiles * len(problem.heads), cluster.link)
+    launch, signal = 1e-3 * LAUNCH_US["cuda"], 1e-3 * SIGNAL_US["cuda"]
+    flags = tiles * (2 * peers if gemm_first else 1) * signal
+    copies += flags
     if problem.nodes > 1:
-        copies = max(copies, library + 1e-3 * (world - lanes) * tiles * LAUNCH_US["cuda"])
-    ahead = one_pass + 1e-3 * SIGNAL_US["cuda"]
+        block = sent / world
+        port = min(cluster.network.gbits / 8, cluster.network.gbs / lanes)
+        message = block / bytes_per_ms(port * NETWORK_SHARE)
+        message += memory_ms(device, 2 * block, MEMORY_COPY_SHARE)
+        step = 1e-3 * cluster.network.latency_us + launch + (2 * signal if gemm_first else 0.0)
+        copies = max(copies, (world - lanes) * (message + tiles * step))
     if not gemm_first:
-        return ahead + max(copies / tiles + gemm, copies + gemm / tiles)
-    return ahead + max(gemm, gemm * peers / world + copies / peers, gemm / world + copies)
+        return one_pass + signal + launch + max(copies / tiles + gemm, copies + gemm / tiles)
+    high, wide = TILE
+    waves = ceil_div(ceil_div(chunk, high) * ceil_div(problem.n, wide), device.units)
+    first = gemm / min(world, waves)
+    behind = (1.0 + 1.0 / world) * one_pass + 2 * launch + signal
+    return signal + behind + max(gemm, gemm - first + copies / peers, first + launch + copies)
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ def untuned_on_gpus(spec: OpSpec, problem: Problem, cluster: Cluster) -> Choice:
     if not between_nodes and reason_not_in_kernel(spec, problem.world, 1) is not None:
         return fixed
     try:
-        config = default_kernel(problem.dense, cluster)
+        config = default_kernel(problem, cluster)
     except ValueError:  # no kernel of the default set has these sizes: there is no prediction
         return fixed
     if between_nodes:

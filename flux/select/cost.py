@@ -32,6 +32,7 @@ from flux.select.hardware import (
     LOW_LATENCY,
     UNHIDDEN,
     blocks_per_wave,
+    duplex_share,
 )
 from flux.select.share import gemm_units
 
@@ -64,8 +65,10 @@ def gemm_ms(
     on A800, 26.5% and 32.5% on L20.
     """
     m, (n, k) = problem.m if rows is None else rows, problem.local
-    moved = problem.itemsize * (m * k + problem.experts * n * k + m * n)
-    return _roofline_ms(cluster.device, problem.dtype, 2.0 * m * n * k * slower, moved)
+    dtype = DTYPES[problem.dtype]
+    operands, result = dtype.itemsize, DTYPES[dtype.result].itemsize
+    moved = operands * (m * k + problem.experts * n * k) + result * m * n
+    return roofline_ms(cluster.device, problem.dtype, 2.0 * m * n * k * slower, moved)
 
 
 def shuffle_ms(problem: Problem, cluster: Cluster) -> float:
@@ -111,7 +114,7 @@ def sliced_gemm_ms(
             waves = max(1.0, ceil_div(tiles, device.units) / full)
     moved = itemsize * (m * k + m * n) + weights
     operations = 2.0 * m * n * k * waves
-    return max(_roofline_ms(device, dtype, operations, 0.0), kernel_ms(device, moved))
+    return max(roofline_ms(device, dtype, operations, 0.0), kernel_ms(device, moved))
 
 
 def kernel_ms(
@@ -136,7 +139,7 @@ def kernel_ms(
     return memory_ms(device, nbytes, device.memory_share or ELEMENTWISE_SHARE)
 
 
-def _roofline_ms(
+def roofline_ms(
     device: DeviceSpec,
     dtype: str,
     operations: float,
@@ -176,7 +179,7 @@ def attention_ms(
     if backward:
         operations *= BACKWARD_ATTENTION
     share = device.attention_share or ATTENTION_SHARE[device.kind]
-    computing = _roofline_ms(device, dtype, operations, 0, share)
+    computing = roofline_ms(device, dtype, operations, 0, share)
     return max(computing, kernel_ms(device, read)) if read else computing
 
 
@@ -312,7 +315,8 @@ def all_to_all_ms(
     """
     link, share = cluster.link, LIBRARY_SHARE[cluster.device.kind][Op.gemm_rs]
     ports = network_gbs * 1e6 * (share if cluster.device.kind == "cuda" else 1.0)
-    near = payload * (per_host - 1) / size / (max(link.gbs, 1e-6) * 1e6 * share)
+    speed = max(link.gbs, 1e-6) * 1e6 * share * duplex_share(link)
+    near = payload * (per_host - 1) / size / speed
     far = payload * (size - per_host) / size / max(ports, 1e-6) * per_host
     hosts = ceil_div(size, per_host)
     hops_us = (per_host - 1) * link.latency_us + (hosts - 1) * cluster.network.latency_us

@@ -20,19 +20,23 @@ from typing import TYPE_CHECKING
 from flux.core.knobs import Knobs
 from flux.core.problem import Problem, ceil_div
 from flux.core.sparse_problem import SparseProblem
-from flux.machine.cluster import Cluster, bytes_per_ms
-from flux.select.cost import all_to_all_ms, gemm_ms, memory_ms, shuffle_ms
-from flux.select.gathers import waves
+from flux.machine.cluster import Cluster
+from flux.select.cost import TILE, all_to_all_ms, gemm_ms, memory_ms, shuffle_ms
+from flux.select.gathers import sent_ms
 from flux.select.hardware import (
     ELEMENTWISE_SHARE,
+    GEMM_SHARE,
     LAUNCH_US,
     LIBRARY_LATENCY_US,
+    MEMORY_COPY_SHARE,
     PUSH_US,
+    ROUTE_NS,
+    ROUTE_US,
     SIGNAL_US,
-    STORE_SHARE,
     blocks_per_wave,
 )
 from flux.select.heuristic import resolve
+from flux.select.nodes import between_nodes_ms
 from flux.select.predict import Prediction, predict
 from flux.select.share import gemm_units, slowdown
 
@@ -55,43 +59,135 @@ def predict_sparse(
     on_gpus = cluster.device.kind == "cuda" and problem.world > 1
     if not (on_gpus and isinstance(problem, SparseProblem)):
         return predict(problem.dense, cluster, knobs, kernel)
-    if not problem.dispatches:
-        gemm, exposed = predict(problem.dense, cluster, knobs, kernel)
-        passes = shuffle_ms(problem.dense, cluster) if knobs.path == "unfused" else 0.0
-        return Prediction(gemm, exposed + passes)
-    dense, share = problem.dense, needed_share(problem)
+    if knobs.comm_tile_rows is not None:
+        knobs = replace(knobs, comm_tile_rows=knobs.comm_tile_rows * problem.topk)
+    routed = with_rows(problem)
+    cluster = _filling(cluster, routed, problem.ep, kernel)
+    if problem.dispatches:
+        gemm, exposed = _dispatched(problem, routed, cluster, knobs, kernel)
+        return Prediction(gemm, exposed + lists_ms(problem))
+    gemm, exposed = predict(routed, cluster, knobs, kernel)
+    passes = shuffle_ms(routed, cluster) if knobs.path == "unfused" else 0.0
+    return Prediction(gemm, exposed + passes)
+
+
+def with_rows(problem: SparseProblem) -> Problem:
+    """Return the dense op whose rows are those of all experts that have some."""
+    used = problem.experts * (1.0 - (1.0 - problem.topk / problem.experts) ** problem.m)
+    return Problem(
+        problem.op,
+        problem.m * problem.topk,
+        problem.n,
+        problem.k,
+        problem.dtype,
+        problem.world,
+        problem.nodes,
+        experts=max(round(used), problem.topk),
+        topk=problem.topk,
+    )
+
+
+def _rows_of_tiles(routed: Problem, ep: int, high: int) -> int:
+    """Return the rows of tiles of a rank. The last tile of an expert is half full."""
+    rows, used = ceil_div(routed.m, ep), ceil_div(routed.experts, ep)
+    return max(used, ceil_div(2 * rows + used * high, 2 * high))
+
+
+def _filling(cluster: Cluster, routed: Problem, ep: int, kernel: GemmConfig | None) -> Cluster:
+    """Return a cluster that multiplies as much more slowly as tiles have rows without a token."""
+    if kernel is None:
+        return cluster
+    high = kernel.tile[0]
+    filled = routed.m / ep / (high * _rows_of_tiles(routed, ep, high))
+    share = (cluster.device.gemm_share or GEMM_SHARE["cuda"]) * min(1.0, filled)
+    return replace(cluster, device=replace(cluster.device, gemm_share=share))
+
+
+def lists_ms(problem: SparseProblem) -> float:
+    """Return the time of the kernel that lists the work of a grouped GEMM."""
+    return 1e-3 * (ROUTE_US + 1e-3 * ROUTE_NS * problem.m * problem.topk)
+
+
+def unfused_parts(problem: SparseProblem, cluster: Cluster, rows: float) -> dict[str, float]:
+    """Return the parts of an unfused dispatch but its GEMM, in their order, in ms.
+
+    ``rows``: that each rank sends, as many to each rank, itself included.
+    """
+    sent, lanes, ports = rows * problem.row_bytes, problem.lanes, cluster.network.gbs
+    library = all_to_all_ms(sent, problem.world, lanes, cluster, ports)
+    one_pass = memory_ms(cluster.device, 2 * sent, ELEMENTWISE_SHARE) + 1e-3 * LAUNCH_US["cuda"]
+    library += 1e-3 * LIBRARY_LATENCY_US["cuda"]
+    return {"rows by rank": one_pass, "AllToAll": library, "rows of experts": one_pass}
+
+
+def _dispatched(
+    problem: SparseProblem,
+    dense: Problem,
+    cluster: Cluster,
+    knobs: Knobs,
+    kernel: GemmConfig | None,
+) -> Prediction:
+    share = needed_share(problem)
     if knobs.path == "unfused":
-        sent = share * problem.world * problem.chunk * problem.row_bytes
-        lanes, ports = problem.lanes, cluster.network.gbs
-        library = all_to_all_ms(sent, problem.world, lanes, cluster, ports)
-        passes = memory_ms(cluster.device, 4 * sent, ELEMENTWISE_SHARE)
-        launches = 1e-3 * (LIBRARY_LATENCY_US["cuda"] + 2 * LAUNCH_US["cuda"])
-        return Prediction(gemm_ms(dense, cluster), library + passes + launches)
-    if problem.nodes > 1:
-        return predict(dense, cluster, knobs, kernel)
-    if dense.op.reduces:
-        link = replace(cluster.link, gbs=cluster.link.gbs / max(share, 1e-6))
-        whole = replace(knobs, comm_tile_rows=None)  # kernels raise flags, by tiles of sums
-        return predict(dense, replace(cluster, link=link), whole, kernel)
-    return _pushed(dense, share, cluster, knobs, kernel)
+        parts = unfused_parts(problem, cluster, share * problem.world * problem.chunk)
+        return Prediction(gemm_ms(dense, cluster), sum(parts.values()))
+    if problem.nodes > 1 and kernel is None:
+        return predict(dense, cluster, knobs)
+    knobs = resolve(dense, knobs, None if kernel is None else kernel.cluster_tile)
+    waves, slower = 1, slowdown(dense, cluster, knobs, None)
+    if kernel is not None:
+        high, wide = kernel.tile[:2]
+        tiles = _rows_of_tiles(dense, problem.ep, high) * ceil_div(problem.local[0], wide)
+        waves = ceil_div(tiles, blocks_per_wave(kernel, gemm_units(dense, cluster, knobs, kernel)))
+        slower = waves / ceil_div(tiles, blocks_per_wave(kernel, cluster.device.units))
+    whole = gemm_ms(dense, cluster, slower=slower)
+    wave = whole / waves
+    # A tile has rows of one expert, so of as many tokens as have that many choices of it.
+    rows = TILE[0] if kernel is None else kernel.tile[0]
+    late = max(wave, whole * min(1.0, rows * problem.experts / (problem.topk * problem.m)))
+    if kernel is not None and problem.nodes > 1:
+        exposed = between_nodes_ms(dense, cluster, knobs, kernel, whole - late + wave)
+        exposed += 0.0 if dense.op.gathers else sum(_sums_ms(problem, cluster, problem.lanes))
+        return Prediction(whole, exposed + 2e-3 * LAUNCH_US["cuda"])
+    sent = share * sent_ms(dense, cluster)
+    if dense.op.gathers:
+        exposed = _pushed(problem, dense, cluster, knobs, kernel, (whole, late, sent))
+    else:
+        products, own = _sums_ms(problem, cluster, share * problem.world)
+        sent = max(sent, products)  # a block's sums and stores take turns with those of others
+        exposed = own + max(sent * late / whole, late + sent - whole)
+    signals_us = 2 * (cluster.link.latency_us + SIGNAL_US["cuda"])  # entries, and behind stores
+    return Prediction(whole, exposed + 1e-3 * (signals_us + 2 * LAUNCH_US["cuda"]))
 
 
 def _pushed(
-    dense: Problem, share: float, cluster: Cluster, knobs: Knobs, kernel: GemmConfig | None
-) -> Prediction:
-    """Return the time of a call whose blocks push a share of the rows.
+    problem: SparseProblem,
+    dense: Problem,
+    cluster: Cluster,
+    knobs: Knobs,
+    kernel: GemmConfig | None,
+    times: tuple[float, float, float],
+) -> float:
+    """Return the time of a call beyond its GEMM whose blocks push a share of the rows.
 
-    Rows arrive while blocks that do not push multiply; a tile of the last rows follows them.
+    Own rows are copied first. Rows arrive while blocks that do not push multiply; tiles of the
+    last rows follow them. ``times``: of the GEMM, of these tiles, and of the link.
     """
-    knobs = resolve(dense, knobs, None if kernel is None else kernel.cluster_tile)
+    whole, late, sent = times
     assert knobs.comm_tile_rows is not None
-    whole = gemm_ms(dense, cluster, slower=slowdown(dense, cluster, knobs, kernel))
-    peers, link = dense.world - 1, cluster.link
-    sent = peers * share * dense.chunk * dense.row_bytes / bytes_per_ms(link.gbs * STORE_SHARE)
     units = gemm_units(dense, cluster, knobs, kernel)
     blocks = units if kernel is None else blocks_per_wave(kernel, units)
-    busy = min(1.0, peers * ceil_div(dense.chunk, knobs.comm_tile_rows) / blocks)
-    last = whole if kernel is None else whole / waves(dense, cluster, kernel)
-    exposed = max(busy * sent, sent + last - whole)
-    signals_us = PUSH_US + 2 * (link.latency_us + SIGNAL_US["cuda"])  # entries, and behind pushes
-    return Prediction(whole, exposed + 1e-3 * signals_us)
+    pushes = (dense.world - 1) * ceil_div(dense.chunk, knobs.comm_tile_rows)
+    own = memory_ms(cluster.device, 2 * problem.chunk * problem.row_bytes, MEMORY_COPY_SHARE)
+    return own + 1e-3 * PUSH_US + max(min(1.0, pushes / blocks) * sent, sent + late - whole)
+
+
+def _sums_ms(problem: SparseProblem, cluster: Cluster, partials: float) -> tuple[float, float]:
+    """Return the times of the sums of a combine: of products, and of own rows' partials."""
+
+    def passes_ms(rows: float) -> float:
+        return memory_ms(cluster.device, rows * problem.row_bytes, MEMORY_COPY_SHARE)
+
+    return passes_ms(problem.m * problem.topk / problem.ep), passes_ms(
+        (partials + 1) * problem.chunk
+    )

@@ -9,7 +9,6 @@ from flux.machine.cluster import Cluster, Link, bytes_per_ms
 from flux.select.hardware import (
     BESIDE_GBS,
     COPY_SHARE,
-    DUPLEX_SHARE,
     LAUNCH_US,
     MEMORY_COPY_SHARE,
     PUSH_US,
@@ -17,6 +16,7 @@ from flux.select.hardware import (
     STORE_SHARE,
     SUM_US,
     blocks_per_wave,
+    duplex_share,
 )
 from flux.select.heuristic import awaits_entries, copies_own_rows
 from flux.select.share import gemm_units
@@ -24,11 +24,6 @@ from flux.select.share import gemm_units
 if TYPE_CHECKING:
     from flux.core.knobs import Knobs
     from flux.kernels.config import GemmConfig
-
-
-def duplex_share(link: Link) -> float:
-    """Return the share of a link's speed that a rank which sends and receives at once has."""
-    return DUPLEX_SHARE if link.kind == "pcie" else 1.0
 
 
 def copied_ms(bytes_ms: float, copies: int, link: Link) -> float:
@@ -58,7 +53,7 @@ def _chunk_ms(problem: Problem, cluster: Cluster) -> float:
     return nbytes / bytes_per_ms(link.gbs * STORE_SHARE * duplex_share(link))
 
 
-def _sent_ms(problem: Problem, cluster: Cluster) -> float:
+def sent_ms(problem: Problem, cluster: Cluster) -> float:
     """Return the time in which multiprocessors of all ranks store a chunk at each other rank.
 
     Over PCIe half of the ranks' rows cross between processors, once for each rank behind.
@@ -90,7 +85,7 @@ def copied_partials_ms(problem: Problem, cluster: Cluster, whole: float) -> floa
 def pushed_ms(problem: Problem, cluster: Cluster) -> float:
     """Return the time of an AllGather whose rows the blocks of a GEMM push."""
     signal_us = cluster.link.latency_us + SIGNAL_US["cuda"]
-    return _sent_ms(problem, cluster) + 1e-3 * (PUSH_US + signal_us)
+    return sent_ms(problem, cluster) + 1e-3 * (PUSH_US + signal_us)
 
 
 def summed_ms(
@@ -110,7 +105,7 @@ def summed_ms(
     A switch that adds up reads all partials of a rank from its memory, behind the tiles, and takes
     each sum once.
     """
-    sent = _sent_ms(problem, cluster)
+    sent = sent_ms(problem, cluster)
     last = 1.0 / (1 if kernel is None else waves(problem, cluster, kernel))
     late = max(sent * last, sent - whole * (1.0 - last))
     signals_us = 2 * (cluster.link.latency_us + SIGNAL_US["cuda"])
@@ -142,5 +137,6 @@ def own_sums_ms(
 def waves(problem: Problem, cluster: Cluster, kernel: GemmConfig) -> int:
     """Return how many tiles the busiest block computes. In the last wave all rows must be there."""
     rows, columns = kernel.tile[:2]
-    tiles = ceil_div(problem.m, rows) * ceil_div(problem.local[0], columns)
+    down = max(ceil_div(problem.m, rows), problem.experts)  # a tile has rows of one expert
+    tiles = down * ceil_div(problem.local[0], columns)
     return ceil_div(tiles, blocks_per_wave(kernel, gemm_units(problem, cluster)))

@@ -8,9 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flux.core.knobs import Op
+from flux.machine.cluster import DUPLEX_SHARE
 
 if TYPE_CHECKING:
     from flux.kernels.config import GemmConfig
+    from flux.machine.cluster import Link
 
 # -- devices ---------------------------------------------------------------------------------------
 
@@ -46,10 +48,6 @@ STORE_SHARE = 0.8
 an NVLink (github.com/NVIDIA/nccl-tests/issues/149)."""
 NETWORK_SHARE = 0.9
 """The same for messages between hosts; our assumption."""
-DUPLEX_SHARE = 0.77
-"""PCIe: share of twice a link's speed that both directions reach together. Between GPUs on PCIe 4,
-where one direction reaches 27 GB/s (COPY_SHARE), both reached 41.4 GB/s
-(github.com/tinygrad/open-gpu-kernel-modules/issues/6)."""
 OVERLAP = {"cuda": {1: 0.85, 2: 0.95}, "cpu": {1: 0.0, 2: 0.7}}
 """Overlap effectiveness (OEF) of computation and a collective on one host, and on two or more: our
 assumption, of a cluster whose file has no table ``overlap``. On a GPU, collectives take some
@@ -65,6 +63,10 @@ PUSH_US = 4.0
 """What blocks that push rows (cuda/gather.cuh) take besides bytes: the call's number, a piece, its
 rows, a fence and its count are five trips to L2 or to a peer, one behind the other, of some 0.7 us;
 our assumption."""
+ROUTE_US, ROUTE_NS = 20.0, 2.6
+"""Time of the kernel that lists a grouped GEMM's work, and ns for each choice of all tokens. Two
+ranks on an H200 took 14 to 31 us for 128 to 512 choices, 98 and 132 us for 32,768
+(benchmarks/results/h200/grouped.json)."""
 SUM_US = 3.0
 """The same of blocks that end an AllReduce (cuda/gemm/all_reduce.cuh): two claims, the partials and
 the rows of the result are trips to L2, besides signals; our assumption."""
@@ -117,3 +119,8 @@ def blocks_per_wave(config: GemmConfig, sm_count: int) -> int:
     whole, rest = divmod(sm_count, GPC_SMS)
     fitting = whole * (GPC_SMS - GPC_SMS % size) + (rest - rest % size)
     return max(fitting, size)
+
+
+def duplex_share(link: Link) -> float:
+    """Return the share of a link's speed that a rank which sends and receives at once has."""
+    return DUPLEX_SHARE if link.kind == "pcie" else 1.0

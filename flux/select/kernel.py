@@ -12,8 +12,9 @@ from flux.core.env import KERNEL_CHOICE
 from flux.core.knobs import Knobs
 from flux.core.problem import DTYPES as DTYPES_BY_NAME
 from flux.core.problem import Problem, ceil_div
+from flux.core.sparse_problem import SparseProblem
 from flux.core.spec import DTYPES, OpSpec
-from flux.kernels.config import GemmConfig
+from flux.kernels.config import GROUPED, GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.kernels.sets import config_set
 from flux.machine.cluster import Cluster
@@ -93,12 +94,14 @@ def default_configs(
         arch: ``80`` | ``90a``.
         tile_scheduler: of the kernels; None: any.
     """
-    gemm = GemmProblem.of(problem)
+    gemm, family = gemm_of(problem), family_of(problem)
     short = DTYPES_BY_NAME[problem.dtype].short
+    if family in GROUPED:  # which all claim their tiles
+        tile_scheduler = None
     return [
         config
         for config in config_set("default", [arch])
-        if (config.op, config.dtype) == (problem.op.kernel, short)
+        if (config.op, config.dtype) == (family, short)
         and (config.weight, config.activation, config.reduce) == ("nk", "none", "local")
         and tile_scheduler in (None, config.tile_scheduler)
         and config.scaling in ("none", "tensor")
@@ -117,7 +120,7 @@ def default_kernel(problem: Problem, cluster: Cluster, knobs: Knobs | None = Non
     taken = taken_units(knobs, cluster.device.units, problem.nodes)
     either = taken > 0 or (problem.world > 1 and lends(problem, knobs))
     configs = _supported(problem, cluster, _scheduler(knobs, None, either=either))
-    gemm = GemmProblem.of(problem)
+    gemm = gemm_of(problem)
     costs = [cost(c, gemm, gemm_units(problem, cluster, knobs, c), taken) for c in configs]
     return configs[best_of(configs, costs)]
 
@@ -190,6 +193,19 @@ def problems(spec: OpSpec, world: int, n: int) -> list[GemmProblem]:
     return [
         GemmProblem(rows, columns, k, world, experts=experts) for k in sorted(depths, reverse=True)
     ]
+
+
+def family_of(problem: Problem) -> str:
+    """Return the family of an op's kernels."""
+    return problem.spec().kernel if isinstance(problem, SparseProblem) else problem.op.kernel
+
+
+def gemm_of(problem: Problem) -> GemmProblem:
+    """Return the GEMM of one rank's kernel."""
+    if not isinstance(problem, SparseProblem):
+        return GemmProblem.of(problem)
+    spec = problem.spec()
+    return problems(spec, problem.world, spec.local_n(problem.world, 0)[0])[0]
 
 
 def _scheduler(knobs: Knobs, preferred: GemmConfig | None, *, either: bool) -> str | None:

@@ -16,13 +16,14 @@ from flux import _C
 from flux.core.knobs import Op
 from flux.core.problem import Problem, ceil_div
 from flux.machine.cluster import Cluster, bytes_per_ms
-from flux.select.gathers import copied_ms, duplex_share, entered_ms, waves
+from flux.select.gathers import copied_ms, entered_ms, waves
 from flux.select.hardware import (
     LAUNCH_US,
     MEMORY_COPY_SHARE,
     NETWORK_SHARE,
     SIGNAL_US,
     STORE_SHARE,
+    duplex_share,
 )
 
 if TYPE_CHECKING:

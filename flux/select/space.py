@@ -37,7 +37,7 @@ from flux.select.heuristic import (
     resolve,
     untuned,
 )
-from flux.select.kernel import best_of, problems
+from flux.select.kernel import best_of, family_of, gemm_of
 from flux.select.one_shot import ONE_SHOTS
 from flux.select.share import gemm_units
 
@@ -234,10 +234,8 @@ def kernels(space: Space, problem: Problem) -> tuple[list[GemmConfig], list[Prun
     dtype = DTYPES[problem.dtype]
     if not dtype.in_kernels:
         raise ValueError(f"there are no kernels for {problem.dtype}")
-    family, gemm = problem.op.kernel, _gemm(problem)
+    family, gemm = family_of(problem), gemm_of(problem)
     values = space.kernels
-    if isinstance(problem, SparseProblem):
-        family = problem.spec().kernel
     if family in GROUPED:
         values = values | {"tile_scheduler": ["dynamic"]}
     kept, pruned = [], []
@@ -254,13 +252,6 @@ def kernels(space: Space, problem: Problem) -> tuple[list[GemmConfig], list[Prun
         else:
             pruned.append(Pruned(name, f"illegal: {reason}"))
     return kept, pruned
-
-
-def _gemm(problem: Problem) -> GemmProblem:
-    """Return the GEMM of one rank's kernel."""
-    if not isinstance(problem, SparseProblem):
-        return GemmProblem.of(problem)
-    return problems(problem.spec(), problem.world, problem.spec().local_n(problem.world, 0)[0])[0]
 
 
 def _name(knobs: Knobs, kernel: GemmConfig | None = None) -> str:

@@ -233,21 +233,22 @@ def test_topologies_of_several_nodes_have_schedules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "op", "m", "path"),
+    ("cluster", "op", "m", "nodes", "path"),
     [
-        ("h200", "gemm_all_to_all", 65536, "fused"),
-        ("h200", "all_to_all_gemm", 65536, "fused"),
-        # A tile of rows: nothing is hidden, and copies of PCIe's engines begin one by one.
-        ("flux-a100-pcie", "all_to_all_gemm", 16384, "unfused"),
-        ("flux-a100-pcie", "all_to_all_gemm", 262144, "fused"),
+        ("h200", "gemm_all_to_all", 65536, 1, "fused"),
+        ("h200", "all_to_all_gemm", 65536, 1, "fused"),
+        # A tile of rows: nothing is hidden, and messages to another host begin one by one.
+        ("flux-h800", "all_to_all_gemm", 8192, 2, "unfused"),
+        ("flux-a100-pcie", "all_to_all_gemm", 262144, 1, "fused"),
     ],
 )
 def test_an_all_to_all_takes_the_path_of_the_cost_model(
-    cluster: str, op: str, m: int, path: str
+    cluster: str, op: str, m: int, nodes: int, path: str
 ) -> None:
     heads = (32, 8, 8) if op == "gemm_all_to_all" else (32,)
     sizes = (sum(heads) * 128, 4096) if op == "gemm_all_to_all" else (4096, 4096)
-    problem = make_problem(op, m, *sizes, "bfloat16", 8, {"heads": heads, "head_dim": 128})
+    of_heads = {"heads": heads, "head_dim": 128}
+    problem = make_problem(op, m, *sizes, "bfloat16", 8 * nodes, of_heads, nodes)
     assert isinstance(problem, SparseProblem)
     machine = load_cluster(cluster)
     times = {way: predicted_ms(problem, machine, way) for way in ("fused", "unfused")}

@@ -17,8 +17,8 @@ from flux.core.events import Kind
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
 from flux.machine.cluster import Cluster, load_cluster
+from flux.machine.virtual import DUPLEX_SHARE, Route, SimulatedFabric, SimulatedMachine
 from flux.opsim import report as op_report
-from flux.opsim.machine import DUPLEX_SHARE, Route, SimulatedFabric, SimulatedMachine
 from flux.opsim.parts import COPY_SHARE, LAUNCH_US, NETWORK_SHARE, RAISE_US, STORE_SHARE
 from flux.opsim.simulator import MOST_TILES, Simulated, legal_knobs, simulate, unfused
 from flux.select.chunks import chunk_gemm_ms
@@ -407,6 +407,9 @@ def test_equal_arguments_give_equal_results() -> None:
 # -- bad input -------------------------------------------------------------------------------------
 
 
+DISPATCH = ["--op", "dispatch_grouped_gemm", "--experts", "8", "--topk", "2"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -431,7 +434,13 @@ def test_equal_arguments_give_equal_results() -> None:
         (["--path", "in_kernel"], "shown where it exists"),
         (["--m", "1048576"], f"at most {MOST_TILES}"),
         (["--op", "grouped_gemm_rs"], "needs --experts"),
-        (["--op", "gemm_all_to_all"], "gemm_all_to_all is not simulated"),
+        (["--ep", "2"], "--ep is of dispatch_grouped_gemm and grouped_gemm_combine"),
+        (["--heads", "8"], "--heads is of all-to-alls of heads"),
+        (["--op", "gemm_all_to_all", "--heads", "8"], "n must be heads * head_dim"),
+        (["--op", "gemm_all_to_all", "--taken", "3"], "--taken of gemm_all_to_all is not"),
+        ([*DISPATCH, "--path", "medium"], "path = medium of dispatch_grouped_gemm is not"),
+        ([*DISPATCH, "--order", "ring1d"], "kernels send rows where their experts are"),
+        ([*DISPATCH, "--ep", "3"], "ep must divide the 8 ranks"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], complaint: str) -> None:

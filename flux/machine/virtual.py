@@ -1,4 +1,4 @@
-"""The virtual hardware of the op simulator: processes in virtual time, and links they share.
+"""Virtual hardware: processes in virtual time, and links of a cluster that they share.
 
 A *process* is a generator. It yields what it waits for: a number of microseconds, a ``Flag``, or
 the result of ``Machine.send``, which is also a flag. The machine resumes it when that is there.
@@ -22,8 +22,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flux.machine.cluster import Cluster
-from flux.select.hardware import DUPLEX_SHARE
+from flux.machine.cluster import DUPLEX_SHARE, Cluster
 
 INSTANT_US = 1e-6
 """Events this close are at one time. Symmetric ranks thus stay in step in spite of rounding."""
