@@ -38,6 +38,7 @@ import kernel_choice
 import kernel_counters
 import layers
 import moe_hosts
+import moe_simulator
 import multi_host
 import one_host
 import op_simulator
@@ -130,6 +131,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "op_simulator_paper": of(op_simulator.ranges_table, op_simulator.RESULT),
     "op_simulator_sweeps": of(op_simulator.sweeps_table, op_simulator.RESULT),
     "few_rows": of(few_rows.table, few_rows.RESULT),
+    "moe_simulator": of(moe_simulator.table, moe_simulator.RESULT),
+    "moe_simulator_others": of(moe_simulator.other_table, moe_simulator.RESULT),
     "moe": of(moe_hosts.table, moe_hosts.RESULT),
     "tile_scheduler": of(tile_scheduler.table, tile_scheduler.RESULT),
     "plan_hosts": of(plan_hosts.table, plan_hosts.RESULT),
