@@ -149,7 +149,7 @@ def _supported(problem: Problem, cluster: Cluster, tile_scheduler: str | None) -
         return configs
     n, k = problem.local
     raise ValueError(
-        f"no kernel of the default set supports {problem.op.name} in {problem.dtype} with "
+        f"no kernel of the default set supports {problem.name} in {problem.dtype} with "
         f"local N = {n}, K = {k} on {cluster.device.arch}"
     )
 
