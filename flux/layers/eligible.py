@@ -43,3 +43,9 @@ def _group_cannot(group_name: str, device: str) -> str | None:
     without_gpus = pool.reason_without_gpus  # collective, so on any device
     reason = executor.group_unsupported(pool.exchange.group, device)
     return without_gpus if reason is None and device == "cuda" else reason
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether hooks would miss that a module is not called."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind, None) for kind in kinds)

@@ -24,7 +24,7 @@ from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.utils import get_pg_rank, get_pg_size
 
-from flux.layers.eligible import reason_unsupported, say_once
+from flux.layers.eligible import has_hooks, reason_unsupported, say_once
 from flux.moe import AGGroupedGemm, DispatchGroupedGemm, GroupedGemmCombine, GroupedGemmRS
 from flux.moe.ops import Weights
 from flux.ops.autocast import compute_dtype
@@ -236,9 +236,3 @@ def _biases(experts: Any, name: str) -> torch.Tensor | None:
         return None
     biases = [getattr(layer, name).bias for layer in experts.local_experts]
     return None if biases[0] is None else torch.stack(biases)
-
-
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Return whether hooks would miss that a module is not called."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind, None) for kind in kinds)

@@ -215,13 +215,16 @@ class OpPool:
         *,
         transpose_weight: bool = False,
         fused: bool = True,
+        stays: bool = False,
         **options: str,
     ) -> O:
         """Return an op of this kind for ``m`` rows. Collective if it has to be built or to grow.
 
-        ``fused`` False: the library's collective and one product. ``options``: more of the op's.
+        ``fused`` False: the library's collective and one product. ``stays``: a graph has the op as
+        a constant, so it is for this m alone, and none takes its place. ``options``: more of the
+        op's.
         """
-        key = (kind, n, k, dtype, transpose_weight, fused, *options.values())
+        key = (kind, n, k, dtype, transpose_weight, fused, m if stays else 0, *options.values())
         entry = self._entries.get(key)
         if entry is None or entry.op.closed or entry.op.spec.max_m < m:
             max_m = m

@@ -176,6 +176,11 @@ def behind_autocast(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 F = TypeVar("F", bound=Callable[..., object])
 
 
+def saved_tensors_have_hooks() -> bool:
+    """Whether a checkpoint, or another hook, takes what a forward saves for its backward."""
+    return cast(Any, torch._C._autograd)._top_saved_tensors_default_hooks(True) is not None
+
+
 def constant_in_graphs(function: F) -> F:
     """Call a function of constants once while a graph is traced, instead of tracing it.
 
