@@ -2,8 +2,9 @@
 
     y = activation(scale_x[row] * scale_weight[column] * (x @ weight) + bias)
 
-Operands of float8 are multiplied in float32, which holds every product of two of them, and rounded
-once, to bfloat16, when all is done. Without scaling the product and bias are ATen's.
+On CPUs operands of float8 are multiplied in float32, which holds every product of two of them, and
+rounded once, to bfloat16, when all is done. On GPUs the library path has ``torch._scaled_mm``.
+Without scaling the product and bias are ATen's.
 
 Scales of rows travel with their rows: on the wire a row of float8 is K bytes and 4 of its scale.
 """
@@ -18,6 +19,7 @@ from torch.nn import functional
 
 from flux.core.call import Call, Gemm, check_product
 from flux.core.spec import OpSpec
+from flux.core.tensors import address_of
 
 ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
@@ -81,17 +83,72 @@ def apart(x: torch.Tensor) -> torch.Tensor:
     return copy.copy_(x)
 
 
-class Multiplier:
-    """The multiplications of one call. float8 weights are converted once."""
+SCALED_ON = ("cuda",)
+"""Devices on which ``torch._scaled_mm`` is faster than a product in float32. On CPUs it is not."""
+_SCALED_UNIT = 16  # bytes, of addresses and rows; elements, of K and N
 
-    __slots__ = ("_call", "_spec", "_weights", "_wholes")
+
+@cache
+def _has_scaled_mm(device: torch.device, by_row: bool) -> bool:
+    if device.type not in SCALED_ON:
+        return False
+    least = (9, 0) if by_row else (8, 9)
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= least
+
+
+def scaled_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    fast: bool = False,
+) -> torch.Tensor | None:
+    """Return ``torch._scaled_mm``, bfloat16 [rows, N]; None if it does not take these operands.
+
+    Args:
+        x: float8 [rows, K].
+        weight: float8 [K, N].
+        scale_x: [rows] or [1].
+        scale_weight: [N] or [1]; as many values as there are columns if x has one per row.
+        bias: [N] or None.
+        fast: sums stay in the tensor cores' own precision.
+    """
+    (rows, k), n = x.shape, weight.shape[1]
+    by_row = scale_x.numel() != 1 or scale_weight.numel() != 1
+    if not rows or k % _SCALED_UNIT or n % _SCALED_UNIT or not _has_scaled_mm(x.device, by_row):
+        return None
+
+    def in_rows(tensor: torch.Tensor) -> torch.Tensor:
+        fits = tensor.stride(1) == 1 and not tensor.stride(0) % _SCALED_UNIT
+        if fits and not address_of(tensor) % _SCALED_UNIT:
+            return tensor
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    scales: tuple[torch.Tensor, ...] = scale_x, scale_weight
+    if by_row:
+        scales = scale_x.view(-1, 1).expand(rows, 1).contiguous(), scale_weight.view(1, -1)
+    product: torch.Tensor = torch._scaled_mm(
+        in_rows(x),
+        in_rows(weight.t()).t(),
+        *scales,
+        bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast,
+    )
+    return product
+
+
+class Multiplier:
+    """The multiplications of one call. float8 weights are converted to float32 once, if at all."""
+
+    __slots__ = ("_call", "_spec", "_weights", "_wholes", "_wide")
 
     def __init__(self, spec: OpSpec, call: Call) -> None:
         self._spec = spec
         self._call = call
         self._weights = [w if spec.transpose_weight else w.t() for w in call.weights]  # [K, N]
-        if spec.scaling != "none":
-            self._weights = [w.float() for w in self._weights]
+        self._wide: dict[int, torch.Tensor] = {}
         self._wholes: dict[tuple[int, int], torch.Tensor] = {}  # see _supplied
 
     def __call__(
@@ -140,11 +197,20 @@ class Multiplier:
             if self._spec.activation != "none":
                 out.copy_(ACTIVATE[self._spec.activation](out))
             return
-        product = torch.mm(x.float(), b)
-        product *= scale_x.view(-1, 1)
         scale = self._call.scale_weights[weight]
-        of_columns = self._spec.scaling == "row" and columns is not None
-        product *= scale[columns] if of_columns else scale
+        if self._spec.scaling == "row" and columns is not None:
+            scale = scale[columns]
+        if self._spec.activation == "none":
+            scaled = scaled_mm(x, b, scale_x, scale, bias, self._spec.fast_accum)
+            if scaled is not None:
+                out.copy_(scaled)
+                return
+        if weight not in self._wide:
+            self._wide[weight] = self._weights[weight].float()
+        wide = self._wide[weight]
+        product = torch.mm(x.float(), wide if columns is None else wide[:, columns])
+        product *= scale_x.view(-1, 1)
+        product *= scale
         if bias is not None:
             product += bias
         if self._spec.activation != "none":

@@ -28,6 +28,8 @@ class ProblemOptions:
     k: options.K = 2048
     sizes: options.Sizes = None
     dtype: options.Dtype = None
+    scaling: options.Scaling = None
+    fast_accum: options.FastAccum = False
     nproc: options.Nproc = None
     hosts: options.Hosts = "1"
     link_rate: options.LinkRate = None
@@ -67,6 +69,7 @@ def config_of(
     shape = (what.m, what.n, what.k)
     try:
         sizes = options.sizes_of(what.sizes)
+        sizes |= options.scales_of(what.scaling, what.fast_accum)
         skews = (float(sizes.pop("skew", 0.0)),)
         world_size = 2 if ranks is None else ranks
         config = BenchConfig(

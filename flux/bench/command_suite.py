@@ -57,6 +57,8 @@ class SuiteOptions:
         str | None, typer.Option("--m", help="Rows M instead of the file's, separated by commas.")
     ] = None
     dtype: Annotated[str | None, typer.Option(help="Data type instead of the file's.")] = None
+    scaling: options.Scaling = None
+    fast_accum: options.FastAccum = False
     nproc: Annotated[
         int | None,
         typer.Option(min=1, help="Number of ranks to start (default: the file's first)."),
@@ -207,7 +209,8 @@ def _plan(what: SuiteOptions, peers: Path | None, ranks: SuiteRanks) -> _Plan:
     file = load_shapes(what.shapes or (PAPER if backend == "cuda" else PAPER_CPU))
     world = what.nproc or file.tensor_parallel[0]
     dtype = None if what.dtype is None else dtype_name(what.dtype)
-    problems = _selected(file.problems(world, dtype), what.ops, what.m)
+    scales = options.scales_of(what.scaling, what.fast_accum)
+    problems = _selected(file.problems(world, dtype, scales), what.ops, what.m)
     configs = [
         BenchConfig(
             problem=problem,

@@ -9,7 +9,7 @@ from typing import Any
 
 from flux.core.env import MOST_SECONDS
 from flux.core.knobs import Op
-from flux.core.problem import BY_SHORT, DTYPES, MEASURED_DTYPES, Problem
+from flux.core.problem import BY_SHORT, DTYPES, SCALED, Problem
 from flux.core.sparse_problem import DISPATCHING
 from flux.launch.hosts import parse_hosts, parse_rate
 from flux.machine.host import reason_too_large
@@ -37,8 +37,8 @@ def dtype_name(text: str) -> str:
         ValueError: it is not measured; the message has the choices.
     """
     name = BY_SHORT[text].name if text in BY_SHORT else text
-    if name not in MEASURED_DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(MEASURED_DTYPES)}, got {text!r}")
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {text!r}")
     return name
 
 
@@ -94,6 +94,7 @@ def memory_of(problem: Problem) -> int:
     Inputs, one result of the three methods, and reference and bound in float64.
     """
     weights, problem, size = problem.weight_elements, problem.dense, DTYPES[problem.dtype].itemsize
+    size += 8 * (problem.dtype == SCALED)  # operands of float8 in float64, too
     m, n, k = problem.m, problem.n, problem.k
     results = m * n * (1 if problem.op is Op.gemm_rs or problem.op.gathers else problem.world)
     return size * (m * k + weights) + (size + 16) * results
@@ -191,8 +192,10 @@ class BenchConfig(Run):
     def __post_init__(self) -> None:
         super().__post_init__()
         dtype_name(self.problem.dtype)
-        if self.problem.variant and self.transport == "loopback":
+        if self.problem.sparse and self.transport == "loopback":
             raise ValueError(f"{self.problem.name} has no transport loopback")
+        if self.problem.dtype == SCALED and self.transport == "loopback":
+            raise ValueError("transport loopback draws no scales: it does not measure float8")
         if not all(0 <= skew <= MOST_SKEW for skew in self.skews):
             raise ValueError(f"skew must be in [0, {MOST_SKEW:g}], got {self.skews}")
 

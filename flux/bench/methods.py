@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from flux.backends.epilogue import scaled_mm
 from flux.backends.unfused import all_gather, reduce_scatter
 from flux.bench.config import BenchConfig
 from flux.bench.reference import Inputs
 from flux.core.env import POISON
-from flux.core.problem import Problem
+from flux.core.problem import SCALED, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,15 +80,15 @@ class LibraryMethod:
 
 
 class UnfusedMethod(LibraryMethod):
-    """A torch.distributed collective before or after one torch.mm: the path without flux.
+    """A torch.distributed collective before or after one product: the path without flux.
 
     The library collectives need equal shards: with a ragged M, chunks are padded to ceil(M/W) rows.
     """
 
     name = "unfused"
 
-    def __init__(self, problem: Problem, rank: int) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, rank: int, gpus: bool = False) -> None:
+        self._problem, self._gpus = problem, gpus
         begin, end = problem.rows(rank)
         self._own = end - begin
         self._padded = problem.chunk * problem.world
@@ -95,12 +96,10 @@ class UnfusedMethod(LibraryMethod):
     def __call__(self, inputs: Inputs) -> torch.Tensor:
         """Compute the op by library calls."""
         problem, x, weight = self._problem, inputs.x, inputs.weight
+        if inputs.scales:
+            return self._scaled(inputs)
         if problem.op.gathers:
-            if self._own < problem.chunk:
-                x = torch.cat([x, x.new_zeros(problem.chunk - self._own, problem.k)])
-            gathered = x.new_empty(self._padded, problem.k)
-            all_gather(gathered, x)
-            return torch.mm(gathered[: problem.m], weight.t())
+            return torch.mm(self._gathered(x), weight.t())
         if problem.op.all_reduces:
             result = torch.mm(x, weight.t())
             dist.all_reduce(result)
@@ -111,13 +110,75 @@ class UnfusedMethod(LibraryMethod):
             partial = x.new_empty(self._padded, problem.n)
             torch.mm(x, weight.t(), out=partial[: problem.m])
             partial[problem.m :].zero_()
-        own = x.new_empty(problem.chunk, problem.n)
+        return self._scattered(partial)
+
+    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' rows; of float8, which collectives do not know, as bytes."""
+        dtype, x = x.dtype, bytes_of(x)
+        if self._own < self._problem.chunk:
+            x = torch.cat([x, x.new_zeros(self._problem.chunk - self._own, x.shape[1])])
+        full = x.new_empty(self._padded, x.shape[1])
+        all_gather(full, x)
+        return full[: self._problem.m].view(dtype)
+
+    def _scattered(self, partial: torch.Tensor) -> torch.Tensor:
+        own = partial.new_empty(self._problem.chunk, partial.shape[1])
         reduce_scatter(own, partial)
         return own[: self._own]
 
+    def _scaled(self, inputs: Inputs) -> torch.Tensor:
+        """Compute the op of float8. Scales of rows are gathered by a collective of their own."""
+        problem, x, scale_x = self._problem, inputs.x, inputs.scale_x
+        assert scale_x is not None and inputs.scale_weight is not None
+        if problem.op.gathers:
+            x = self._gathered(x)
+            if problem.scaling == "row":
+                scale_x = self._gathered(scale_x.view(-1, 1)).view(-1)
+        result = scaled_product(x, inputs.weight, scale_x, inputs.scale_weight, problem.fast_accum)
+        if problem.op.gathers:
+            return result
+        if problem.op.all_reduces:
+            dist.all_reduce(result)
+            return result
+        if self._padded > problem.m:
+            result = torch.cat([result, result.new_zeros(self._padded - problem.m, problem.n)])
+        return self._scattered(result)
+
     def knobs(self) -> dict[str, Any]:
         """Return the names of collective and GEMM."""
-        return {"path": "unfused", "collective": self._problem.op.collective, "gemm": "torch.mm"}
+        collective, gemm = self._problem.op.collective, gemm_of(self._problem, self._gpus)
+        return {"path": "unfused", "collective": collective, "gemm": gemm}
+
+
+def gemm_of(problem: Problem, gpus: bool) -> str:
+    """Return the name of the product of methods without flux."""
+    if problem.dtype != SCALED:
+        return "torch.mm"
+    return "torch._scaled_mm" if gpus else "torch.mm of float32"
+
+
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """Return float8 as bytes, for collectives and copies that do not know it."""
+    return x.view(torch.uint8) if x.itemsize == 1 else x
+
+
+def scaled_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_weight: torch.Tensor,
+    fast: bool,
+) -> torch.Tensor:
+    """Return the product of float8 [rows, K] and [N, K], as the library path of flux computes it.
+
+    By ``torch._scaled_mm`` on GPUs, if K and N are multiples of 16; else in float32.
+    """
+    product = scaled_mm(x, weight.t(), scale_x, scale_weight, fast=fast)
+    if product is None:
+        product = torch.mm(x.float(), weight.float().t())
+        product *= scale_x.view(-1, 1)
+        product *= scale_weight
+    return product.to(torch.bfloat16)
 
 
 class Fused:
@@ -144,6 +205,7 @@ class Fused:
             backend=config.backend,
             transport=config.transport,
             timeout_s=config.timeout_s,
+            **problem.scales,
             **options,
         )
 
@@ -154,7 +216,8 @@ class Fused:
 
     def __call__(self, inputs: Inputs) -> torch.Tensor:
         """Call the op."""
-        result: torch.Tensor = self.op(inputs.x, inputs.weight, **self._call_options)
+        options = self._call_options | inputs.scales
+        result: torch.Tensor = self.op(inputs.x, inputs.weight, **options)
         return result
 
     def knobs(self) -> dict[str, Any]:
@@ -189,7 +252,7 @@ def default_methods(config: BenchConfig, rank: int) -> list[Method]:
 
     chosen = flux.Knobs(**config.knobs) if config.knobs else None
     return [
-        UnfusedMethod(config.problem, rank),
+        UnfusedMethod(config.problem, rank, config.backend == "cuda"),
         Fused("medium", config, flux.Knobs(path="medium")),
         Fused("flux", config, chosen),
     ]
@@ -239,6 +302,10 @@ def whole_gemms(problem: Problem, inputs: Inputs) -> dict[str, Callable[[], obje
     x = inputs.x
     if problem.op.gathers:
         x = torch.randn(problem.m, problem.k, device=weight.device).to(weight.dtype)
+    if inputs.scale_x is not None and inputs.scale_weight is not None:
+        scale_x, rows = inputs.scale_x, 1 if problem.scaling == "tensor" else problem.m
+        scales = scale_x.new_ones(rows), inputs.scale_weight
+        return {"scaled_mm": lambda: scaled_product(x, weight, *scales, problem.fast_accum)}
     out = x.new_empty(problem.m, weight.shape[0])
     transposed = weight.t()
     return {
@@ -250,7 +317,9 @@ def whole_gemms(problem: Problem, inputs: Inputs) -> dict[str, Callable[[], obje
 
 def library_collective(problem: Problem, device: torch.device) -> Callable[[], object]:
     """Return a call of the library collective alone, on existing buffers."""
-    dtype, padded = problem.torch_dtype, problem.chunk * problem.world
+    padded = problem.chunk * problem.world
+    dtype = problem.torch_dtype if problem.op.gathers else problem.result_dtype
+    dtype = torch.uint8 if dtype.itemsize == 1 else dtype
 
     def touched(rows: int, columns: int) -> torch.Tensor:
         # Zeros stay zeros if reduced in place any number of times. They are written, because all

@@ -14,31 +14,54 @@ bfloat16 and float16 results are accumulated in float32 and *rounded*: once at t
 partial product that is communicated, once per addition of the library's reduction, at most W + 1
 times in all. Each rounding is relative to the rounded value, which never exceeds the sum over ranks
 of the magnitudes of their partial results: the `carried` term below.
+
+float8 operands have scales, and the reference multiplies what both stand for. Results are bfloat16.
+Tensor cores cut a sum at every 32 products to 13 bits of fraction, of K or of the 128 of K after
+which sums are promoted; for zero-mean data the sums that they cut grow with sqrt(K), too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 import torch.distributed as dist
 
-from flux.core.problem import Problem
+from flux.core.problem import SCALED, Problem, ceil_div
 
 _PART = 1 << 16  # elements that are compared at once, on the CPU
 _CONFIDENCE = 10.0
+_CUT_AT, _CUT, _PROMOTED = 32, 2.0**-13, 128
+"""float8: products between two cuts of a sum, what a cut leaves, products that are summed so."""
 _SLACK = 1.02
 """Margin for second-order terms, and for |A| @ |B| itself being computed in floating point."""
 
 
 @dataclass
 class Inputs:
-    """One rank's share of one random problem; shapes in `Problem`."""
+    """One rank's share of one random problem; shapes in `Problem`.
+
+    Scales are those of the op's call: float32, one or one per row; None without scaling.
+    """
 
     x: torch.Tensor
     weight: torch.Tensor
+    _: KW_ONLY
+    scale_x: torch.Tensor | None = None
+    scale_weight: torch.Tensor | None = None
+
+    @property
+    def scales(self) -> dict[str, torch.Tensor]:
+        """The arguments of a call that are scales."""
+        named = {"scale_x": self.scale_x, "scale_weight": self.scale_weight}
+        return {name: scale for name, scale in named.items() if scale is not None}
+
+    @property
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What x and weight stand for: in float64 with scales."""
+        return scaled(self.x, self.scale_x), scaled(self.weight, self.scale_weight)
 
 
 @dataclass
@@ -58,16 +81,50 @@ class Verdict:
     complaint: str = ""
 
 
+def scaled(tensor: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Return the values [rows, K] that a tensor and its scale, [rows] or [1], stand for."""
+    return tensor if scale is None else tensor.double() * scale.double().view(-1, 1)
+
+
+def negate(tensor: torch.Tensor) -> None:
+    """Negate in place. torch has no negation of float8, whose sign is the highest bit."""
+    if tensor.itemsize == 1:
+        tensor.view(torch.uint8).bitwise_xor_(128)
+    else:
+        tensor.neg_()
+
+
+_SPREAD = 32.0
+"""Standard deviation of float8 inputs: most of their range of 448 is used."""
+
+
+def draw(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Return zero-mean numbers of standard deviation 1; of float8 1 before their scales divide."""
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
+    numbers = torch.randn(*shape, generator=generator, dtype=kind)
+    return (numbers * _SPREAD if dtype.itemsize == 1 else numbers).to(dtype)
+
+
+def draw_scales(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """Return different scales, by which the numbers of ``draw`` get a deviation of 0.5 to 1.5."""
+    return (torch.rand(*shape, generator=generator) + 0.5) / _SPREAD
+
+
 def make_inputs(problem: Problem, rank: int, seed: int) -> Inputs:
     """Return fresh zero-mean inputs, different on every rank and for every seed."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
-    dtype = problem.torch_dtype
-    draw = torch.float64 if dtype == torch.float64 else torch.float32
-
-    def random(shape: tuple[int, int]) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=draw).to(dtype)
-
-    return Inputs(random(problem.x_shape(rank)), random(problem.weight_shape(rank)))
+    shapes = problem.x_shape(rank), problem.weight_shape(rank)
+    x, weight = (draw(shape, problem.torch_dtype, generator) for shape in shapes)
+    if problem.dtype != SCALED:
+        return Inputs(x, weight)
+    of_x = of_weight = (1,)
+    if problem.scaling == "row":
+        of_x, of_weight = x.shape[:1], weight.shape[:1]
+    # Ranks that gather x have one factor for all its rows.
+    shared = problem.op.gathers and problem.scaling == "tensor"
+    of_all = torch.Generator().manual_seed(seed) if shared else generator
+    scale_x = draw_scales(of_x, of_all)
+    return Inputs(x, weight, scale_x=scale_x, scale_weight=draw_scales(of_weight, generator))
 
 
 def growth(k: int) -> float:
@@ -77,10 +134,14 @@ def growth(k: int) -> float:
 
 def error_bound(problem: Problem, magnitude: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
     """Return the largest permitted |error|, given |A| @ |B| and the sum of |partial results|."""
-    dtype = problem.torch_dtype
+    dtype = problem.result_dtype
     low_precision = dtype in (torch.bfloat16, torch.float16)
     accumulator = torch.finfo(torch.float32 if low_precision else dtype)
     bound = magnitude * (growth(problem.k) * accumulator.eps / 2)
+    if problem.dtype == SCALED:
+        depth = problem.local[1] if problem.fast_accum else min(problem.local[1], _PROMOTED)
+        cuts = ceil_div(depth, _CUT_AT) * _CUT
+        bound += magnitude * (cuts * growth(problem.k) / problem.k)
     if low_precision:
         kept = torch.finfo(dtype)
         roundings = 1 if problem.op.gathers else problem.world + 1
@@ -116,7 +177,8 @@ def make_reference(problem: Problem, rank: int, inputs: Inputs) -> Reference:
     """
     begin, end = problem.rows(rank)
     rows = problem.m if problem.op.gathers else end - begin
-    expected, magnitude, carried = zeros_for(rows, inputs.weight)
+    own_x, own_weight = inputs.exact
+    expected, magnitude, carried = zeros_for(rows, own_weight)
 
     def from_owner(mine: torch.Tensor, shape: tuple[int, int], owner: int) -> torch.Tensor:
         tensor = mine.contiguous() if rank == owner else mine.new_empty(shape)
@@ -125,13 +187,13 @@ def make_reference(problem: Problem, rank: int, inputs: Inputs) -> Reference:
         return tensor
 
     for owner in range(problem.world):
-        x = from_owner(inputs.x, problem.x_shape(owner), owner)
+        x = from_owner(own_x, problem.x_shape(owner), owner)
         if problem.op.gathers:
             first, last = problem.rows(owner)
             part = (expected[first:last], magnitude[first:last], carried[first:last])
-            accumulate(x, inputs.weight, part)
+            accumulate(x, own_weight, part)
         else:
-            weight = from_owner(inputs.weight, problem.weight_shape(owner), owner)
+            weight = from_owner(own_weight, problem.weight_shape(owner), owner)
             accumulate(x[begin:end], weight, (expected, magnitude, carried))
     bound = error_bound(problem, magnitude, carried)
     if problem.op.all_reduces:
@@ -147,16 +209,17 @@ def reference_of_all(problem: Problem, everybody: Sequence[Inputs]) -> list[Refe
     """Return the references of all ranks, by rank, from the inputs of all ranks."""
     rows = [problem.rows(rank) for rank in range(problem.world)]
     references = []
-    for rank, own in enumerate(everybody):
+    exact = [inputs.exact for inputs in everybody]
+    for rank, (_, own_weight) in enumerate(exact):
         first, last = (0, problem.m) if problem.op.gathers else rows[rank]
-        sums = zeros_for(last - first, own.weight)
-        for owner, other in enumerate(everybody):
+        sums = zeros_for(last - first, own_weight)
+        for owner, (x, weight) in enumerate(exact):
             if problem.op.gathers:
                 begin, end = rows[owner]
                 part = (sums[0][begin:end], sums[1][begin:end], sums[2][begin:end])
-                accumulate(other.x, own.weight, part)
+                accumulate(x, own_weight, part)
             else:
-                accumulate(other.x[first:last], other.weight, sums)
+                accumulate(x[first:last], weight, sums)
         references.append(Reference(sums[0], error_bound(problem, sums[1], sums[2])))
     if problem.op.all_reduces:
         together = Reference(
@@ -169,14 +232,14 @@ def reference_of_all(problem: Problem, everybody: Sequence[Inputs]) -> list[Refe
 
 def judge(problem: Problem, rank: int, got: object, reference: Reference) -> Verdict:
     """Compare one result with its reference; NaN left from poisoning is an error."""
-    shape = problem.result_shape(rank)
+    shape, dtype = problem.result_shape(rank), problem.result_dtype
     if not isinstance(got, torch.Tensor):
         return Verdict(False, math.inf, f"returned a {type(got).__name__}, not a tensor")
-    if tuple(got.shape) != shape or got.dtype != problem.torch_dtype:
+    if tuple(got.shape) != shape or got.dtype != dtype:
         return Verdict(
             False,
             math.inf,
-            f"returned {list(got.shape)} {got.dtype}, expected {list(shape)} {problem.torch_dtype}",
+            f"returned {list(got.shape)} {got.dtype}, expected {list(shape)} {dtype}",
         )
     return judge_values(got, reference)
 

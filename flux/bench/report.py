@@ -17,6 +17,7 @@ from flux.bench.config import BenchConfig, link_bytes_minimum
 from flux.bench.metrics import CONFIDENCE, ratio_interval
 from flux.bench.op import Measurement
 from flux.core.datafile import write_output
+from flux.core.problem import SCALE_SIZES
 from flux.core.sparse_problem import EXPERT_SIZES, HEAD_SIZES
 from flux.machine import host
 
@@ -208,7 +209,7 @@ def _headline(content: dict[str, Any]) -> Text:
         rate = f" at {content['link_rate']}" if content["link_rate"] else ""
         where = f", {content['hosts']} hosts{rate}"
     sizes = ""
-    for name in (*EXPERT_SIZES, *HEAD_SIZES, "skews"):
+    for name in (*EXPERT_SIZES, *HEAD_SIZES, "skews", *SCALE_SIZES):
         if name in content:
             sizes += f"{name}={shown_size(content[name])}, "
     return Text(

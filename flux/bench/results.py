@@ -21,6 +21,7 @@ from typing import Any, get_origin, get_type_hints
 from flux.bench.report import FIGURES, rounded, shown_size
 from flux.core.datafile import MOST_SIZE, load_json, one_line, shown, write_output
 from flux.core.events import Event, event_from
+from flux.core.problem import SCALE_SIZES, SCALINGS
 from flux.core.sparse_problem import EXPERT_SIZES, HEAD_SIZES, NAMES
 
 FORMAT, VERSION = "flux-bench-suite", 1
@@ -271,6 +272,10 @@ def _check_entry(entry: Any, where: str) -> None:
 def _check_sizes(sizes: Any, where: str) -> None:
     _expect(sizes is None or isinstance(sizes, dict), where, "an object", sizes)
     for name, value in (sizes or {}).items():
+        if name in SCALE_SIZES:
+            known = value is True if name == "fast_accum" else value in SCALINGS[1:]
+            _expect(known, f"{where}.{name}", "scales of float8", value)
+            continue
         values = value if isinstance(value, list) and name == "heads" else [value]
         good = all(type(size) is int and 1 <= size <= MOST_SIZE for size in values)
         known = name in (*EXPERT_SIZES, *HEAD_SIZES) and len(values) <= MOST_HEADS

@@ -17,14 +17,14 @@ no GEMM waits for an AllGather.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import lcm
 from pathlib import Path
 from typing import Any
 
 from flux.core.datafile import MOST_SIZE, Table, find
-from flux.core.problem import MEASURED_DTYPES, Problem
+from flux.core.problem import ACTIVATION_DTYPES, DTYPES, SCALED, SCALINGS, Problem
 
 
 @dataclass(frozen=True)
@@ -300,6 +300,7 @@ class Shapes:
         tensor_parallel: intended world sizes.
         sizes: (op, m, n, k), each once, in the order of the file.
         sparse: the same of ops of experts and heads, with their other sizes.
+        scales: ``scaling`` and ``fast_accum`` of float8, where the file has them.
     """
 
     file: Path
@@ -308,14 +309,25 @@ class Shapes:
     tensor_parallel: tuple[int, ...]
     sizes: tuple[tuple[str, int, int, int], ...]
     sparse: tuple[tuple[str, int, int, int, dict[str, Any]], ...] = ()
+    scales: Mapping[str, Any] = field(default_factory=dict)
 
-    def problems(self, world: int, dtype: str | None = None) -> list[Problem]:
-        """Return the problems for this number of ranks."""
+    def problems(
+        self, world: int, dtype: str | None = None, scales: Mapping[str, Any] | None = None
+    ) -> list[Problem]:
+        """Return the problems for this number of ranks.
+
+        ``scales`` of float8 take the place of the file's, one by one.
+        """
         from flux.core.sparse_problem import make_problem  # plans read files of models only
 
         every = [*((*sizes, {}) for sizes in self.sizes), *self.sparse]
         kind = dtype or self.dtype
-        return [make_problem(op, m, n, k, kind, world, sizes) for op, m, n, k, sizes in every]
+        of_file = self.scales if kind == SCALED else {}
+        more = {**of_file, **(scales or {})}
+        return [
+            make_problem(op, m, n, k, kind, world, {**sizes, **more})
+            for op, m, n, k, sizes in every
+        ]
 
 
 def load_shapes(
@@ -335,7 +347,14 @@ def load_shapes(
 
     file = find("shapes", name)
     top = Table.load(file)
-    model, dtype = top.text("model"), top.text("dtype", choices=MEASURED_DTYPES)
+    model, dtype = top.text("model"), top.text("dtype", choices=tuple(DTYPES))
+    scales: dict[str, Any] = {}
+    if "scaling" in top.keys:
+        scales["scaling"] = top.text("scaling", choices=SCALINGS[1:])
+    if "fast_accum" in top.keys:
+        scales["fast_accum"] = top.flag("fast_accum")
+    if scales and dtype != SCALED:
+        top.fail(next(iter(scales)), f"is for dtype {SCALED}, got {dtype}")
     worlds = top.integers("tensor_parallel")
     _head(top)
     sizes: list[tuple[str, int, int, int]] = []
@@ -375,7 +394,8 @@ def load_shapes(
             )
     if not sizes and not sparse:
         raise ValueError(f"{file}: expected a [layer] or a [[shape]]: nothing to tune")
-    return Shapes(file, model, dtype, worlds, tuple(dict.fromkeys(sizes)), tuple(sparse))
+    of_dense = tuple(dict.fromkeys(sizes))
+    return Shapes(file, model, dtype, worlds, of_dense, tuple(sparse), scales)
 
 
 def _sizes(table: Table) -> dict[str, Any]:
@@ -422,7 +442,7 @@ def model_in(file: Path) -> Model:
         workload.done()
     if "training" not in sequences:
         top.fail("workload", f"expected one named 'training', got {', '.join(sequences) or 'none'}")
-    title, dtype = top.text("model"), top.text("dtype", choices=MEASURED_DTYPES)
+    title, dtype = top.text("model"), top.text("dtype", choices=ACTIVATION_DTYPES)
     top.integers("tensor_parallel")
     top.tables("shape")  # of no model
     vocabulary, tied = _head(top)

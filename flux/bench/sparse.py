@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from flux.backends.unfused import all_gather, all_to_all, reduce_scatter
 from flux.bench.config import BenchConfig
-from flux.bench.methods import Fused, LibraryMethod
+from flux.bench.methods import Fused, LibraryMethod, bytes_of, gemm_of, scaled_product
 from flux.bench.sparse_reference import Blocks, Routed, SparseInputs, SparseShare
+from flux.core.problem import SCALED
 from flux.core.sparse_problem import SparseProblem
 from flux.moe.product import LOADED, grouped_mm
 
@@ -82,11 +83,15 @@ class FusedSparse(Fused):
     def routed(self, inputs: SparseInputs, case: Routed) -> torch.Tensor:
         """Call the op for one routing."""
         weight, most = inputs.weight, self._max_rows
+        x, scale_x = case.x, case.scale_x
+        if self._problem.op.reduces and most is not None:
+            x, scale_x = case.room, case.scale_room
+        scales = {"scale_x": scale_x, "scale_weight": inputs.scale_weight}
         if self._problem.op.reduces:
-            x = case.x if most is None else case.room
-            result: torch.Tensor = self.op(x, weight, case.experts, case.probs, max_rows=most)
+            routed = case.experts, case.probs
+            result: torch.Tensor = self.op(x, weight, *routed, max_rows=most, **scales)
             return result
-        result = self.op(case.x, weight, case.experts, max_rows=most)
+        result = self.op(x, weight, case.experts, max_rows=most, **scales)
         return result[: case.routed]
 
     def comm_only(self, inputs: Any) -> Callable[[], object] | None:
@@ -188,15 +193,17 @@ class UnfusedSparse(LibraryMethod):
         problem = self._problem
         exchanges = problem.op.exchanges or problem.dispatches
         collective = "all_to_all" if exchanges else problem.op.collective
-        gemm = "torch.mm" if problem.op.exchanges else "torch.mm for each expert"
+        gemm = gemm_of(problem, gpus=False)
+        gemm = gemm if problem.op.exchanges else f"{gemm} for each expert"
         if self._layout.gpus and not problem.op.exchanges:
             gemm = "torch.nn.functional.grouped_mm"
+            gemm = "torch._scaled_grouped_mm" if problem.scaling else gemm
         return {"path": "unfused", "collective": collective, "gemm": gemm}
 
     def prepare(self, inputs: SparseInputs) -> list[Any]:
         """Return a function for each routing, which computes its result."""
         if self._prepared[0] is not inputs:
-            each = [self._one(inputs.weight, case) for case in inputs.routings]
+            each = [self._one(inputs, case) for case in inputs.routings]
             self._prepared = (inputs, each)
         return self._prepared[1]
 
@@ -208,40 +215,36 @@ class UnfusedSparse(LibraryMethod):
             return self._project(inputs)
         return [self._gather(inputs)]
 
-    def _one(self, weight: torch.Tensor, case: Routed) -> Callable[[], torch.Tensor]:
+    def _one(self, inputs: SparseInputs, case: Routed) -> Callable[[], torch.Tensor]:
         from flux.moe.product import Experts, GatherProduct, SumProduct
 
         layout, problem, m = self._layout, self._problem, self._problem.m
-        routing = layout.routing(case.experts)
-        experts, chunk = Experts(list(weight.unbind()), None, routing), problem.chunk
+        routing, weights = layout.routing(case.experts), list(inputs.weight.unbind())
+        experts, chunk = Experts(weights, None, routing, inputs.scale_weight), problem.chunk
         own, padded = layout.rows[layout.rank], chunk * layout.world
         if problem.dispatches:
             rows = ChosenRows(layout, case.experts, case.probs)
-            product = grouped(weight, routing, layout.gpus)
+            product = grouped(problem, inputs, routing, layout.gpus)
             if problem.op.gathers:
-                return lambda: product(rows.dispatch(case.x))
-            return lambda: rows.combine(product(case.x))
+                return lambda: product(*self._moved(case, rows.dispatch))
+            return lambda: rows.combine(product(case.x, case.scale_x))
         if layout.gpus:
-            return self._on_gpu(weight, case, routing)
+            return self._on_gpu(inputs, case, routing)
         if problem.op.gathers:
             gather = GatherProduct(layout.spec, experts)
 
             def gathered() -> torch.Tensor:
-                x = case.x
-                if own < chunk:
-                    x = torch.cat([x, x.new_zeros(chunk - own, x.shape[1])])
-                full = x.new_empty(padded, x.shape[1])
-                all_gather(full, x)
-                out = x.new_empty(routing.rows, layout.width)
-                gather(full[:m], 0, m, out, None)
+                full, scale_x = self._moved(case, self._gathered)
+                out = full.new_empty(routing.rows, layout.width, dtype=problem.result_dtype)
+                gather(full, 0, m, out, None, scale_x)
                 return out
 
             return gathered
 
         def summed() -> torch.Tensor:
             # Made in each call, as the op does: it keeps the bags of tokens.
-            sums = SumProduct(layout.spec, experts, case.probs)
-            partial = case.x.new_empty(padded, layout.width)
+            sums = SumProduct(layout.spec, experts, case.probs, case.scale_x)
+            partial = case.x.new_empty(padded, layout.width, dtype=problem.result_dtype)
             sums(case.x, 0, m, partial[:m], None)
             if problem.op.all_reduces:
                 dist.all_reduce(partial[:m])
@@ -253,26 +256,41 @@ class UnfusedSparse(LibraryMethod):
 
         return summed
 
+    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' rows."""
+        chunk = self._problem.chunk
+        x = torch.nn.functional.pad(x, (0, 0, 0, chunk - x.shape[0]))
+        full = x.new_empty(chunk * self._layout.world, x.shape[1])
+        all_gather(full, x)
+        return full[: self._problem.m]
+
+    def _moved(
+        self, case: Routed, move: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return tokens that ``move`` has brought here, and their scales: one, or one each."""
+        x, scale_x = move(bytes_of(case.x)).view(case.x.dtype), case.scale_x
+        if scale_x is not None and self._problem.scaling == "row":
+            scale_x = move(scale_x.view(-1, 1)).view(-1)
+        return x, scale_x
+
     def _on_gpu(
-        self, weight: torch.Tensor, case: Routed, routing: Any
+        self, inputs: SparseInputs, case: Routed, routing: Any
     ) -> Callable[[], torch.Tensor]:
         """Return the computation by maps that the GPU has."""
         layout, problem, m = self._layout, self._problem, self._problem.m
-        product = grouped(weight, routing, at_once=True)
-        tokens, choices = routing.on(weight.device)
+        product = grouped(problem, inputs, routing, at_once=True)
+        tokens, choices = routing.on(inputs.weight.device)
         own, chunk = layout.rows[layout.rank], problem.chunk
         padded = chunk * layout.world
 
         def gathered() -> torch.Tensor:
-            x = torch.nn.functional.pad(case.x, (0, 0, 0, chunk - own))
-            full = x.new_empty(padded, x.shape[1])
-            all_gather(full, x)
-            return product(full.index_select(0, tokens))
+            return product(*self._moved(case, lambda x: self._gathered(x).index_select(0, tokens)))
 
         def summed() -> torch.Tensor:
-            weighted = product(case.x).float() * case.probs.view(-1, 1)[choices]
+            products = product(case.x, case.scale_x)
+            weighted = products.float() * case.probs.view(-1, 1)[choices]
             partial = weighted.new_zeros(padded, layout.width).index_add_(0, tokens, weighted)
-            partial = partial.to(weight.dtype)
+            partial = partial.to(problem.result_dtype)
             if problem.op.all_reduces:
                 dist.all_reduce(partial)
                 return partial[:m]
@@ -313,37 +331,61 @@ class UnfusedSparse(LibraryMethod):
 
 
 def grouped(
-    weight: torch.Tensor, routing: Any, at_once: bool = False
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the product of routed rows with their experts' weights.
+    problem: SparseProblem, inputs: SparseInputs, routing: Any, at_once: bool = False
+) -> Callable[..., torch.Tensor]:
+    """Return the product of routed rows (and their scales) with their experts' weights.
 
     One GEMM for each expert, or with ``at_once`` torch's grouped one.
 
     Raises:
         ValueError: torch's takes neither this dtype nor these sizes.
     """
+    weight, scales, fast = inputs.weight, inputs.scale_weight, problem.fast_accum
     groups = routing.groups(0, routing.positions.shape[0])
     if at_once:
         if (
             grouped_mm is None
-            or weight.dtype != torch.bfloat16
+            or problem.dtype not in ("bfloat16", SCALED)
             or any(size * weight.itemsize % LOADED for size in weight.shape[1:])
         ):
             raise ValueError(
-                "on GPUs the unfused path is torch's grouped_mm, of torch 2.10, for bfloat16 and "
-                f"rows of 16 bytes: got {weight.dtype}, {list(weight.shape)}"
+                "on GPUs the unfused path is torch's grouped_mm, of torch 2.10, for bfloat16 or "
+                f"float8, and rows of 16 bytes: got {weight.dtype}, {list(weight.shape)}"
             )
         counts = torch.zeros(weight.shape[0], dtype=torch.int32)
         for expert, begin, end in groups:
             counts[expert] = end - begin
         ends = counts.cumsum(0).to(weight.device, torch.int32)
         turned = weight.transpose(1, 2)
-        return lambda rows: grouped_mm(rows, turned, offs=ends)
+        if scales is None:
+            return lambda rows, scale_x=None: grouped_mm(rows, turned, offs=ends)
+        of_columns = scales.view(len(scales), -1).expand(weight.shape[:2]).contiguous()
 
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        out = rows.new_empty(rows.shape[0], weight.shape[1])
+        def scaled_at_once(rows: torch.Tensor, scale_x: torch.Tensor) -> torch.Tensor:
+            of_rows = scale_x.expand(rows.shape[0]).contiguous()
+            result: torch.Tensor = torch._scaled_grouped_mm(
+                rows,
+                turned,
+                of_rows,
+                of_columns,
+                ends,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=fast,
+            )
+            return result
+
+        return scaled_at_once
+
+    def product(rows: torch.Tensor, scale_x: torch.Tensor | None = None) -> torch.Tensor:
+        out = rows.new_empty(rows.shape[0], weight.shape[1], dtype=problem.result_dtype)
         for expert, begin, end in groups:
-            torch.mm(rows[begin:end], weight[expert].t(), out=out[begin:end])
+            part = slice(begin, end)
+            if scale_x is None or scales is None:
+                torch.mm(rows[part], weight[expert].t(), out=out[part])
+                continue
+            of_rows = scale_x[part] if problem.scaling == "row" else scale_x
+            of_weight = weight[expert], of_rows, scales[expert].view(-1)
+            out[part] = scaled_product(rows[part], *of_weight, fast)
         return out
 
     return product
@@ -362,13 +404,18 @@ def whole_products(layout: SparseShare, inputs: SparseInputs) -> dict[str, Calla
     for case in inputs.routings:
         routing = layout.routing(case.experts)
         rows = torch.randn(routing.rows, layout.depth).to(inputs.weight)
-        calls.append((grouped(inputs.weight, routing, layout.gpus), rows))
-    return {"grouped": lambda: [product(rows) for product, rows in calls]}
+        ones = rows.new_ones(
+            routing.rows if layout.problem.scaling == "row" else 1, dtype=torch.float32
+        )
+        calls.append((grouped(layout.problem, inputs, routing, layout.gpus), rows, ones))
+    scaled = bool(layout.problem.scaling)
+    return {"grouped": lambda: [call(x, ones if scaled else None) for call, x, ones in calls]}
 
 
 def collective(layout: SparseShare, inputs: SparseInputs) -> Callable[[], object]:
     """Return the library's communication alone, of all routings, on existing buffers."""
-    problem, dtype = layout.problem, inputs.weight.dtype
+    problem = layout.problem
+    dtype = bytes_of(inputs.weight).dtype if problem.op.gathers else problem.result_dtype
 
     def touched(*shape: int) -> torch.Tensor:
         return torch.ones(*shape, dtype=dtype, device=inputs.weight.device).zero_()

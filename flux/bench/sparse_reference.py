@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flux.bench.reference import Reference, accumulate, error_bound, zeros_for
+from flux.bench.reference import (
+    Reference,
+    accumulate,
+    draw,
+    draw_scales,
+    error_bound,
+    scaled,
+    zeros_for,
+)
 from flux.core.sparse_problem import SparseProblem
 from flux.core.spec import OpSpec
 
@@ -44,7 +52,8 @@ class Routed:
     """One routing of a call on one rank: x as the op takes it, and what the router chose.
 
     ``room``: x, with all rows that a router could choose if it has routed ones. ``rows``: of x.
-    ``routed``: rows of this rank.
+    ``routed``: rows of this rank. ``scale_x``, ``scale_room``: of float8, [rows] or [1] of x and
+    ``room``.
     """
 
     room: torch.Tensor
@@ -52,11 +61,18 @@ class Routed:
     routed: int
     experts: torch.Tensor
     probs: torch.Tensor
+    scale_x: torch.Tensor | None = None
+    scale_room: torch.Tensor | None = None
 
     @property
     def x(self) -> torch.Tensor:
         """The rows that there are."""
         return self.room[: self.rows]
+
+    @property
+    def exact(self) -> torch.Tensor:
+        """What x stands for."""
+        return scaled(self.x, self.scale_x)
 
 
 @dataclass
@@ -66,6 +82,7 @@ class SparseInputs:
     Attributes:
         weight: [experts of the rank, N, K] of an op of experts, else [N, K].
         routings: of an op of experts.
+        scale_weight: of float8, [experts of the rank] or [experts of the rank, N].
         heads: x of an op of heads: tokens [1, own, K], or own heads [1, heads, S, D] of each
             packed tensor.
     """
@@ -73,6 +90,12 @@ class SparseInputs:
     weight: torch.Tensor
     routings: list[Routed]
     heads: list[torch.Tensor]
+    scale_weight: torch.Tensor | None = None
+
+    def exact_weight(self, expert: int) -> torch.Tensor:
+        """Return what the weight of an expert stands for."""
+        scale = self.scale_weight
+        return scaled(self.weight[expert], None if scale is None else scale[expert])
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -81,16 +104,14 @@ class SparseInputs:
 
     def to(self, device: torch.device) -> SparseInputs:
         """Return the same inputs on a device."""
-        routings = [
-            replace(
-                c,
-                room=c.room.to(device),
-                experts=c.experts.to(device),
-                probs=c.probs.to(device),
-            )
-            for c in self.routings
-        ]
-        return SparseInputs(self.weight.to(device), routings, [x.to(device) for x in self.heads])
+
+        def moved(of: Any) -> dict[str, Any]:
+            tensors = {f.name: getattr(of, f.name) for f in fields(of)}
+            return {n: t.to(device) for n, t in tensors.items() if isinstance(t, torch.Tensor)}
+
+        routings = [replace(case, **moved(case)) for case in self.routings]
+        heads = [x.to(device) for x in self.heads]
+        return replace(self, routings=routings, heads=heads, **moved(self))
 
 
 class SparseShare:
@@ -122,7 +143,7 @@ class SparseShare:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + self.rank)
 
         def random(*shape: int, of: torch.Generator = generator) -> torch.Tensor:
-            return torch.randn(*shape, generator=of, dtype=torch.float32).to(dtype)
+            return draw(shape, dtype, of)
 
         if problem.op.exchanges:
             shared = torch.Generator().manual_seed(seed)
@@ -144,8 +165,28 @@ class SparseShare:
                 rows, most = routed, problem.m * problem.topk
             room = random(most if self.gpus else rows, self.depth)
             room[rows:] = torch.nan
-            routings.append(Routed(room, rows, routed, experts, probs))
-        return SparseInputs(weight, routings, [])
+            scales = self._scales_of_x(len(room), rows, seed, generator)
+            routings.append(Routed(room, rows, routed, experts, probs, *scales))
+        scale_weight = None
+        if problem.scaling:
+            shape = weight.shape[:2] if problem.scaling == "row" else weight.shape[:1]
+            scale_weight = draw_scales(shape, generator)
+        return SparseInputs(weight, routings, [], scale_weight)
+
+    def _scales_of_x(
+        self, room: int, rows: int, seed: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, ...]:
+        """Return scales of the rows that there are, and of all that there is room for."""
+        if not self.problem.scaling:
+            return ()
+        if self.problem.scaling == "row":
+            scales = draw_scales((room,), generator)
+            scales[rows:] = torch.nan
+            return scales[:rows], scales
+        # Ranks that gather x have one factor for all its rows.
+        shared = torch.Generator().manual_seed(seed) if self.problem.op.gathers else generator
+        scale = draw_scales((1,), shared)
+        return scale, scale
 
     def columns(self, rank: int) -> list[slice]:
         """Return the columns of the packed dimension of a rank's heads."""
@@ -218,12 +259,12 @@ def _expected(
     for number, case in enumerate(inputs.routings):
         if problem.op.gathers:
             routing = layout.routing(case.experts)
-            full = torch.cat(peers.tensors(lambda of, n=number: of.routings[n].x))  # type: ignore[misc]
+            full = torch.cat(peers.tensors(lambda of, n=number: of.routings[n].exact))  # type: ignore[misc]
             sums = zeros_for(routing.rows, inputs.weight[0])
             for expert, begin, end in routing.groups(0, problem.m):
                 rows = full[routing.tokens[begin:end]]
                 part = tuple(total[begin:end] for total in sums)
-                accumulate(rows, inputs.weight[expert], part)  # type: ignore[arg-type]
+                accumulate(rows, inputs.exact_weight(expert), part)  # type: ignore[arg-type]
             yield bounds(sums)
             continue
         own = slice(None) if problem.op.all_reduces else slice(*problem.rows(layout.rank))
@@ -233,13 +274,14 @@ def _expected(
 def _summed(number: int, layout: SparseShare, inputs: SparseInputs) -> Sums:
     """Return a rank's part of the sums of all tokens, of one routing."""
     case, weight = inputs.routings[number], inputs.weight
+    x = case.exact
     routing = layout.routing(case.experts)
     tokens, choices = routing.on(weight.device)
     sums = zeros_for(layout.problem.m, weight[0])
     probs = case.probs.double().reshape(-1)[choices]
     for expert, begin, end in routing.groups(0, layout.problem.m):
         part = zeros_for(end - begin, weight[0])
-        accumulate(case.x[begin:end], weight[expert], part)
+        accumulate(x[begin:end], inputs.exact_weight(expert), part)
         for total, more in zip(sums, part, strict=True):
             total.index_add_(0, tokens[begin:end], more * probs[begin:end, None])
     return sums

@@ -85,7 +85,7 @@ def sweeps_of(
     """
     chosen: dict[str, Problem] = {}
     for problem in sorted(problems, key=lambda problem: problem.m):
-        if not problem.variant and m in (None, problem.m):
+        if not problem.sparse and m in (None, problem.m):
             chosen[problem.name] = problem  # the last one of each op stays
     if problems and not chosen:
         raise ValueError(f"no shape has M = {m}, the M of the sweeps")
@@ -257,7 +257,7 @@ class Suite:
         if entry.kind != SHAPE:
             variants = Sweep(entry.kind, config.problem).variants()
             return self._run_ranks(config, partial(sweep_methods, variants=variants))
-        if config.transport in ONE_GPU or config.problem.variant:  # has methods of its own
+        if config.transport in ONE_GPU or config.problem.sparse:  # has methods of its own
             entry.peers = self._reasons(config)
             return self._run_ranks(config, None)
         while True:

@@ -72,7 +72,7 @@ def reason_unsupported(config: BenchConfig, wanted: Wanted) -> str | None:
     problem = config.problem
     if problem.op.reduces and problem.nodes == 1 and "medium" in wanted.methods:
         return f"copy engines send partials of {problem.op.name} in the method medium: omit it"
-    if problem.variant and "medium" in wanted.methods:
+    if problem.sparse and "medium" in wanted.methods:
         return f"kernels of {problem.name} have no method medium: omit it"
     built = Registry.load().traced.values()
     op = problem.spec().kernel if isinstance(problem, SparseProblem) else problem.op.kernel

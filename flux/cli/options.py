@@ -31,8 +31,15 @@ K = Annotated[
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="float32 | bfloat16 | float16 | float64. Default: float32 on CPUs, bfloat16 on GPUs."
+        help="float32 | bfloat16 | float16 | float64 | e4m3 (float8). Default: float32 on CPUs, "
+        "bfloat16 on GPUs."
     ),
+]
+Scaling = Annotated[
+    str | None, typer.Option(help="Scales of float8: tensor | row (default: tensor).")
+]
+FastAccum = Annotated[
+    bool, typer.Option("--fast-accum", help="Sum float8 as the op's fast_accum=True does.")
 ]
 Nproc = Annotated[
     int | None, typer.Option(help="Number of ranks to start (default: 2, or torchrun's).")
@@ -115,6 +122,12 @@ def sizes_of(text: str | None) -> dict[str, Any]:
                 f"--sizes must look like experts=8,topk=2 or heads=8/2, got {shown(text)}"
             ) from None
     return sizes
+
+
+def scales_of(scaling: str | None, fast_accum: bool) -> dict[str, Any]:
+    """Return what ``--scaling`` and ``--fast-accum`` add to the sizes of a problem."""
+    of_rows = {} if scaling is None else {"scaling": scaling}
+    return of_rows | ({"fast_accum": True} if fast_accum else {})
 
 
 def integers(name: str, text: str) -> list[int]:

@@ -95,8 +95,12 @@ DTYPES = {
 }
 """All dtypes of operands, by name."""
 
-MEASURED_DTYPES = tuple(dtype.name for dtype in DTYPES.values() if dtype.native is not None)
-"""Dtypes that benchmarks measure: float8 needs scales, which their inputs do not have."""
+ACTIVATION_DTYPES = tuple(dtype.name for dtype in DTYPES.values() if dtype.native is not None)
+"""Dtypes of a model's activations: of float8 are operands of GEMMs only, with scales."""
+
+SCALED = "float8_e4m3fn"
+"""The dtype of operands that have scales."""
+SCALE_SIZES = ("scaling", "fast_accum")
 
 BY_SHORT = {dtype.short: dtype for dtype in DTYPES.values()}
 
@@ -134,9 +138,11 @@ class Problem:
         experts: weights, of which each multiplies an equal share of the rows.
         topk: rows of a token, of which each has another expert: m counts all of them, and one
             travels: the token, or the sum of its rows.
+        scaling: of float8: ``tensor`` (also if open) or ``row``; "" of other dtypes.
+        fast_accum: of float8, as ``flux.AGGemm`` takes it.
         itemsize: bytes of an element of the communicated matrix.
         row_elements: elements of a communicated row: of the input (AllGather) or of the result.
-        row_bytes: bytes that travel for a row, without scales.
+        row_bytes: bytes that travel for a row, without its scale.
         chunk: rows of the largest shard, ceil(M/W).
         local: columns and depth of the largest local GEMM: that of rank 0.
     """
@@ -150,6 +156,8 @@ class Problem:
     nodes: int = 1
     experts: int = 1
     topk: int = 1
+    scaling: str = ""
+    fast_accum: bool = False
     itemsize: int = field(init=False, repr=False, compare=False)
     row_elements: int = field(init=False, repr=False, compare=False)
     row_bytes: float = field(init=False, repr=False, compare=False)
@@ -173,6 +181,7 @@ class Problem:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        self._settle_scaling()
         n, k, world, dtype = self.n, self.k, self.world, DTYPES[self.dtype]
         if self.op.gathers:
             itemsize, elements, local = dtype.itemsize, k, (ceil_div(n, world), k)
@@ -186,10 +195,24 @@ class Problem:
             local=local,
         )
 
+    def _settle_scaling(self) -> None:
+        """Set ``scaling`` if it is open; raise ValueError if the dtype does not have it."""
+        scaled = self.dtype == SCALED
+        scaling = self.scaling or ("tensor" if scaled else "none")
+        if scaling not in (SCALINGS[1:] if scaled else SCALINGS[:1]):
+            choices = ", ".join(SCALINGS[1:]) if scaled else "none"
+            raise ValueError(f"scaling of {self.dtype} must be {choices}, got {scaling!r}")
+        vars(self).update(scaling=scaling if scaled else "")
+        if type(self.fast_accum) is not bool or (self.fast_accum and not scaled):
+            raise ValueError(
+                f"fast_accum is for {SCALED}, and must be true or false; got {self.fast_accum!r} "
+                f"with {self.dtype}"
+            )
+
     def as_dict(self) -> dict[str, object]:
         """Return op, sizes, dtype and world, for JSON."""
         names = ["m", "n", "k", "dtype", "world"] + ["experts", "topk"] * (self.experts > 1)
-        return {"op": self.name, **{name: getattr(self, name) for name in names}}
+        return {"op": self.name, **{name: getattr(self, name) for name in names}, **self.scales}
 
     @property
     def name(self) -> str:
@@ -202,14 +225,26 @@ class Problem:
         return ceil_div(self.world, self.nodes)
 
     @property
+    def sparse(self) -> bool:
+        """Whether this is an op of experts or heads: a ``SparseProblem``."""
+        return False
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """The constructor's arguments about scales; of float8 only."""
+        fast = {"fast_accum": True} if self.fast_accum else {}
+        return {} if not self.scaling else {"scaling": self.scaling, **fast}
+
+    @property
     def variant(self) -> str:
-        """What distinguishes winners beside n and k: see ``SparseProblem``."""
-        return ""
+        """What distinguishes winners beside n, k and dtype: ``row`` or ``row-fast`` of float8."""
+        fast = "-fast" if self.fast_accum else ""
+        return "" if not self.scaling else f"{self.scaling}{fast}"
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Sizes beside m, n and k: see ``SparseProblem``."""
-        return {}
+        """What ``make_problem`` takes beside m, n, k and dtype."""
+        return self.scales
 
     @property
     def dense(self) -> Problem:
@@ -230,6 +265,11 @@ class Problem:
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch's."""
         return DTYPES[self.dtype].torch
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """The dtype of results and partials, as torch's."""
+        return DTYPES[DTYPES[self.dtype].result].torch
 
     def share(self, size: int, rank: int) -> tuple[int, int]:
         """Return [begin, end) of ``size`` that belongs to ``rank``; may be empty."""

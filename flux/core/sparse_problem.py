@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from flux.core.knobs import OPS, AllToAllOp, Op, OpRow
-from flux.core.problem import Problem, ceil_div
+from flux.core.problem import SCALE_SIZES, Problem, ceil_div
 
 if TYPE_CHECKING:
     from flux.core.spec import OpSpec
@@ -71,6 +71,7 @@ class SparseProblem(Problem):
 
     def __post_init__(self) -> None:
         _ = self.dense  # checks m, n, k, dtype and world
+        self._settle_scaling()
         if not self.op.exchanges and (self.ep < 1 or self.world % self.ep):
             raise ValueError(f"ep must divide the {self.world} ranks, got {self.ep}")
         spec = self.spec()
@@ -95,12 +96,12 @@ class SparseProblem(Problem):
 
     def spec(self) -> OpSpec:
         """Return what the op is constructed with; raise ValueError for sizes that it refuses."""
-        from flux.core.spec import FP8, OpSpec
+        from flux.core.spec import OpSpec
 
         of_op: dict[str, Any] = {"heads": self.heads, "head_dim": self.head_dim}
         if not self.op.exchanges:
             of_op = {name: getattr(self, name) for name in (*EXPERT_SIZES, "dispatches")}
-            of_op["scaling"] = "tensor" if self.torch_dtype == FP8 else "none"
+        of_op |= self.scales
         return OpSpec(self.op, self.m, (self.n,), self.k, self.torch_dtype, False, "sum", **of_op)
 
     @property
@@ -114,17 +115,22 @@ class SparseProblem(Problem):
         return SPARSE[self.name].label
 
     @property
+    def sparse(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def variant(self) -> str:
-        """What distinguishes winners beside n and k: ``e8t2p1`` or ``h16-4-4d64``."""
+        """As of a dense op, behind other sizes: ``e8t2p1``, ``e8t2p1-row`` or ``h16-4-4d64``."""
         if self.op.exchanges:
             return f"h{'-'.join(map(str, self.heads))}d{self.head_dim}"
-        return f"e{self.experts}t{self.topk}p{self.ep}"
+        return f"e{self.experts}t{self.topk}p{self.ep}-{super().variant}".removesuffix("-")
 
     @property
     def sizes(self) -> dict[str, Any]:
         """The sizes beside m, n and k, as ``make_problem`` takes them."""
         names = HEAD_SIZES if self.op.exchanges else EXPERT_SIZES
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | self.scales
 
     @property
     def dense(self) -> Problem:
@@ -136,13 +142,15 @@ class SparseProblem(Problem):
             n *= self.topk
         else:
             k *= self.topk
-        return Problem(op, self.m, n, k, self.dtype, self.world, self.nodes)
+        return Problem(op, self.m, n, k, self.dtype, self.world, self.nodes, **self.scales)
 
     @property
     def scheduled(self) -> Problem:
         """A dense op with the schedule of an op of experts."""
         n = self.world * self.local[0] if self.op.gathers else self.n
-        return Problem(self.op, self.m, n, self.k, self.dtype, self.world, self.nodes)
+        return Problem(
+            self.op, self.m, n, self.k, self.dtype, self.world, self.nodes, **self.scales
+        )
 
     @property
     def weight_elements(self) -> int:
@@ -175,12 +183,14 @@ def make_problem(
 
     ``name``: of NAMES. ``sizes``: others of an op of experts (``experts``, ``topk``, ``ep``; by
     default 8, 2, and the world where tokens are dispatched, else 1) or heads (``heads``,
-    ``head_dim``; by default as many as there is room for, of 64).
+    ``head_dim``; by default as many as there is room for, of 64); of float8 ``scaling`` and
+    ``fast_accum``.
 
     Raises:
         ValueError: an unknown name, or sizes that the op refuses.
     """
     given = dict(sizes or {})
+    scales = {size: given.pop(size) for size in SCALE_SIZES if size in given}
     if name in SPARSE:
         op = SPARSE[name]
         known: tuple[str, ...] = HEAD_SIZES if op.row.exchanges else EXPERT_SIZES
@@ -197,7 +207,7 @@ def make_problem(
         text = ", ".join(known) or "none beside m, n and k"
         raise ValueError(f"sizes of {name} are {text}; got {', '.join(unknown)}")
     made = SparseProblem if of_op else Problem
-    return made(cast(Op, op.row), m, n, k, dtype, world, nodes, **of_op)
+    return made(cast(Op, op.row), m, n, k, dtype, world, nodes, **of_op, **scales)
 
 
 def simulated_problem(
@@ -255,4 +265,5 @@ def problem_of(spec: OpSpec, world: int, nodes: int) -> Problem:
         names = (*EXPERT_SIZES, "dispatches")
         rest = {name: getattr(spec, name) for name in names}
     made = SparseProblem if rest else Problem
+    rest |= {name: getattr(spec, name) for name in SCALE_SIZES}
     return made(cast(Op, spec.op), spec.max_m, n, spec.k, dtype, world, nodes, **rest)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flux.core.knobs import Op
-from flux.core.problem import DTYPES, Problem, ceil_div
+from flux.core.problem import DTYPES, SCALED, Problem, ceil_div
 from flux.machine.cluster import Cluster, DeviceSpec, bytes_per_ms
 from flux.select.hardware import (
     ATTENTION_SHARE,
@@ -156,6 +156,8 @@ def roofline_ms(
         share: of the peak that it reaches; None: that of GEMMs.
     """
     share = (device.gemm_share or GEMM_SHARE[device.kind]) if share is None else share
+    if dtype == SCALED and device.kind == "cpu":
+        dtype = "float32"  # as CPUs multiply it
     rate = 1e9 * (device.tflops.get(dtype) or min(device.tflops.values())) * share
     return max(operations / rate, memory_ms(device, moved))
 

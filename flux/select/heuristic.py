@@ -197,6 +197,8 @@ def kernels_can_push(problem: Problem) -> bool:
     """Return whether path in_kernel exists for a call of several ranks."""
     world, columns = problem.world, problem.weight_shape(problem.world - 1)[0]
     reason = reason_not_pushed(problem.op, world, problem.nodes, problem.n, columns)
+    if problem.op.gathers and problem.scaling == "row":
+        return False  # rows travel with their scales: flux.select.in_kernel
     return reason is None and world > 1 and problem.m <= IN_KERNEL_ROWS
 
 

@@ -104,8 +104,8 @@ def default_configs(
         if (config.op, config.dtype) == (family, short)
         and (config.weight, config.activation, config.reduce) == ("nk", "none", "local")
         and tile_scheduler in (None, config.tile_scheduler)
-        and config.scaling in ("none", "tensor")
-        and not config.fast_accum
+        and config.scaling == (problem.scaling or "none")
+        and config.fast_accum == problem.fast_accum
         and is_legal(config, gemm)
     ]
 

@@ -229,7 +229,8 @@ def combinations(space: Space, problem: Problem) -> Iterator[Knobs]:
 def kernels(space: Space, problem: Problem) -> tuple[list[GemmConfig], list[Pruned]]:
     """Return the kernels of a space for GPUs that support the shape, and those that do not.
 
-    Those of experts claim their tiles, whatever tile scheduler the space names.
+    Those of experts claim their tiles, whatever tile scheduler the space names. A tile's depth is
+    that of 16-bit elements: of float8 twice as many fit the same bytes.
     """
     dtype = DTYPES[problem.dtype]
     if not dtype.in_kernels:
@@ -238,11 +239,16 @@ def kernels(space: Space, problem: Problem) -> tuple[list[GemmConfig], list[Prun
     values = space.kernels
     if family in GROUPED:
         values = values | {"tile_scheduler": ["dynamic"]}
+    of_dtype: dict[str, Any] = {"dtype": dtype.short}
+    if problem.scaling:
+        of_dtype |= {"scaling": problem.scaling, "promoted": not problem.fast_accum}
+        deep = [(*tile[:2], tile[2] * 2 // dtype.itemsize) for tile in values["tile"]]
+        values = values | {"tile": deep}
     kept, pruned = [], []
     for chosen in product(*values.values()):
         named = dict(zip(values, chosen, strict=True))
         try:
-            config = GemmConfig(op=family, arch=space.arch, dtype=dtype.short, **named)
+            config = GemmConfig(op=family, arch=space.arch, **{**named, **of_dtype})
             reason = reason_unsupported(config, gemm)
             name = config.name
         except ValueError as error:
@@ -353,7 +359,7 @@ def _fixed(
     space: Space, problem: Problem, cluster: Cluster, tile: ClusterTile | None
 ) -> dict[str, Knobs]:
     """Return the knobs of the candidates that no space declares, by name."""
-    dispatches, experts = problem.name in DISPATCHING, bool(problem.variant)
+    dispatches, experts = problem.name in DISPATCHING, problem.sparse
     problem = problem.scheduled
     unfused, on_gpus = Knobs(path="unfused"), space.backend == "cuda"
     default = untuned(problem, cluster) if on_gpus else Knobs()

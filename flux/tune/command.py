@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flux.cli.options import OF_OP, integers, parse_duration, sizes_of
+from flux.cli.options import (
+    OF_OP,
+    FastAccum,
+    Scaling,
+    integers,
+    parse_duration,
+    scales_of,
+    sizes_of,
+)
 from flux.cli.ranks import torchrun_or_own
 from flux.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, complain, open_console, refuse, say
 from flux.tune import command_winners as winners_cli
@@ -59,6 +67,8 @@ def tune_shapes(
         typer.Option(help="Sequences per batch, instead of the model's; several with commas."),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="Data type instead of the file's.")] = None,
+    scaling: Scaling = None,
+    fast_accum: FastAccum = False,
     nproc: Annotated[
         int | None,
         typer.Option(
@@ -149,6 +159,7 @@ def tune_shapes(
             backend = described.device.kind
         backend = resolve_backend(backend, transport, of_space)
         sizes = {"sequence": sequence, "batch": batch, "of_op": sizes_of(of_op)}
+        sizes["scales"] = scales_of(scaling, fast_accum)
         default_dtype = dtype or ("bfloat16" if op is not None and backend == "cuda" else None)
         check_ranks(world or nproc or 1)
         problems = _problems(shapes, op, m, n, k, sizes, default_dtype, world or nproc)
@@ -193,6 +204,7 @@ def _problems(
         if "skew" in sizes["of_op"]:
             raise ValueError("tuning draws routings of a balanced and a skewed router: omit skew")
         shape, of_op = (n, k, wanted or "float32", world or 2), sizes["of_op"]
+        of_op |= sizes["scales"]
         return [make_problem(op, rows, *shape, of_op) for rows in integers("--m", m)]
     if sizes["of_op"]:
         raise ValueError("--sizes is for one op: --op OP")
@@ -201,7 +213,7 @@ def _problems(
         raise ValueError(f"--sequence must be at least 1, got {sizes['sequence']}")
     assert file is not None
     shapes = load_shapes(file, sizes["sequence"], batches)
-    return shapes.problems(world or shapes.tensor_parallel[0], wanted)
+    return shapes.problems(world or shapes.tensor_parallel[0], wanted, sizes["scales"])
 
 
 def _explain(

@@ -113,7 +113,7 @@ def make_method(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
         ValueError: the op rejects them, or would run another kernel, whose time would be attributed
             to the candidate; on all ranks.
     """
-    of = FusedSparse if config.problem.variant else Fused
+    of = FusedSparse if config.problem.sparse else Fused
     if config.backend != "cuda":
         return of(candidate.name, config, candidate.knobs)
     method = of(candidate.name, config, Fixed(candidate.knobs, candidate.kernel))

@@ -8,24 +8,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flux.bench.methods import UnfusedMethod
-from flux.bench.reference import Reference, growth, judge, make_inputs, make_reference
+from flux.bench.reference import (
+    Inputs,
+    Reference,
+    growth,
+    judge,
+    make_inputs,
+    make_reference,
+    reference_of_all,
+)
 from flux.core.knobs import OPS, Op
-from flux.core.problem import MEASURED_DTYPES, Problem
+from flux.core.problem import DTYPES, SCALED, Problem
 from harness import run_ranks
 
 
 def alone(op: str, dtype: str, m: int = 40, n: int = 24, k: int = 512) -> tuple[Problem, Reference]:
-    problem = Problem(Op[op], m, n, k, dtype, world=1)
+    problem = Problem(Op[op], m, n, k, dtype, world=1, scaling="row" if dtype == SCALED else "")
     inputs = make_inputs(problem, 0, seed=7)
     return problem, make_reference(problem, 0, inputs)
 
 
 def right(problem: Problem) -> torch.Tensor:
-    inputs = make_inputs(problem, 0, seed=7)
-    return torch.mm(inputs.x, inputs.weight.t())
+    return product(problem, make_inputs(problem, 0, seed=7))
 
 
-@pytest.mark.parametrize("dtype", MEASURED_DTYPES)
+def product(problem: Problem, inputs: Inputs) -> torch.Tensor:
+    if problem.dtype != SCALED:
+        return torch.mm(inputs.x, inputs.weight.t())
+    x, weight = inputs.exact
+    return torch.mm(x.float(), weight.float().t()).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS)
 def test_correct_result_is_accepted(op: str, dtype: str) -> None:
     problem, reference = alone(op, dtype)
@@ -34,35 +48,63 @@ def test_correct_result_is_accepted(op: str, dtype: str) -> None:
     assert 0 <= verdict.max_abs_err < float(reference.bound.max())
 
 
-@pytest.mark.parametrize("dtype", MEASURED_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_any_order_of_summation_is_accepted(dtype: str) -> None:
     problem, reference = alone("gemm_rs", dtype)
     inputs = make_inputs(problem, 0, seed=7)
     wide = torch.float64 if dtype == "float64" else torch.float32
     backwards = torch.zeros(problem.m, problem.n, dtype=wide)
+    x, weight = inputs.exact
     for column in reversed(range(problem.k)):
         one = slice(column, column + 1)
-        backwards += torch.mm(inputs.x[:, one].to(wide), inputs.weight[:, one].to(wide).t())
-    assert judge(problem, 0, backwards.to(problem.torch_dtype), reference).ok
+        backwards += torch.mm(x[:, one].to(wide), weight[:, one].to(wide).t())
+    assert judge(problem, 0, backwards.to(problem.result_dtype), reference).ok
 
 
-@pytest.mark.parametrize("dtype", MEASURED_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_missing_product_in_every_row_is_detected(dtype: str) -> None:
     problem, reference = alone("ag_gemm", dtype)
     inputs = make_inputs(problem, 0, seed=7)
-    x = inputs.x.clone()
-    x[:, -1] = 0  # a GEMM that stops one short of K
-    verdict = judge(problem, 0, torch.mm(x, inputs.weight.t()), reference)
+    inputs.x[:, -1] = 0  # a GEMM that stops one short of K
+    verdict = judge(problem, 0, product(problem, inputs), reference)
     assert not verdict.ok
     assert verdict.max_abs_err > 1
 
 
-@pytest.mark.parametrize("dtype", MEASURED_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_swapped_rows_are_detected(dtype: str) -> None:
     problem, reference = alone("gemm_ar", dtype)
     swapped = right(problem)
     swapped[[3, 4]] = swapped[[4, 3]]
     assert not judge(problem, 0, swapped, reference).ok
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_scales_of_other_rows_or_ranks_are_detected(op: str, scaling: str) -> None:
+    problem = Problem(Op[op], 24, 16, 64, SCALED, 2, scaling=scaling)
+    everybody = [make_inputs(problem, rank, seed=5) for rank in range(2)]
+    references = reference_of_all(problem, everybody)
+
+    def verdict() -> bool:
+        """Whether rank 0's result of these inputs is accepted."""
+        mine, peer = everybody
+        if problem.op.gathers:
+            x = torch.cat([mine.exact[0], peer.exact[0]])
+            result = x @ mine.exact[1].t()
+        else:
+            result = mine.exact[0] @ mine.exact[1].t() + peer.exact[0] @ peer.exact[1].t()
+        own = slice(*problem.rows(0)) if problem.op.scatters else slice(None)
+        return judge(problem, 0, result[own].bfloat16(), references[0]).ok
+
+    assert verdict()
+    assert problem.op.reduces or scaling == "row" or everybody[0].scale_x == everybody[1].scale_x
+    for name in ("scale_x", "scale_weight"):
+        right = getattr(everybody[0], name)
+        wrong = right.roll(1) if scaling == "row" else right * 1.25
+        setattr(everybody[0], name, wrong)
+        assert not verdict(), name
+        setattr(everybody[0], name, right)
 
 
 def test_result_of_lower_precision_is_detected() -> None:
@@ -130,9 +172,9 @@ def test_shares_cover_the_problem_once(op: str, m: int, n: int, k: int, world: i
 
 
 def _library_path(
-    rank: int, world: int, op: str, dtype: str, shape: tuple[int, int, int]
+    rank: int, world: int, op: str, dtype: str, shape: tuple[int, int, int], scaling: str
 ) -> tuple[bool, str, list[float]]:
-    problem = Problem(Op[op], *shape, dtype, world)
+    problem = Problem(Op[op], *shape, dtype, world, scaling=scaling)
     inputs = make_inputs(problem, rank, seed=3)
     reference = make_reference(problem, rank, inputs)
     verdict = judge(problem, rank, UnfusedMethod(problem, rank)(inputs), reference)
@@ -144,8 +186,8 @@ def _library_path(
 def test_library_path_passes_on_ragged_shapes(
     op: str, world: int, shape: tuple[int, int, int]
 ) -> None:
-    for dtype in MEASURED_DTYPES:
-        verdicts = run_ranks(world, _library_path, op, dtype, shape)
+    for dtype, scaling in [*((dtype, "") for dtype in DTYPES), (SCALED, "row")]:
+        verdicts = run_ranks(world, _library_path, op, dtype, shape, scaling)
         assert all(ok for ok, _, _ in verdicts), verdicts
         if op == "gemm_ar":
             assert all(values == verdicts[0][2] for _, _, values in verdicts)

@@ -33,7 +33,7 @@ from flux.tune import kernels, machine
 from flux.tune.journal import Journal, run_id
 from flux.tune.tuner import Options, Search, Tuner, describe, make_search
 from harness import more, run_ranks, stress_only
-from reference import Inputs, Problem
+from reference import FP8, Inputs, Problem
 from scripts import SUPPORT, run_script
 
 M, N, K = 32, 16, 32
@@ -75,6 +75,23 @@ alignment = [8]
 """
 
 
+# Of float8 on sm_90a the depth of a tile is 128.
+FLOAT8_SPACE = """
+backend = "cuda"
+arch = "90a"
+prune_above = 1000
+[ag_gemm]
+comm_tile_rows = [8]
+direction = ["push"]
+[gemm_rs]
+swizzle = ["xor"]
+[kernel]
+tile = [[64, 128, 64]]
+schedule = ["pingpong"]
+stages = [0, 5]
+"""
+
+
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs, as far as supervisors can see; all kernels are built."""
@@ -87,16 +104,18 @@ def start(
     op: str = "ag_gemm",
     launcher: Launcher | None = None,
     sizes: tuple[int, int] = (N, K),
+    scaling: str = "none",
     **options: Any,
 ) -> tuple[Search, Cache, Tuner]:
-    """Return a search that has not started; ``sizes``: N and K."""
+    """Return a search that has not started; ``sizes``: N and K. With scaling of float8."""
     file = folder / "space.toml"
     if not file.exists():
         file.write_text(SPACE)
     launcher = launcher or Spawned(2)
     surveyed = machine.survey(launcher, "cuda", None, 1)
     chosen = Options(**{"rounds": (2, 3), "candidate_timeout_s": 10, "make": make, **options})
-    problem = make_problem(op, M, *sizes, "bfloat16", 2)
+    dtype = "bfloat16" if scaling == "none" else "float8_e4m3fn"
+    problem = make_problem(op, M, *sizes, dtype, 2, {"scaling": scaling})
     search = make_search(problem, load_space(file), surveyed.cluster, surveyed.placement, chosen)
     cache = Cache(folder / "cache")
     what = describe([search], surveyed, chosen)
@@ -130,12 +149,13 @@ def excluded(search: Search) -> dict[int, set[str]]:
 
 
 def _as_tuned(
-    rank: int, world: int, library: Path, cache: str, op: str
+    rank: int, world: int, library: Path, cache: str, op: str, scaling: str
 ) -> tuple[list[Any], dict[str, Any]]:
     device = tune_gpus.open_gpu(library)
     choice._detected = lambda kind: load_cluster("flux-h800")  # type: ignore[assignment]
     os.environ["FLUX_TUNE_CACHE"] = cache
-    p = Problem(op, M, (N,), K, torch.bfloat16)
+    dtype = torch.bfloat16 if scaling == "none" else FP8
+    p = Problem(op, M, (N,), K, dtype, scaling=scaling)
     with p.build(backend="cuda", tuning="cache") as made:
         Inputs(p, M, world, 7).call_and_check(made, rank)
         result = made._backend.configs, asdict(made.schedule(M).knobs)
@@ -144,19 +164,30 @@ def _as_tuned(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("op", ["gemm_rs", *more("ag_gemm", "gemm_ar")])
-def test_an_op_runs_the_tuned_winner(here: None, emulator: Path, tmp_path: Path, op: str) -> None:
-    search, cache = tune(tmp_path, tune_gpus.Maker(emulator), op)
+@pytest.mark.parametrize(
+    ("op", "scaling"),
+    [
+        ("gemm_rs", "none"),
+        ("ag_gemm", "row"),
+        *more(("ag_gemm", "none"), ("gemm_ar", "none"), ("gemm_rs", "tensor"), ("gemm_ar", "row")),
+    ],
+)
+def test_an_op_runs_the_tuned_winner(
+    here: None, emulator: Path, tmp_path: Path, op: str, scaling: str
+) -> None:
+    search, cache = tune(tmp_path, tune_gpus.Maker(emulator), op, scaling=scaling)
     winner = search.winner
     assert winner is not None and search.settled, search.problem_text
-    assert winner.kernel == tune_gpus.config_of(op, 4)
+    assert winner.kernel == tune_gpus.config_of(op, 4, scaling)
     assert winner.ms < (winner.unfused_ms or 0) and winner.medium_ms
     reasons = excluded(search)
     assert set(reasons) == {tune_gpus.MISSING}
     assert all("refused: on rank 0 its kernel cannot run, and flux_" in r for r in reasons[5])
     (entry,) = cache.entries()
+    assert entry.key.variant == ("" if scaling == "none" else scaling)
     assert entry.key.world == "1x2" and entry.machine["device"]["kind"] == "cuda"
-    results = run_ranks(2, _as_tuned, emulator, str(cache.root), op, timeout=120.0, fresh=True)
+    arguments = (emulator, str(cache.root), op, scaling)
+    results = run_ranks(2, _as_tuned, *arguments, timeout=120.0, fresh=True)
     for configs, knobs in results:
         assert configs == [winner.kernel]
         for name, value in asdict(winner.knobs).items():
@@ -169,11 +200,12 @@ def sparse_sizes(op: str) -> tuple[int, int]:
 
 
 def _as_tuned_sparse(
-    rank: int, world: int, make: tune_gpus.Maker, cache: str, op: str
+    rank: int, world: int, make: tune_gpus.Maker, cache: str, op: str, scaling: str = "none"
 ) -> tuple[list[Any], Knobs, bool]:
     choice._detected = lambda kind: load_cluster("flux-h800")  # type: ignore[assignment]
     os.environ["FLUX_TUNE_CACHE"] = cache
-    problem = make_problem(op, M, *sparse_sizes(op), "bfloat16", world)
+    dtype = "bfloat16" if scaling == "none" else "float8_e4m3fn"
+    problem = make_problem(op, M, *sparse_sizes(op), dtype, world, {"scaling": scaling})
     config = BenchConfig(problem=problem, backend="cuda", skews=(0.0, 1.0))
     place = open_place(config, rank)
     inputs = place.inputs(3)
@@ -210,6 +242,26 @@ def test_ops_of_experts_and_heads_run_their_winners(
     ((stages, (reason,)),) = excluded(search).items()
     assert stages == tune_gpus.MISSING and "its kernel cannot run" in reason
     ranks = (2, _as_tuned_sparse, make, str(cache.root), op)
+    for configs, knobs, right in run_ranks(*ranks, timeout=120.0, fresh=True):
+        assert right and configs == [winner.kernel] and knobs == winner.knobs
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("op", ["ag_grouped_gemm", *more("grouped_gemm_rs", "grouped_gemm_ar")])
+def test_float8_ops_of_experts_run_their_winners(
+    here: None, emulator: Path, float8_expert_kernels: Path, tmp_path: Path, op: str
+) -> None:
+    """On flux's kernels, by the size of the mixture."""
+    (tmp_path / "space.toml").write_text(FLOAT8_SPACE)
+    of_flux = {"of_flux": float8_expert_kernels, "arch": "90a"}
+    make = tune_gpus.Maker(emulator, nap_ms=((0, 0.0),), others_ms=1500.0, **of_flux)  # type: ignore[arg-type]
+    search, cache = tune(tmp_path, make, op, sizes=sparse_sizes(op), rounds=(1, 2), scaling="row")
+    winner = search.winner
+    assert winner is not None and winner.kernel is not None, search.problem_text
+    assert (winner.kernel.scaling, winner.kernel.promoted) == ("row", True)
+    assert winner.ms < search.samples["default"][0][0]
+    assert all("its kernel cannot run" in text for text in search.excluded.values())
+    ranks = (2, _as_tuned_sparse, make, str(cache.root), op, "row")
     for configs, knobs, right in run_ranks(*ranks, timeout=120.0, fresh=True):
         assert right and configs == [winner.kernel] and knobs == winner.knobs
 

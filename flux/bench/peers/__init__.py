@@ -61,7 +61,7 @@ def survey(peers: Sequence[Peer] = PEERS) -> dict[str, str | None]:
 
 def unsupported(config: BenchConfig, peers: Sequence[Peer] = PEERS) -> dict[str, str | None]:
     """Return why each peer cannot compute this problem, by name; None: it can."""
-    if config.problem.variant:
+    if config.problem.sparse:
         return {peer.name: "adapters are for dense ops" for peer in peers}
     if len(set(config.host_of)) > 1:  # all peers need GPUs that can reach each other's memory
         return {peer.name: "runs on one host only" for peer in peers}

@@ -19,6 +19,7 @@ from flux.bench.config import BenchConfig
 from flux.bench.methods import LibraryMethod, Method
 from flux.bench.peers.base import no_gpu, reason_ranks
 from flux.bench.reference import Inputs
+from flux.core.problem import SCALED
 
 
 class AsyncTp:
@@ -47,6 +48,8 @@ class AsyncTp:
         """Return why the ops do not support this problem; None if they do."""
         if config.problem.op.all_reduces:
             return "has no GEMM with AllReduce"
+        if config.problem.dtype == SCALED:
+            return "the adapter calls the ops without scales"
         return reason_ranks(config)
 
     def make(self, config: BenchConfig, rank: int) -> Method:

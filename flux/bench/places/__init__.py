@@ -16,7 +16,7 @@ from flux.bench.places.cpu import CpuRanks
 
 def open_place(config: BenchConfig, rank: int) -> BenchPlace:
     """Return the place of a run with this configuration. Collective."""
-    if config.problem.variant:
+    if config.problem.sparse:
         from flux.bench.places import sparse
 
         if config.backend != "cuda":

@@ -16,7 +16,7 @@ from flux.bench.methods import (
     whole_gemms,
 )
 from flux.bench.places.base import Call, Timing
-from flux.bench.reference import Verdict, judge, make_inputs, make_reference
+from flux.bench.reference import Verdict, judge, make_inputs, make_reference, negate
 from flux.bench.timing import StartLine, timed
 from flux.launch.supervisors import all_gather
 
@@ -70,7 +70,7 @@ class CpuRanks(ProcessTimer):
 
     def renew(self, inputs: Any) -> None:
         """Negate x in place."""
-        inputs.x.neg_()
+        negate(inputs.x)
 
     def give(self, inputs: Any, methods: Sequence[Method]) -> None:
         """Do nothing: the peers are real ranks."""

@@ -103,8 +103,9 @@ class GpuMachine:
 
     def put(self, inputs: Inputs) -> Inputs:
         """Return the same inputs on the GPU."""
-        device = self.device.torch_device
-        return Inputs(inputs.x.to(device), inputs.weight.to(device))
+        device, scales = self.device.torch_device, inputs.scales
+        scales = {name: scale.to(device) for name, scale in scales.items()}
+        return Inputs(inputs.x.to(device), inputs.weight.to(device), **scales)
 
     def synchronize(self) -> None:
         """Wait until all work on the GPU is done."""

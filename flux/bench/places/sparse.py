@@ -13,7 +13,7 @@ from flux.bench.methods import Method, OpMethod
 from flux.bench.places import gpu, virtual
 from flux.bench.places.base import Call
 from flux.bench.places.cpu import CpuRanks
-from flux.bench.reference import Verdict, judge_values
+from flux.bench.reference import Verdict, judge_values, negate
 from flux.bench.sparse_reference import AllInputsHere, SparseShare, make_reference
 from flux.core.knobs import Knobs
 from flux.core.sparse_problem import SparseProblem
@@ -47,7 +47,7 @@ class SparseRanks(CpuRanks):
     def renew(self, inputs: Any) -> None:
         """Negate x in place."""
         for x in inputs.tensors:
-            x.neg_()
+            negate(x)
 
     def reference(self, inputs: Any) -> Any:
         """Return this rank's right results."""
@@ -136,7 +136,7 @@ class SparseOnOneGpu(virtual.Ranks):
         """Negate every rank's x in place."""
         for own in inputs:
             for x in own.tensors:
-                x.neg_()
+                negate(x)
 
     def reference(self, inputs: Any) -> Any:
         """Return the right results of all ranks."""
@@ -165,8 +165,8 @@ def _most(config: BenchConfig) -> tuple[bool, ...]:
 def judged(got: Any, reference: Any, problem: SparseProblem) -> Verdict:
     """Compare the results of one rank."""
     result = sparse.flat(got, problem)
-    if result.shape != reference.expected.shape or result.dtype != problem.torch_dtype:
+    if result.shape != reference.expected.shape or result.dtype != problem.result_dtype:
         text = f"returned {list(result.shape)} {result.dtype}, expected "
-        text += f"{list(reference.expected.shape)} {problem.torch_dtype}"
+        text += f"{list(reference.expected.shape)} {problem.result_dtype}"
         return Verdict(False, float("inf"), text)
     return judge_values(result, reference)

@@ -13,11 +13,27 @@ import torch
 
 import flux
 from flux.bench.config import BenchConfig
-from flux.bench.methods import Fused, LibraryMethod, Method, whole_gemms
+from flux.bench.methods import (
+    Fused,
+    LibraryMethod,
+    Method,
+    bytes_of,
+    gemm_of,
+    scaled_product,
+    whole_gemms,
+)
 from flux.bench.places import gpu
 from flux.bench.places.base import Call, Timing
 from flux.bench.places.gpu import GpuMachine
-from flux.bench.reference import Inputs, Reference, Verdict, judge, make_inputs, reference_of_all
+from flux.bench.reference import (
+    Inputs,
+    Reference,
+    Verdict,
+    judge,
+    make_inputs,
+    negate,
+    reference_of_all,
+)
 from flux.core.problem import Problem
 from flux.transport.virtual import VirtualWorld
 
@@ -86,18 +102,29 @@ class VirtualUnfused(LibraryMethod):
     def _compute(self, inputs: Sequence[Inputs]) -> Sequence[torch.Tensor]:
         problem = self._problem
         if problem.op.gathers:
-            x = torch.cat([own.x for own in inputs])
-            return [torch.mm(x, own.weight.t()) for own in inputs]
-        total = torch.mm(inputs[0].x, inputs[0].weight.t())
+            x = torch.cat([bytes_of(own.x) for own in inputs]).view(problem.torch_dtype)
+            scales = [own.scale_x for own in inputs if own.scale_x is not None]
+            scale = torch.cat(scales) if problem.scaling == "row" else None
+            return [self._product(x, own, scale) for own in inputs]
+        total = self._product(inputs[0].x, inputs[0])
         for own in inputs[1:]:
-            total += torch.mm(own.x, own.weight.t())
+            total += self._product(own.x, own)
         if problem.op.all_reduces:
             return [total] * problem.world
         return [total[slice(*problem.rows(rank))] for rank in range(problem.world)]
 
+    def _product(
+        self, x: torch.Tensor, own: Inputs, scale_x: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if own.scale_x is None or own.scale_weight is None:
+            return torch.mm(x, own.weight.t())
+        scales = own.scale_x if scale_x is None else scale_x, own.scale_weight
+        return scaled_product(x, own.weight, *scales, self._problem.fast_accum)
+
     def knobs(self) -> dict[str, Any]:
         """Return the description of collective and GEMM."""
-        return {"path": "unfused", "collective": "torch on one GPU", "gemm": "torch.mm"}
+        gemm = gemm_of(self._problem, gpus=True)
+        return {"path": "unfused", "collective": "torch on one GPU", "gemm": gemm}
 
 
 class Ranks:
@@ -136,7 +163,7 @@ class Ranks:
     def renew(self, inputs: list[Inputs]) -> None:
         """Negate every rank's x in place."""
         for own in inputs:
-            own.x.neg_()
+            negate(own.x)
 
     def give(self, inputs: list[Inputs], methods: Sequence[Method]) -> None:
         """Do nothing: all ranks are real."""
@@ -171,8 +198,9 @@ class Ranks:
         """Return the communication alone, by torch on one GPU."""
         problem = self.problem
         if problem.op.gathers:
-            return lambda: torch.cat([own.x for own in inputs])
-        partials = [inputs[0].x.new_zeros(problem.m, problem.n) for _ in inputs]
+            return lambda: torch.cat([bytes_of(own.x) for own in inputs])
+        empty = torch.zeros(problem.m, problem.n, dtype=problem.result_dtype)
+        partials = [empty.to(own.x.device) for own in inputs]
         return lambda: torch.stack(partials).sum(0)
 
     def time(self, call: Callable[[], T]) -> tuple[T, Timing]:

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +31,30 @@ STAGES = (2, 3, 4, 5)
 MISSING = 5  # the number of stages of kernels that are "compiled", and not there all the same
 
 
-def config_of(op: str, stages: int) -> GemmConfig:
-    """A kernel of the tests' space."""
+def config_of(op: str, stages: int, scaling: str = "none") -> GemmConfig:
+    """A kernel of the tests' space; with scaling of float8."""
     kind = "ag_gemm" if op == "ag_gemm" else "gemm_rs"
-    return GemmConfig(kind, "90a", "bf16", (64, 64, 64), "pingpong", stages=stages)
+    config = GemmConfig(kind, "90a", "bf16", (64, 64, 64), "pingpong", stages=stages)
+    if scaling == "none":
+        return config
+    return replace(config, dtype="e4m3", tile=(64, 64, 128), scaling=scaling, promoted=True)
 
 
-def open_gpu(library: Path, of_flux: Path | None = None) -> EmulatedDevice:
+def open_gpu(library: Path, of_flux: Path | None = None, arch: str = "80") -> EmulatedDevice:
     """An emulated GPU of this process, for ops and for the tuner; with the kernels of the space, or
-    with those of flux for sm_80 in this directory."""
-    device = emulate(os.getpid(), library, of_flux)
+    with those of flux for ``arch`` in this directory."""
+    device = emulate(os.getpid(), library, of_flux, arch)
     gpu.open_machine = lambda index: bench_gpus.EmulatedMachine(device)  # type: ignore
     if of_flux is not None:
         return device
     there = dict(device.registry.kernels)
     for kernel in list(there.values()):
-        plain = (kernel.config.weight, kernel.config.scaling, kernel.config.activation)
-        if plain != ("nk", "none", "none") or kernel.config.reduce != "local":
+        plain = (kernel.config.weight, kernel.config.activation, kernel.config.reduce)
+        if plain != ("nk", "none", "local"):
             continue
         for stages in STAGES:
             if stages != MISSING:
-                config = config_of(kernel.config.op, stages)
+                config = config_of(kernel.config.op, stages, kernel.config.scaling)
                 there[config.name] = BuiltKernel(config, library, kernel.symbol, kernel.usage)
     device.registry = EmulatedRegistry((), there, (), (), ())
     return device
@@ -76,7 +79,7 @@ class Maker:
         library: of the emulator.
         fault: what is wrong with candidates of 3 stages.
         nap_ms: by stages, what calls take beside their work.
-        of_flux: see ``open_gpu``.
+        of_flux, arch: see ``open_gpu``.
         others_ms: of the fixed candidates, far apart: other programs may take the cores meanwhile.
     """
 
@@ -85,10 +88,11 @@ class Maker:
     nap_ms: tuple[tuple[int, float], ...] = ((2, 25.0), (3, 25.0), (4, 0.0))
     of_flux: Path | None = None
     others_ms: float = 50.0
+    arch: str = "80"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        open_gpu(self.library, self.of_flux)
+        open_gpu(self.library, self.of_flux, self.arch)
 
     def __call__(self, config: BenchConfig, candidate: Candidate, rank: int) -> Method:
         method = make_method(config, candidate, rank)
