@@ -233,8 +233,8 @@ def kernels(space: Space, problem: Problem) -> tuple[list[GemmConfig], list[Prun
     that of 16-bit elements: of float8 twice as many fit the same bytes.
     """
     dtype = DTYPES[problem.dtype]
-    if not dtype.in_kernels:
-        raise ValueError(f"there are no kernels for {problem.dtype}")
+    if not dtype.in_kernels or (problem.scaling and space.arch != "90a"):
+        raise ValueError(f"there are no kernels for {problem.dtype} on sm_{space.arch}")
     family, gemm = family_of(problem), gemm_of(problem)
     values = space.kernels
     if family in GROUPED:

@@ -311,6 +311,9 @@ def test_a_command_in_the_background_can_be_ended() -> None:
     [
         (["--op", "gemm"], "all_to_all_gemm, got 'gemm'"),
         (["--dtype", "int8"], "dtype must be one of"),
+        (["--dtype", "e4m3", "--scaling", "block"], "must be tensor, row, got 'block'"),
+        (["--fast-accum"], "fast_accum is for float8_e4m3fn"),
+        (["--dtype", "e4m3", "--transport", "loopback"], "does not measure float8"),
         (["--m", "0"], "m must be at least 1, got 0"),
         (["--repeats", "0"], "repeats must be at least 1"),
         (["--tile", "12"], "tile must look like 512x1024, got '12'"),

@@ -14,9 +14,10 @@ from flux.bench import sparse
 from flux.bench.config import BenchConfig, link_bytes_minimum
 from flux.bench.op import measure
 from flux.bench.places.sparse import SparseRanks
-from flux.bench.shapes import load_shapes
+from flux.bench.shapes import load_shapes, model_in
 from flux.bench.sparse_reference import draw_choices
 from flux.cli.app import app
+from flux.core.datafile import data_root
 from flux.core.sparse_problem import SPARSE, SparseProblem, make_problem
 from harness import run_ranks
 
@@ -29,17 +30,18 @@ class Damaged(sparse.FusedSparse):
     def __call__(self, inputs: Any) -> Any:
         results = list(super().__call__(inputs))
         results[-1] = results[-1].clone()
-        results[-1].view(-1)[-1] += 0.01
+        results[-1].view(-1)[-1] += 0.01 if results[-1].dtype is torch.float32 else 8.0
         return results
 
 
-def _measured(rank: int, world: int, name: str) -> None:
+def _measured(rank: int, world: int, name: str, scales: dict[str, Any]) -> None:
     sizes = {"ep": 1} if name == "ag_grouped_gemm" else {}
     if name not in ROUTED:
         sizes = {"head_dim": 4, "heads": (6,) if name == "all_to_all_gemm" else (6, 3)}
     packed = 4 * sum(sizes.get("heads", (1,)))
     n, k = (packed, 9) if name == "gemm_all_to_all" else (9, packed)
-    problem = make_problem(name, 13, n, k, "float32", world, sizes)
+    dtype = "float8_e4m3fn" if scales else "float32"
+    problem = make_problem(name, 13, n, k, dtype, world, {**sizes, **scales})
     config = BenchConfig(problem=problem, repeats=2, warmup=0, skews=(0.0, 2.0), backend="cpu")
     place = SparseRanks(config, rank)
 
@@ -58,7 +60,9 @@ def _measured(rank: int, world: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_methods_are_right_and_a_wrong_element_is_found(name: str) -> None:
-    run_ranks(3, _measured, name)
+    run_ranks(3, _measured, name, {})
+    for scaling in ("tensor", "row") if name in ROUTED else ():
+        run_ranks(3, _measured, name, {"scaling": scaling, "fast_accum": scaling == "row"})
 
 
 def test_routers_are_balanced_or_skewed() -> None:
@@ -120,6 +124,34 @@ def test_the_command_and_the_suite_print_sizes(tmp_path: Path) -> None:
     assert "heads=4 head_dim=2" in result.output and "heads=4 head_dim=2" in page.read_text()
     again = CliRunner().invoke(app, [*run, *options, "--resume"])
     assert "resuming: 1 of 1" in again.output
+
+
+def test_files_of_shapes_have_float8(tmp_path: Path) -> None:
+    file, results = tmp_path / "few.toml", tmp_path / "suite.json"
+    head = 'model = "few"\ndtype = "{}"\ntensor_parallel = [2]\nscaling = "row"\n'
+    shape = '[[shape]]\nop = "gemm_rs"\nm = [8]\nn = 6\nk = 8\n'
+    file.write_text(head.format("float8_e4m3fn") + shape)
+    shapes = load_shapes(file)
+    for dtype, scales, variant in (
+        (None, None, "row"),
+        (None, {"fast_accum": True}, "row-fast"),
+        (None, {"scaling": "tensor"}, "tensor"),
+        ("bfloat16", None, ""),
+    ):
+        (problem,) = shapes.problems(2, dtype, scales)
+        assert problem.variant == variant
+    run = ["bench", "suite", "--shapes", str(file), "--repeats", "3", "--warmup", "0"]
+    for more, seen in (([], "scaling=row"), (["--resume"], "resuming: 1 of 1")):
+        result = CliRunner().invoke(app, [*run, "--json", str(results), *more])
+        assert result.exit_code == 0 and seen in result.output, result.output
+    model = (data_root() / "shapes" / "llama3-8b.toml").read_text()
+    file.write_text(model.replace('dtype = "bfloat16"', 'dtype = "float8_e4m3fn"'))
+    assert {p.variant for p in load_shapes(file).problems(2)} == {"tensor"}
+    with pytest.raises(ValueError, match=r"dtype: .* float64, float32, bfloat16, float16"):
+        model_in(file)  # activations are not float8
+    file.write_text(head.format("bfloat16") + shape)
+    with pytest.raises(ValueError, match="scaling: is for dtype float8_e4m3fn, got bfloat16"):
+        load_shapes(file)
 
 
 def test_the_shipped_file_has_every_op() -> None:

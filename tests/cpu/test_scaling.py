@@ -9,6 +9,11 @@ import pytest
 import torch
 
 import flux
+from flux.backends import epilogue
+from flux.backends.unfused import UnfusedBackend
+from flux.core.call import CallChecker
+from flux.core.knobs import Op
+from flux.core.spec import OpSpec
 from harness import run_ranks
 from reference import Inputs, Problem
 
@@ -100,3 +105,38 @@ def _no_grad(rank: int, world: int) -> None:
 
 def test_gradient_through_an_activation_raises() -> None:
     run_ranks(2, _no_grad)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_the_library_path_of_gpus_has_the_librarys_product(
+    by_row: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPUs torch has it, too. It takes multiples of 16, and memory in rows."""
+    monkeypatch.setattr(epilogue, "SCALED_ON", ("cpu",))
+    epilogue._has_scaled_mm.cache_clear()
+    try:
+        for scaled, layout, (m, n, k) in (
+            (True, "dense", (5, 32, 48)),
+            (True, "inside", (1, 16, 16)),
+            (True, "transposed", (7, 48, 32)),
+            (False, "dense", (5, 24, 48)),
+            (False, "dense", (5, 32, 40)),
+        ):
+            p = Problem("ag_gemm", m, (n,), k, FP8, scaling="row" if by_row else "tensor")
+            inputs = Inputs(p, m, 1, seed=n)
+            x, weight, bias = inputs.local(0, layout)
+            scales = inputs.scales(0, m).values()
+            product = epilogue.scaled_mm(x, weight.t(), *scales, bias)
+            assert (product is not None) == scaled
+            if product is not None:
+                inputs.check([product], 0, "unfused")
+            run = UnfusedBackend(_spec(p), None, 0, 1, 1.0).run
+            call = CallChecker(_spec(p), 1, 0).check(x, [weight], [bias], m, list(scales))
+            inputs.check(run(call), 0, "unfused")
+    finally:
+        epilogue._has_scaled_mm.cache_clear()
+
+
+def _spec(p: Problem) -> OpSpec:
+    sizes = (p.max_m, p.n, p.k, p.dtype, p.transpose_weight, p.reduce)
+    return OpSpec(Op[p.op], *sizes, scaling=p.scaling)

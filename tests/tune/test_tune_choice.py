@@ -19,6 +19,8 @@ import reference
 from flux.core.env import TUNE_CACHE
 from flux.core.knobs import Knobs, Op, Topology
 from flux.core.problem import Problem
+from flux.core.sparse_problem import SPARSE, make_problem
+from flux.core.sparse_problem import problem_of as problem_of_spec
 from flux.core.spec import OpSpec
 from flux.machine.cluster import NetworkSpec, group_parts, load_cluster, world_shape
 from flux.machine.detection import detect
@@ -290,7 +292,29 @@ def test_a_group_of_unlike_machines_is_another_machine() -> None:
 def test_float8_has_winners_of_its_own() -> None:
     wide, narrow = (replace(problem_of("gemm_rs"), dtype=d) for d in ("bfloat16", "float8_e4m3fn"))
     assert wide.row_bytes == narrow.row_bytes  # of results, which are bfloat16 for both
-    assert Key.of(wide, "1x2", {}, "cpu") != Key.of(narrow, "1x2", {}, "cpu")
+    rows = replace(narrow, scaling="row")
+    fast = replace(rows, fast_accum=True)
+    keys = [Key.of(problem, "1x2", {}, "cpu") for problem in (wide, narrow, rows, fast)]
+    assert [key.variant for key in keys] == ["", "tensor", "row", "row-fast"]
+    assert len({key.name for key in keys}) == 4
+    assert "variant" not in keys[0].as_dict()  # as in files that have been written before
+    assert all(Key.from_dict(key.as_dict()) == key for key in keys)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_a_float8_op_looks_up_what_is_tuned_for_its_scales(scaling: str, fast: bool) -> None:
+    scales = {"scaling": scaling, "fast_accum": fast}
+    for name in ("ag_gemm", "gemm_ar", "grouped_gemm_rs", "dispatch_grouped_gemm"):
+        tuned = make_problem(name, 64, 48, 32, "float8_e4m3fn", 2, scales)
+        of_op: dict[str, Any] = {}
+        if tuned.sparse:
+            of_op = {**tuned.sizes, "dispatches": "dispatch" in name}
+        row = SPARSE[name].row if name in SPARSE else Op[name]
+        sizes = (64, (48,), 32, torch.float8_e4m3fn, False, "sum")
+        built = problem_of_spec(OpSpec(row, *sizes, **{**scales, **of_op}), 2, 1)
+        assert built == tuned
+        assert (built.dense.scaling, built.dense.fast_accum) == (scaling, fast)
 
 
 def test_a_winner_found_elsewhere_is_checked_before_it_is_used() -> None:

@@ -16,12 +16,12 @@ from flux.cli.options import parse_duration
 from flux.core.datafile import data_root
 from flux.core.knobs import AllToAllOp, Knobs, Op, Topology
 from flux.core.problem import Problem
-from flux.core.sparse_problem import SPARSE
+from flux.core.sparse_problem import SPARSE, make_problem
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.machine.cluster import load_cluster
 from flux.select.cost import gemm_ms, raster_ms, traffic_ms
-from flux.select.heuristic import make_schedule, raster, resolve
+from flux.select.heuristic import kernels_can_push, make_schedule, raster, resolve
 from flux.select.one_shot import ONE_SHOTS
 from flux.select.predict import predict
 from flux.select.space import (
@@ -127,6 +127,29 @@ def test_kernels_of_candidates_are_legal(cluster: str, space: str, n: int, k: in
     assert all(is_legal(kernel, GemmProblem(4096, local_n, local_k, 8)) for kernel in kernels)
     assert any(one.reason.startswith("illegal: ") for one in pruned)
     assert all(one.kernel is not None for one in kept if one.name != "unfused")
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("name", ["ag_gemm", "gemm_rs", "gemm_ar", "ag_grouped_gemm"])
+@pytest.mark.parametrize("m", [16, 4096])
+def test_float8_has_kernels_to_choose_from(m: int, name: str, scaling: str, fast: bool) -> None:
+    scales = {"scaling": scaling, "fast_accum": fast}
+    problem = make_problem(name, m, 16384, 8192, "float8_e4m3fn", 8, scales)
+    cluster = load_cluster("h200")
+    kept, _ = candidates(load_space("sm90a"), problem, Topology.flat(8), cluster)
+    used = {one.kernel for one in kept if one.kernel is not None}
+    assert len(used) >= 2 and len({kernel.tile for kernel in used}) >= 2
+    for kernel in used:
+        assert (kernel.dtype, kernel.tile[2]) == ("e4m3", 128)
+        assert (kernel.scaling, kernel.fast_accum) == (scaling, fast)
+    names = {one.name for one in kept}
+    wide = make_problem(name, m, 16384, 8192, "bfloat16", 8)
+    pushes = kernels_can_push(wide) and not problem.sparse
+    # Rows that travel with scales are copied.
+    assert ("in_kernel" in names) == (pushes and (name, scaling) != ("ag_gemm", "row"))
+    with pytest.raises(ValueError, match="no kernels for float8_e4m3fn on sm_80"):
+        candidates(load_space("sm80"), problem, Topology.flat(8), load_cluster("flux-a800"))
 
 
 @pytest.mark.parametrize("op", list(Op.__members__))
@@ -346,6 +369,9 @@ def test_explain_lists_candidates_for_other_hardware() -> None:
         (["--op", "ag_gemm", "--budget", "soon"], "must look like 90s"),
         (["--op", "ag_gemm", "--budget", "0m"], "must look like 90s"),
         (["--op", "ag_gemm", "--dtype", "int8"], "dtype must be one of"),
+        (["--op", "ag_gemm", "--dtype", "e5m2"], "float8_e4m3fn, got 'e5m2'"),
+        (["--op", "ag_gemm", "--scaling", "row"], "scaling of float32 must be none, got 'row'"),
+        (["--op", "gemm_all_to_all", "--dtype", "e4m3"], "float8 is not supported"),
         (["--op", "ag_gemm", "--candidate-timeout", "0"], "must be above 0"),
         (["--op", "ag_gemm", "--cluster", "nowhere"], "no file nowhere"),
         (["--op", "ag_gemm", "--space", "nowhere"], "no file nowhere"),
