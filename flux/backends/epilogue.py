@@ -110,7 +110,7 @@ def scaled_mm(
         x: float8 [rows, K].
         weight: float8 [K, N].
         scale_x: [rows] or [1].
-        scale_weight: [N] or [1]; as many values as there are columns if x has one per row.
+        scale_weight: [N] or [1].
         bias: [N] or None.
         fast: sums stay in the tensor cores' own precision.
     """
@@ -125,18 +125,28 @@ def scaled_mm(
             return tensor
         return tensor.clone(memory_format=torch.contiguous_format)
 
-    scales: tuple[torch.Tensor, ...] = scale_x, scale_weight
     if by_row:
-        scales = scale_x.view(-1, 1).expand(rows, 1).contiguous(), scale_weight.view(1, -1)
+        scale_x = scale_x.view(-1, 1).expand(rows, 1).contiguous()
+        scale_weight = scale_weight.view(1, -1).expand(1, n).contiguous()
     product: torch.Tensor = torch._scaled_mm(
         in_rows(x),
         in_rows(weight.t()).t(),
-        *scales,
+        scale_x,
+        scale_weight,
         bias,
         out_dtype=torch.bfloat16,
         use_fast_accum=fast,
     )
     return product
+
+
+def product_in_float32(x: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    """Return the product of float8 rows [rows, K] with a weight [K, N] that is float32 by now.
+
+    Autocast, which makes operands of products bfloat16, does not change one with an ``out``.
+    """
+    out = x.new_empty(x.shape[0], wide.shape[1], dtype=torch.float32)
+    return torch.mm(x.float(), wide, out=out)
 
 
 class Multiplier:
@@ -208,7 +218,7 @@ class Multiplier:
         if weight not in self._wide:
             self._wide[weight] = self._weights[weight].float()
         wide = self._wide[weight]
-        product = torch.mm(x.float(), wide if columns is None else wide[:, columns])
+        product = product_in_float32(x, wide if columns is None else wide[:, columns])
         product *= scale_x.view(-1, 1)
         product *= scale
         if bias is not None:

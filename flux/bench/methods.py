@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from flux.backends.epilogue import scaled_mm
+from flux.backends.epilogue import product_in_float32, scaled_mm
 from flux.backends.unfused import all_gather, reduce_scatter
 from flux.bench.config import BenchConfig
 from flux.bench.reference import Inputs
@@ -175,7 +175,7 @@ def scaled_product(
     """
     product = scaled_mm(x, weight.t(), scale_x, scale_weight, fast=fast)
     if product is None:
-        product = torch.mm(x.float(), weight.float().t())
+        product = product_in_float32(x, weight.float().t())
         product *= scale_x.view(-1, 1)
         product *= scale_weight
     return product.to(torch.bfloat16)

@@ -117,11 +117,10 @@ def make_inputs(problem: Problem, rank: int, seed: int) -> Inputs:
     x, weight = (draw(shape, problem.torch_dtype, generator) for shape in shapes)
     if problem.dtype != SCALED:
         return Inputs(x, weight)
-    of_x = of_weight = (1,)
-    if problem.scaling == "row":
-        of_x, of_weight = x.shape[:1], weight.shape[:1]
+    by_row = problem.scaling == "row"
+    of_x, of_weight = ([t.shape[0] if by_row else 1] for t in (x, weight))
     # Ranks that gather x have one factor for all its rows.
-    shared = problem.op.gathers and problem.scaling == "tensor"
+    shared = problem.op.gathers and not by_row
     of_all = torch.Generator().manual_seed(seed) if shared else generator
     scale_x = draw_scales(of_x, of_all)
     return Inputs(x, weight, scale_x=scale_x, scale_weight=draw_scales(of_weight, generator))

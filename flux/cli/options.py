@@ -35,12 +35,8 @@ Dtype = Annotated[
         "bfloat16 on GPUs."
     ),
 ]
-Scaling = Annotated[
-    str | None, typer.Option(help="Scales of float8: tensor | row (default: tensor).")
-]
-FastAccum = Annotated[
-    bool, typer.Option("--fast-accum", help="Sum float8 as the op's fast_accum=True does.")
-]
+Scaling = Annotated[str | None, typer.Option(help="Of float8: tensor | row (default: tensor).")]
+FastAccum = Annotated[bool, typer.Option("--fast-accum", help="Of float8: fast_accum=True.")]
 Nproc = Annotated[
     int | None, typer.Option(help="Number of ranks to start (default: 2, or torchrun's).")
 ]

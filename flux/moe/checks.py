@@ -123,6 +123,8 @@ class GroupedChecker(CallChecker):
         needed = Needed(routing, spec.ep, self.world) if spec.dispatches else None
         call = Call(m, x, (), self.columns, (None,), grouped=product, needed=needed, digest=digest)
         call.scale_x = scale_x
+        if scale_x is not None:
+            call.digest = self._with_shared_scale(call.digest, scale_x)
         return call
 
     def _expert_scales(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
-from flux.backends.epilogue import ACTIVATE, apart
+from flux.backends.epilogue import ACTIVATE, apart, product_in_float32
 from flux.core.spec import OpSpec
 from flux.core.tensors import address_of, stacked
 from flux.moe.routing import Routing
@@ -132,7 +132,7 @@ class Experts:
         if expert not in self._wide:
             self._wide[expert] = self.weights[expert].float()
         part = slice(None) if columns is None else columns
-        product = torch.mm(x.float(), self._wide[expert][part].t())
+        product = product_in_float32(x, self._wide[expert][part].t())
         product *= scale_x.view(-1, 1)
         scale = self.scales[expert]
         product *= scale[part] if scale.dim() else scale

@@ -168,6 +168,7 @@ class TensorParallelOp:
                     spec, exchange, placement, topology, backend, self._is_legal
                 )
             self._checker = self._checks(spec, self.world, self.rank, device)
+            self._checker.compares_scales = gpus is None
             # make_schedule caches too, but to hash its arguments costs more than a call may.
             self._schedules: dict[int, TileSchedule] = {}
             of_group = exchange if isinstance(exchange, Exchange) else None

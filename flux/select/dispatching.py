@@ -84,6 +84,7 @@ def with_rows(problem: SparseProblem) -> Problem:
         problem.nodes,
         experts=max(round(used), problem.topk),
         topk=problem.topk,
+        **problem.scales,
     )
 
 

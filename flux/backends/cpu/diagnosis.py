@@ -26,8 +26,11 @@ def mismatch_text(spec: OpSpec, rank: int, f: _C.FailureDict) -> str:
     if spec.op.exchanges:
         text = f"rank {peer} and rank {rank} passed different batches or lengths of sequences"
         return f"{label}: ranks disagree: {text}"
-    if spec.experts:
-        text = f"rank {peer} and rank {rank} passed different tokens, routing or biases"
+    shared = spec.op.gathers and spec.scaling == "tensor"
+    if spec.experts or shared:
+        what = "tokens, routing or biases" if spec.experts else "M"
+        what += " or scale_x" if shared else ""
+        text = f"rank {peer} and rank {rank} passed different {what}"
         return f"{label}: ranks disagree: {text}"
     digests = (f["observed"], f["expected"])
     if spec.op.gathers:
