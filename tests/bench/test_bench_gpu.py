@@ -25,7 +25,7 @@ from flux.bench.places import gpu
 from flux.bench.places.virtual import Ranks
 from flux.cli.app import app
 from flux.core.knobs import Op
-from flux.core.problem import Problem
+from flux.core.problem import SCALED, Problem
 from flux.transport.loopback import LoopbackPeers
 from harness import fresh_ranks, run_ranks
 from matrix import OPS
@@ -45,8 +45,11 @@ def machine(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Emulated
     return device
 
 
-def config_of(op: str, transport: str | None, world: int = 2, **options: Any) -> BenchConfig:
-    problem = Problem(Op[op], 13, 16, 24, "bfloat16", world)
+def config_of(
+    op: str, transport: str | None, world: int = 2, scaling: str = "", **options: Any
+) -> BenchConfig:
+    dtype = SCALED if scaling else "bfloat16"
+    problem = Problem(Op[op], 13, 16, 24, dtype, world, scaling=scaling)
     options = {"repeats": 2, "warmup": 1, **options}
     return BenchConfig(problem, backend="cuda", transport=transport, **options)
 
@@ -59,7 +62,8 @@ def check(found: Measurement, comparable: bool = True) -> None:
         assert 0 < method.max_abs_err < 1
         assert (method.metrics.speedup_vs_unfused is not None) == comparable
         assert method.comm_cpu_ms is None  # GPUs do the work
-    assert set(found.parts_ms) == {"gemm/linear", "gemm/mm", "gemm/mm_out", "comm/library"}
+    gemms = {"gemm/linear", "gemm/mm", "gemm/mm_out"}
+    assert set(found.parts_ms) in (gemms | {"comm/library"}, {"gemm/scaled_mm", "comm/library"})
     assert found.start_skew_ms is None and found.device == "emulated"
 
 
@@ -72,6 +76,15 @@ def test_all_methods_of_ranks_on_one_gpu_are_correct(
 ) -> None:
     config = config_of(op, transport, world)
     check(measure(config, 0), comparable=transport == "loopback")
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("op", OPS)
+def test_float8_is_measured_with_scales(machine: EmulatedDevice, op: str, scaling: str) -> None:
+    found = measure(config_of(op, "virtual", 3, scaling), 0)
+    check(found, comparable=False)
+    assert found.methods[0].knobs["gemm"] == "torch._scaled_mm"
+    assert found.methods[-1].knobs["kernel"].endswith(f"_nk_{scaling}")
 
 
 @pytest.mark.parametrize("direction", ["push", "pull"])

@@ -158,3 +158,44 @@ def test_the_shipped_file_has_every_op() -> None:
     shapes = load_shapes("experts-cpu")
     assert {problem.name for problem in shapes.problems(2)} == set(SPARSE)
     assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_experts_of_float8_on_gpus_are_compared_with_the_librarys_product(
+    scaling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which CPUs do not have: its arguments are checked, and what it is to compute."""
+
+    def product(x: Any, weight: Any, of_rows: Any, of_columns: Any, ends: Any, **rest: Any) -> Any:
+        assert rest == {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        assert of_rows.shape == x.shape[:1] and of_columns.shape == (4, 32)
+        assert weight.shape == (4, 48, 32) and weight.stride(1) == 1
+        out, begin = [], 0
+        for expert, end in enumerate(ends.tolist()):
+            wide = x[begin:end].float() @ weight[expert].float() * of_columns[expert]
+            out.append(wide * of_rows[begin:end, None])
+            begin = end
+        return torch.cat(out).bfloat16()
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", product, raising=False)
+    sizes = {"experts": 4, "topk": 3, "scaling": scaling, "fast_accum": True}
+    for name in ("ag_grouped_gemm", "grouped_gemm_rs", "dispatch_grouped_gemm"):
+        problem = make_problem(name, 21, 32, 48, "float8_e4m3fn", 1, sizes)
+        assert isinstance(problem, SparseProblem)
+        share = sparse.SparseShare(problem, 0, gpus=True)
+        inputs = share.inputs(1, (0.0,))
+        (case,) = inputs.routings
+        call = sparse.grouped(problem, inputs, share.routing(case.experts), at_once=True)
+        rows = case.exact
+        if problem.op.gathers:
+            tokens, _ = share.routing(case.experts).on(rows.device)
+            scale = case.scale_x if scaling == "tensor" else case.scale_x[tokens]
+            got, rows = (
+                call(case.x.view(torch.uint8)[tokens].view(case.x.dtype), scale),
+                rows[tokens],
+            )
+        else:
+            got = call(case.x, case.scale_x)
+        for expert, begin, end in share.routing(case.experts).groups(0, 21):
+            right = rows[begin:end] @ inputs.exact_weight(expert).t()
+            torch.testing.assert_close(got[begin:end].double(), right, rtol=1e-2, atol=1e-2)

@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+import bench_gpus
 from device_fixtures import with_flux_kernels
 from flux import Knobs
+from flux.bench.config import BenchConfig
+from flux.bench.op import measure
+from flux.bench.sparse import FusedSparse
+from flux.core.sparse_problem import make_problem
 from flux.transport.virtual import VirtualWorld, least_tile_rows
 from harness import STRESS, more
 from moe_cases import MOE_OPS, MoeCase, MoeInputs
@@ -192,3 +197,28 @@ def test_what_no_kernel_does_is_refused(
         for rank in range(2):
             with pytest.raises(ValueError, match=text):
                 case.build(group=ranks.rank(rank))
+
+
+@pytest.mark.parametrize("op", ["ag_grouped_gemm", *more("grouped_gemm_ar")])
+def test_bench_draws_scales(float8: PtxDevice, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`flux bench op --transport virtual --dtype e4m3`, with max_rows, too; scales of other rows
+    are noticed."""
+    bench_gpus.use(float8, monkeypatch)
+    # Which is only timed here, and CPUs do not have.
+    product = lambda x, weight, *_, **rest: torch.zeros(1)  # noqa: E731
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", product, raising=False)
+    sizes = {"experts": 4, "topk": 2, "scaling": "row"}
+    problem = make_problem(op, 40, 128, 128, "float8_e4m3fn", 2, sizes)
+    runs: Any = {"repeats": 1, "warmup": 0, "skews": (0.0, 1.0)}
+    config = BenchConfig(problem=problem, backend="cuda", transport="virtual", **runs)
+    found = measure(config, 0)
+    assert found.complaints == [] and [m.name for m in found.methods] == ["flux", "max_rows"]
+    right = FusedSparse.routed
+
+    def wrong(self: Any, inputs: Any, case: Any) -> Any:
+        scale = case.scale_x.flip(0) if case.rows else case.scale_x
+        room = torch.cat([scale, case.scale_room[case.rows :]])
+        return right(self, inputs, replace(case, scale_x=scale, scale_room=room))
+
+    monkeypatch.setattr(FusedSparse, "routed", wrong)
+    assert len(measure(config, 0).complaints) == 2
