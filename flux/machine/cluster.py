@@ -28,11 +28,6 @@ DEVICE_KINDS = ("cuda", "cpu")
 LINK_KINDS = ("nvswitch", "nvlink", "pcie", "memory", "none", "unknown")
 NETWORK_KINDS = ("infiniband", "ethernet", "none", "unknown")
 
-DUPLEX_SHARE = 0.77
-"""PCIe: share of twice a link's speed that both directions reach together. Between GPUs on PCIe 4,
-where one direction reaches 27 GB/s (flux/select/hardware.py), both reached 41.4 GB/s
-(github.com/tinygrad/open-gpu-kernel-modules/issues/6)."""
-
 _MEMORY_CLASS_GB = 16
 """Memory sizes are rounded to these steps. Drivers reserve a few hundred MB, depending on version;
 devices that share architecture and multiprocessors (H100, H200) differ by 60 GB."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flux.core.events import Kind
-from flux.machine.virtual import Counter, Process
 from flux.opsim.gather import Gather
+from flux.opsim.machine import Counter, Process
 from flux.opsim.parts import LAUNCH_US, RAISE_US, SimulatedCall, TileQueue, count_ends
 from flux.select.all_to_all import GpuBlocks
 

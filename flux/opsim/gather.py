@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from flux.core.events import Kind
 from flux.core.schedule import Transfer, Visit
-from flux.machine.virtual import Counter, Flag, Process
+from flux.opsim.machine import Counter, Flag, Process
 from flux.opsim.parts import LAUNCH_US, RAISE_US, SimulatedCall, TileQueue, count_ends
 from flux.select.heuristic import awaits_entries, copies_own_rows
 

@@ -14,7 +14,7 @@ from flux.core.recorder import COPY_STREAM_LANE, NETWORK_STREAM_LANE, STREAM_LAN
 from flux.core.schedule import TileSchedule
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster
-from flux.machine.virtual import Counter, Flag, Process, Route, SimulatedMachine
+from flux.opsim.machine import Counter, Flag, Process, Route, SimulatedMachine
 from flux.select import hardware
 from flux.select.cost import memory_ms
 from flux.select.drawn import RoutedCall

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flux.core.events import Kind
-from flux.machine.virtual import Counter, Flag, Process
+from flux.opsim.machine import Counter, Flag, Process
 from flux.opsim.parts import RAISE_US, SimulatedCall, TileQueue, count_ends
 from flux.select.hardware import PUSH_US, STORE_SHARE
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from flux.core.events import Kind
 from flux.core.schedule import Transfer
-from flux.machine.virtual import Counter, Flag, Process
+from flux.opsim.machine import Counter, Flag, Process
 from flux.opsim.parts import LAUNCH_US, RAISE_US, LinkPiece, Move, SimulatedCall, Stores
 from flux.select.hardware import SUM_US
 

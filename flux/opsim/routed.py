@@ -14,8 +14,8 @@ from collections.abc import Generator
 
 from flux.core.events import Kind
 from flux.core.schedule import Visit
-from flux.machine.virtual import Counter, Flag, Process
 from flux.opsim.gather import Gather
+from flux.opsim.machine import Counter, Flag, Process
 from flux.opsim.parts import LAUNCH_US, RAISE_US, LinkPiece, SimulatedCall, TileQueue
 from flux.opsim.scatter import Scatter
 from flux.select.hardware import PUSH_US, STORE_SHARE

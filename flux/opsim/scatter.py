@@ -30,7 +30,7 @@ from collections.abc import Generator
 
 from flux.core.events import Kind
 from flux.core.schedule import Parcel, ParcelKind, Visit
-from flux.machine.virtual import Counter, Flag, Process
+from flux.opsim.machine import Counter, Flag, Process
 from flux.opsim.parts import (
     LAUNCH_US,
     RAISE_US,

@@ -1,9 +1,9 @@
 """Simulate one call of a fused op on hardware that is not here, in virtual time.
 
 The call is executed from its real tile schedule (flux/core/schedule.py) by processes on the virtual
-hardware of flux/machine/virtual.py: gather.py has those of AGGemm, pushed.py those of its path
-in_kernel, and scatter.py those of GemmRS and GemmAR. Each rank is simulated. The only inputs are
-the cluster file and the time of the whole GEMM; no time of an overlapped call enters.
+hardware of machine.py: gather.py has those of AGGemm, pushed.py those of its path in_kernel, and
+scatter.py those of GemmRS and GemmAR. Each rank is simulated. The only inputs are the cluster file
+and the time of the whole GEMM; no time of an overlapped call enters.
 
     stream   enter | own rows | kernel: blocks take tiles, wait, multiply, store | reduction
     copies   rows of a peer, signal | rows of a peer, signal | ...
@@ -44,8 +44,8 @@ from flux.core.problem import Problem, ceil_div, round_up
 from flux.core.schedule import TileSchedule
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster
-from flux.machine.virtual import Counter, SimulatedFabric, SimulatedMachine
 from flux.opsim.gather import gather_processes
+from flux.opsim.machine import Counter, SimulatedFabric, SimulatedMachine
 from flux.opsim.parts import LAUNCH_US, Log, Move, SimulatedCall
 from flux.opsim.pushed import pushed_processes
 from flux.opsim.scatter import scatter_processes

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flux.core.knobs import Op
-from flux.machine.cluster import DUPLEX_SHARE
 
 if TYPE_CHECKING:
     from flux.kernels.config import GemmConfig
@@ -48,6 +47,10 @@ STORE_SHARE = 0.8
 an NVLink (github.com/NVIDIA/nccl-tests/issues/149)."""
 NETWORK_SHARE = 0.9
 """The same for messages between hosts; our assumption."""
+DUPLEX_SHARE = 0.77
+"""PCIe: share of twice a link's speed that both directions reach together. Between GPUs on PCIe 4,
+where one direction reaches 27 GB/s, both reached 41.4 GB/s
+(github.com/tinygrad/open-gpu-kernel-modules/issues/6)."""
 OVERLAP = {"cuda": {1: 0.85, 2: 0.95}, "cpu": {1: 0.0, 2: 0.7}}
 """Overlap effectiveness (OEF) of computation and a collective on one host, and on two or more: our
 assumption, of a cluster whose file has no table ``overlap``. On a GPU, collectives take some

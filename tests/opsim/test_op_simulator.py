@@ -17,8 +17,8 @@ from flux.core.events import Kind
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
 from flux.machine.cluster import Cluster, load_cluster
-from flux.machine.virtual import DUPLEX_SHARE, Route, SimulatedFabric, SimulatedMachine
 from flux.opsim import report as op_report
+from flux.opsim.machine import DUPLEX_SHARE, Route, SimulatedFabric, SimulatedMachine
 from flux.opsim.parts import COPY_SHARE, LAUNCH_US, NETWORK_SHARE, RAISE_US, STORE_SHARE
 from flux.opsim.simulator import MOST_TILES, Simulated, legal_knobs, simulate, unfused
 from flux.select.chunks import chunk_gemm_ms

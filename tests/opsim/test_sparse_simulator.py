@@ -16,7 +16,7 @@ from flux.core.events import Kind
 from flux.core.knobs import Knobs, Topology
 from flux.core.sparse_problem import SparseProblem, make_problem
 from flux.machine.cluster import load_cluster
-from flux.machine.virtual import SimulatedMachine
+from flux.opsim.machine import SimulatedMachine
 from flux.opsim.parts import COPY_SHARE, NETWORK_SHARE, STORE_SHARE
 from flux.opsim.simulator import Simulated
 from flux.opsim.sparse import simulate_sparse

@@ -22,7 +22,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flux.machine.cluster import DUPLEX_SHARE, Cluster
+from flux.machine.cluster import Cluster
+from flux.select.hardware import DUPLEX_SHARE
 
 INSTANT_US = 1e-6
 """Events this close are at one time. Symmetric ranks thus stay in step in spite of rounding."""
