@@ -9,7 +9,7 @@ A block is a copy for each packed tensor. To a rank of another host it is a mess
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import cast
 
 from flux.core.events import Kind
 from flux.opsim.gather import Gather
@@ -18,22 +18,20 @@ from flux.opsim.parts import LAUNCH_US, RAISE_US, SimulatedCall, TileQueue, coun
 from flux.select.all_to_all import GpuBlocks
 
 
-def exchange_processes(call: SimulatedCall, orders: Sequence[GpuBlocks]) -> list[Counter]:
-    """Start the processes of all ranks; return the counter of each rank's end."""
-    if call.problem.name == "all_to_all_gemm":
-        return _Gathered(call).start()
-    return _Sent(call, orders).start()
+class HeadsGather(Gather):
+    """The processes of all ranks of an AllToAllGemm."""
 
-
-class _Gathered(Gather):
     def __init__(self, call: SimulatedCall) -> None:
         super().__init__(call)
         self._pulls = self._enters = self._copies_own = True
         self._own_copies = call.world
 
 
-class _Sent:
-    def __init__(self, call: SimulatedCall, orders: Sequence[GpuBlocks]) -> None:
+class HeadsScatter:
+    """The processes of all ranks of a GemmAllToAll."""
+
+    def __init__(self, call: SimulatedCall) -> None:
+        orders = cast(list[GpuBlocks], call.schedules)
         self._call, self._orders, self._wide = call, orders, call.kernel.cluster_tile.columns
         # By rank and column of tiles: tiles that are not computed.
         self._uncomputed: list[dict[int, Counter]] = [{} for _ in orders]
@@ -44,6 +42,7 @@ class _Sent:
         self._gemm, self._ends = count_ends(call, call.blocks), count_ends(call, 1)
 
     def start(self) -> list[Counter]:
+        """Start them; return the counter of each rank's end."""
         call = self._call
         for rank, order in enumerate(self._orders):
             call.machine.spawn(self._stream(rank))

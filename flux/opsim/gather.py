@@ -23,17 +23,12 @@ from flux.opsim.parts import LAUNCH_US, RAISE_US, SimulatedCall, TileQueue, coun
 from flux.select.heuristic import awaits_entries, copies_own_rows
 
 
-def gather_processes(call: SimulatedCall) -> list[Counter]:
-    """Start the processes of all ranks; return the counter of each rank's end."""
-    return Gather(call).start()
-
-
 class Gather:
     """The processes of all ranks."""
 
     def __init__(self, call: SimulatedCall) -> None:
         self._call = call
-        knobs = call.schedules[0].knobs
+        knobs = call.knobs
         self._pulls = knobs.direction == "pull"
         self._enters = awaits_entries(call.problem, knobs)
         self._copies_own = copies_own_rows(call.problem, knobs, call.kernel.tile[0])

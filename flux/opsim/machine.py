@@ -137,12 +137,10 @@ class SimulatedMachine:
 
     Attributes:
         capacity: of each resource, bytes per microsecond.
-        steps: number of instants at which anything happened.
     """
 
     capacity: list[float]
     now_us: float = 0.0
-    steps: int = 0
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _flows: dict[Resources, list[_Flow]] = field(default_factory=dict)
     _ends: list[tuple[float, int, int, _Flow]] = field(default_factory=list)
@@ -216,7 +214,6 @@ class SimulatedMachine:
     def _advance(self, to_us: float) -> None:
         """Move the virtual time, and serve everything that happens at that instant."""
         self.now_us = to_us
-        self.steps += 1
         ended = []
         while self._ends and self._ends[0][0] <= to_us + INSTANT_US:
             _, _, version, flow = heapq.heappop(self._ends)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flux.core.events import Kind
+from flux.core.knobs import Knobs
 from flux.core.problem import Problem
 from flux.core.recorder import COPY_STREAM_LANE, NETWORK_STREAM_LANE, STREAM_LANE
 from flux.core.schedule import TileSchedule
@@ -86,9 +87,8 @@ class Log:
         **details: int | str,
     ) -> None:
         """Add the span of one lane."""
-        self.spans.append(
-            (rank, SHARED_LANES.get(lane, lane), kind, name, start_us, end_us, details)
-        )
+        lane = SHARED_LANES.get(lane, lane)
+        self.spans.append((rank, lane, kind, name, start_us, end_us, details))
 
 
 @dataclass
@@ -121,35 +121,20 @@ class SimulatedCall:
     log: Log = field(default_factory=Log)
 
     @property
-    def medium(self) -> bool:
-        """Whether the path is medium: a tile is a GEMM, and copy engines move its rows."""
-        return self.schedules[0].knobs.path == "medium"
+    def knobs(self) -> Knobs:
+        """Knobs of the call, equal on all ranks."""
+        return self.schedules[0].knobs
 
     @property
     def copied(self) -> bool:
         """Whether copy engines move partials, from own memory."""
-        return copies_partials(self.problem.op, self.problem.nodes, self.schedules[0].knobs)
-
-    @property
-    def in_kernel(self) -> bool:
-        """Whether the path is in_kernel: no stream has a part in the call."""
-        return self.schedules[0].knobs.path == "in_kernel"
+        return copies_partials(self.problem.op, self.problem.nodes, self.knobs)
 
     @property
     def reduces_early(self) -> bool:
         """Whether the reduction begins beside the end of its GEMM: see cuda_op_scatter.cpp."""
-        alone = self.schedules[0].knobs.sm_margin == 0 and self.problem.nodes == 1
+        alone = self.knobs.sm_margin == 0 and self.problem.nodes == 1
         return self.kernel.arch == "90a" and alone and not self.copied
-
-    @property
-    def sums_in_kernel(self) -> bool:
-        """Whether warps of the GEMM's kernel sum the own rows of a ReduceScatter."""
-        return self.schedules[0].knobs.reduce == "in_kernel"
-
-    @property
-    def by_switch(self) -> bool:
-        """Whether the NVLink switch adds up partials, which stay with their sources."""
-        return self.schedules[0].knobs.reduce == "in_flight"
 
     def through_switch(self, rank: int, nbytes: float, *, reads: bool) -> list[Flag]:
         """Start a load of sums over all ranks, or else a store to all of them.
@@ -179,9 +164,8 @@ class SimulatedCall:
     def copy(self, src: int, dst: int, nbytes: float) -> Flag:
         """Start a copy, by a copy engine or a network card."""
         route = self.routes[src, dst]
-        return self.machine.send(
-            route.resources, nbytes / (NETWORK_SHARE if route.across else COPY_SHARE)
-        )
+        share = NETWORK_SHARE if route.across else COPY_SHARE
+        return self.machine.send(route.resources, nbytes / share)
 
     def note(
         self, rank: int, lane: str, kind: Kind, name: str, start_us: float, **details: int | str
@@ -200,6 +184,11 @@ class SimulatedCall:
         """Log rows that are there now."""
         columns = (0, self.problem.row_elements)
         self.log.moves.append(Move(src, dst, *rows, *columns, start_us, self.machine.now_us))
+
+    def signal(self, src: int, dst: int, flag: Flag) -> Process:
+        """Raise a flag of rank ``dst`` from another one."""
+        yield RAISE_US + self.routes[src, dst].latency_us
+        self.machine.raise_(flag)
 
     def multiply(self, rank: int, lane: str, row: int, column: int) -> Process:
         """Compute the GEMM tile that begins there."""

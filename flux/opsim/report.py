@@ -103,6 +103,7 @@ def document(comparison: OrderComparison, command: list[str] | None = None) -> d
         for call, orders in comparison.flux
     ]
     kernel = comparison.best.kernel
+    hosts = topology_of(problem, comparison.cluster).hosts
     parts = {"gemm/whole": unfused.gemm_ms, "comm/library": unfused.comm_ms}
     return {
         **problem.as_dict(),
@@ -119,9 +120,7 @@ def document(comparison: OrderComparison, command: list[str] | None = None) -> d
         "methods": methods,
         "schedules": schedules,
         **dict.fromkeys(("link_rate", "threads", "seed", "start_skew_ms")),
-        "link_bytes_minimum": link_bytes_minimum(
-            problem, topology_of(problem, comparison.cluster).hosts
-        ),
+        "link_bytes_minimum": link_bytes_minimum(problem, hosts),
         "repeats": 1,
         "warmup": 0,
         "parts_ms": parts,

@@ -56,7 +56,8 @@ class Results:
     def hand_out(self, rank: int, piece: LinkPiece) -> None:
         """Store a sum in the memory of the other ranks of the host."""
         call, nbytes = self._call, piece.elements * self._itemsize
-        links = call.through_switch(rank, nbytes, reads=False)[1:] if call.by_switch else None
+        by_switch = call.knobs.reduce == "in_flight"
+        links = call.through_switch(rank, nbytes, reads=False)[1:] if by_switch else None
         for peer in self._beside(rank):
             stored = links[peer] if links else self._stores[rank].put(peer, nbytes)
             call.machine.spawn(self._handed_out(rank, peer, piece, stored, call.machine.now_us))
@@ -67,7 +68,7 @@ class Results:
         yield stored
         call = self._call
         call.log.moves.append(Move(src, dst, *piece[1:], start, call.machine.now_us))
-        if call.in_kernel:
+        if call.knobs.path == "in_kernel":
             yield RAISE_US + call.routes[src, dst].latency_us
             call.machine.arrive(self._put[dst])
 

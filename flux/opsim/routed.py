@@ -16,14 +16,9 @@ from flux.core.events import Kind
 from flux.core.schedule import Visit
 from flux.opsim.gather import Gather
 from flux.opsim.machine import Counter, Flag, Process
-from flux.opsim.parts import LAUNCH_US, RAISE_US, LinkPiece, SimulatedCall, TileQueue
+from flux.opsim.parts import LAUNCH_US, LinkPiece, SimulatedCall, TileQueue
 from flux.opsim.scatter import Scatter
 from flux.select.hardware import PUSH_US, STORE_SHARE
-
-
-def routed_processes(call: SimulatedCall) -> list[Counter]:
-    """Start the processes of all ranks; return the counter of each rank's end."""
-    return (_Dispatch if call.problem.op.gathers else _Combine)(call).start()
 
 
 def _listed(call: SimulatedCall, rank: int) -> Process:
@@ -32,7 +27,9 @@ def _listed(call: SimulatedCall, rank: int) -> Process:
     call.note(rank, "stream", Kind.copy, "lists of work", 0.0)
 
 
-class _Dispatch(Gather):
+class Dispatch(Gather):
+    """The processes of all ranks of a dispatch."""
+
     def __init__(self, call: SimulatedCall) -> None:
         super().__init__(call)
         assert call.routed is not None
@@ -62,14 +59,12 @@ class _Dispatch(Gather):
         yield call.machine.send(route.resources, count * call.problem.row_bytes / STORE_SHARE)
         call.note(rank, lane, Kind.copy, f"pushes {count} rows to rank {peer}", start)
         call.note_move(rank, peer, (0, count), start)
-        call.machine.spawn(self._signalled(peer, signal, route.latency_us))
-
-    def _signalled(self, peer: int, signal: int, latency_us: float) -> Process:
-        yield RAISE_US + latency_us
-        self._call.machine.raise_(self._signals[peer][signal])
+        call.machine.spawn(call.signal(rank, peer, self._signals[peer][signal]))
 
 
-class _Combine(Scatter):
+class Combine(Scatter):
+    """The processes of all ranks of a combine."""
+
     def __init__(self, call: SimulatedCall) -> None:
         super().__init__(call)
         assert call.routed is not None

@@ -45,11 +45,6 @@ from flux.opsim.result import Results
 from flux.select.hardware import SUM_US
 
 
-def scatter_processes(call: SimulatedCall) -> list[Counter]:
-    """Start the processes of all ranks; return the counter of each rank's end."""
-    return Scatter(call).start()
-
-
 class Scatter:
     """The processes of all ranks."""
 
@@ -60,9 +55,8 @@ class Scatter:
         world, lanes = call.world, call.world // call.problem.nodes
         # (holder, piece): partials of the holder's host that have not arrived.
         self._missing: dict[tuple[int, LinkPiece], Counter] = {}
-        self._pieces: list[list[LinkPiece]] = [
-            [] for _ in range(world)
-        ]  # by owner, in its own order
+        # By owner, in its own order.
+        self._pieces: list[list[LinkPiece]] = [[] for _ in range(world)]
         for rank in range(world):
             for visit in call.schedules[rank].visits:
                 self._pieces[rank] += [p for p in self._split(visit) if p.owner == rank]
@@ -76,13 +70,13 @@ class Scatter:
                     self._missing.setdefault((at, piece), Counter(senders))
         self._inbox: dict[tuple[int, int, int], Flag] = defaultdict(Flag)
         by_sums = [Stores(call, rank) for rank in range(world)]
-        self._stores = (
-            [Stores(call, rank, copied=True) for rank in range(world)] if call.medium else by_sums
-        )
+        medium = call.knobs.path == "medium"
+        copies = [Stores(call, rank, copied=True) for rank in range(world)]
+        self._stores = copies if medium else by_sums
         # (rank, owner): tiles of the owner's rows that are not computed; sends = copies.
         self._computed: dict[tuple[int, int], list[LinkPiece]] = defaultdict(list)
         self._uncomputed: dict[tuple[int, int], Counter] = {}
-        self._by_chunk = call.copied and not call.medium
+        self._by_chunk = call.copied and not medium
         for rank in range(world if self._by_chunk else 0):
             for visit in call.schedules[rank].visits:
                 for piece in self._split(visit):
@@ -90,7 +84,7 @@ class Scatter:
             for owner in range(world):
                 self._uncomputed[rank, owner] = Counter(len(self._computed[rank, owner]))
         self._idle = [Flag() for _ in range(world)]
-        self._gemm = [Counter(call.blocks) for _ in range(world)]
+        self._gemm = count_ends(call, call.blocks)
         self._results = Results(call, by_sums, [len(pieces) for pieces in self._pieces])
         self._ends = count_ends(call, 2)  # the stream and the network's stream
 
@@ -115,7 +109,7 @@ class Scatter:
     def _stream(self, rank: int) -> Process:
         """Enter, launch the kernel, then reduce."""
         call, machine = self._call, self._call.machine
-        if call.world > 1 and not call.in_kernel:
+        if call.world > 1 and call.knobs.path != "in_kernel":
             yield RAISE_US
             call.note(rank, "stream", Kind.barrier, "enters the call", machine.now_us - RAISE_US)
         tiles = call.tiles_of(rank)
@@ -127,7 +121,7 @@ class Scatter:
             yield self._gemm[rank].flag
         else:
             yield from self._reduce(rank)
-            if call.in_kernel:
+            if call.knobs.path == "in_kernel":
                 yield from self._results.copy_out(rank)
             elif call.problem.op.all_reduces:
                 yield from self._results.finish(rank)
@@ -142,7 +136,7 @@ class Scatter:
         for index in tiles.of_block(block):
             leaving = yield from self._item(rank, lane, index)
             start = machine.now_us
-            if call.medium:
+            if call.knobs.path == "medium":
                 before += leaving
                 continue
             for stored in before if ahead else leaving:
@@ -176,7 +170,7 @@ class Scatter:
             copied = self._by_chunk and to != rank
             machine.arrive(self._uncomputed[rank, to] if copied else self._missing[rank, piece])
             return done
-        if not call.by_switch:
+        if call.knobs.reduce != "in_flight":
             done = self._stores[rank].put(to, self._nbytes(rank, piece))
         machine.spawn(self._arrival(rank, to, piece, done, start))
         return done
@@ -203,9 +197,9 @@ class Scatter:
     def _arrival(self, src: int, dst: int, piece: LinkPiece, done: Flag, start: float) -> Process:
         call, machine = self._call, self._call.machine
         yield done
-        if not call.by_switch:
+        if call.knobs.reduce != "in_flight":
             call.log.moves.append(Move(src, dst, *piece[1:], start, machine.now_us))
-        yield RAISE_US + (0.0 if call.medium else call.routes[src, dst].latency_us)
+        yield RAISE_US + (0.0 if call.knobs.path == "medium" else call.routes[src, dst].latency_us)
         machine.arrive(self._missing[dst, piece])
 
     def _reduce(self, rank: int) -> Process:
@@ -213,10 +207,10 @@ class Scatter:
         call, machine = self._call, self._call.machine
         nodes = call.problem.nodes
         lanes = call.world // nodes
-        if call.in_kernel:
+        if call.knobs.path == "in_kernel":
             yield self._idle[rank]
             yield SUM_US / 2
-        elif call.sums_in_kernel:
+        elif call.knobs.reduce == "in_kernel":
             yield 0.0  # beside the tiles
         elif call.reduces_early:
             yield self._idle[rank]
@@ -228,9 +222,8 @@ class Scatter:
             yield self._missing[rank, piece].flag
             for host in range(nodes):
                 if host != call.hosts[rank]:
-                    for first, last in self._strips(rank, piece):
+                    for first in self._strips(rank, piece):
                         yield self._inbox[rank, host, first]
-                        assert last > first
             call.note_wait(rank, "sums", "waits for partials", start)
             start = machine.now_us
             yield from self._add(rank, piece, lanes + nodes)
@@ -243,19 +236,18 @@ class Scatter:
     def _add(self, rank: int, piece: LinkPiece, passes: float) -> Process:
         """Sum partials, in passes over them and over the sums."""
         call, nbytes = self._call, piece.elements * self._itemsize
-        if call.by_switch:
+        if call.knobs.reduce == "in_flight":
             yield from call.through_switch(rank, nbytes, reads=True)
             return
-        beside = call.sums_in_kernel and self._idle[rank].at_us is None
+        beside = call.knobs.reduce == "in_kernel" and self._idle[rank].at_us is None
         yield call.beside_us(nbytes * passes) if beside else call.memory_us(nbytes * passes)
 
-    def _strips(self, owner: int, piece: LinkPiece) -> list[tuple[int, int]]:
-        """Return the communication tiles of the owner's rows that a piece touches."""
+    def _strips(self, owner: int, piece: LinkPiece) -> range:
+        """Return the first rows of the owner's communication tiles that a piece touches."""
         rows = self._call.schedules[owner].knobs.comm_tile_rows
         assert rows is not None
-        base, last = self._call.problem.rows(owner)
-        first = base + (piece.row_begin - base) // rows * rows
-        return [(begin, min(begin + rows, last)) for begin in range(first, piece.row_end, rows)]
+        base, _ = self._call.problem.rows(owner)
+        return range(base + (piece.row_begin - base) // rows * rows, piece.row_end, rows)
 
     # -- between hosts -----------------------------------------------------------------------------
 

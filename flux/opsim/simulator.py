@@ -33,7 +33,7 @@ docs/use/simulator.md says what is not modelled, and how far the results are fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,11 +44,12 @@ from flux.core.problem import Problem, ceil_div, round_up
 from flux.core.schedule import TileSchedule
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster
-from flux.opsim.gather import gather_processes
-from flux.opsim.machine import Counter, SimulatedFabric, SimulatedMachine
+from flux.opsim.exchange import HeadsScatter
+from flux.opsim.gather import Gather
+from flux.opsim.machine import SimulatedFabric, SimulatedMachine
 from flux.opsim.parts import LAUNCH_US, Log, Move, SimulatedCall
-from flux.opsim.pushed import pushed_processes
-from flux.opsim.scatter import scatter_processes
+from flux.opsim.pushed import Pushed
+from flux.opsim.scatter import Scatter
 from flux.select.chunks import chunk_gemm_ms
 from flux.select.cost import gemm_beside_transfers_ms, library_ms, shuffle_ms
 from flux.select.cost import gemm_ms as modelled_gemm_ms
@@ -62,6 +63,8 @@ MOST_TILES = 200_000
 """GEMM tiles of all ranks that one simulation runs; more take over a minute."""
 FEW_TILES = 4_000
 """The same of one operator of a plan."""
+Processes = Gather | HeadsScatter | Pushed | Scatter
+"""Those of all ranks of a call."""
 
 
 @dataclass(frozen=True)
@@ -252,10 +255,10 @@ def simulate(
         waiting=waiting,
         tile_us=[1e3 * busy / waves + start_us] * problem.world,
     )
-    run = gather_processes if problem.op.gathers else scatter_processes
+    kind: type[Processes] = Gather if problem.op.gathers else Scatter
     if knobs.path == "in_kernel" and problem.op.gathers:
-        run = pushed_processes
-    return finished(call, run, full, whole, library_ms(problem, cluster), waves)
+        kind = Pushed
+    return finished(call, kind, full, whole, library_ms(problem, cluster), waves)
 
 
 def call_of(problem: Problem, cluster: Cluster, topology: Topology, **fields: Any) -> SimulatedCall:
@@ -270,7 +273,7 @@ def call_of(problem: Problem, cluster: Cluster, topology: Topology, **fields: An
 
 def finished(
     call: SimulatedCall,
-    run: Callable[[SimulatedCall], list[Counter]],
+    kind: type[Processes],
     knobs: Knobs,
     gemm_ms: float,
     comm_ms: float,
@@ -278,7 +281,7 @@ def finished(
 ) -> Simulated:
     """Run a call's processes to their end; ``knobs``: all fields set."""
     with paused_collector():
-        ends = run(call)
+        ends = kind(call).start()
         call.machine.run()
     return Simulated(
         method="flux" if knobs.path in (None, "fused") else knobs.path,
@@ -332,9 +335,8 @@ def _resolved(problem: Problem, knobs: Knobs, kernel: GemmConfig) -> Knobs:
 def _check_size(problem: Problem, knobs: Knobs) -> None:
     assert knobs.tile is not None
     rows, columns = knobs.tile
-    check_tiles(
-        problem.world * ceil_div(problem.m, rows) * ceil_div(problem.local[0], columns), knobs
-    )
+    tiles = problem.world * ceil_div(problem.m, rows) * ceil_div(problem.local[0], columns)
+    check_tiles(tiles, knobs)
 
 
 def check_tiles(tiles: int, knobs: Knobs) -> None:
@@ -380,18 +382,13 @@ def legal_knobs(
     topology, kernel = topology_of(problem, cluster), default_kernel(problem, cluster, fixed)
     pulls = problem.op.gathers and problem.nodes == 1
     directions = [d.name for d in Direction] if pulls else ["push"]
+    ends = sorted({0, problem.world - 1})
     by_schedule: dict[object, tuple[Knobs, list[str]]] = {}
     for order in [fixed.order] if fixed.order else [o.name for o in Order]:
         for direction in [fixed.direction] if fixed.direction else directions:
             knobs = _resolved(problem, replace(fixed, order=order, direction=direction), kernel)
             _check_size(problem, knobs)
-            schedules = [
-                schedule_of(problem, topology, knobs, kernel, rank)
-                for rank in sorted({0, problem.world - 1})
-            ]
-            identity: object = (
-                direction,
-                *((s.visits, s.transfers, s.results, s.homes) for s in schedules),
-            )
-            by_schedule.setdefault(identity, (knobs, []))[1].append(str(order))
+            schedules = [schedule_of(problem, topology, knobs, kernel, rank) for rank in ends]
+            parts = ((s.visits, s.transfers, s.results, s.homes) for s in schedules)
+            by_schedule.setdefault((direction, *parts), (knobs, []))[1].append(str(order))
     return [(knobs, tuple(orders)) for knobs, orders in by_schedule.values()]

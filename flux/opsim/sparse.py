@@ -13,8 +13,8 @@ from flux.core.problem import ceil_div
 from flux.core.sparse_problem import SparseProblem
 from flux.machine.cluster import Cluster
 from flux.opsim import simulator
-from flux.opsim.exchange import exchange_processes
-from flux.opsim.routed import routed_processes
+from flux.opsim.exchange import HeadsGather, HeadsScatter
+from flux.opsim.routed import Combine, Dispatch
 from flux.opsim.simulator import Simulated
 from flux.select.all_to_all import gpu_blocks, own_gemm_ms, unfused_parts
 from flux.select.cost import memory_ms
@@ -47,7 +47,8 @@ def simulate_sparse(
         parts, gathers, full = routed.parts, problem.op.gathers, routed.knobs
         tiles = sum(len(work.touches) * work.columns for work in routed.works)
         simulator.check_tiles(tiles, full)
-        waves, whole, run = routed.waves, parts["GEMM"], routed_processes
+        waves, whole = routed.waves, parts["GEMM"]
+        kind: type[simulator.Processes] = Dispatch if gathers else Combine
         names = ("kernel", "schedules", "blocks", "tile_us")
         of_call = {name: getattr(routed, name) for name in names} | {"routed": routed}
     else:
@@ -65,10 +66,10 @@ def simulate_sparse(
         moved = 2.0 * (world - 1) * problem.chunk * problem.row_bytes
         busy += UNHIDDEN * min(busy, memory_ms(cluster.device, moved))
         full, waves = orders[0].knobs, ceil_div(tiles, blocks)
-        run = partial(exchange_processes, orders=orders)
+        kind = HeadsGather if gathers else HeadsScatter
         of_call = {"kernel": kernel, "schedules": orders, "blocks": blocks}
         of_call |= {"tile_us": [1e3 * busy / waves] * world, "pieces": len(problem.heads)}
     comm = parts.get("AllToAll", 0.0)
     library = simulator.one_by_one(problem, parts, comm, gathers=gathers)
     call = call_of(waiting=of_call["blocks"], **of_call)
-    return library, simulator.finished(call, run, full, whole, comm, waves)
+    return library, simulator.finished(call, kind, full, whole, comm, waves)
