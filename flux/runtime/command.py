@@ -63,18 +63,12 @@ def run_command(
     First every operator is measured by itself, and beside communication. The trace has predicted
     and measured timelines above each other.
     """
-    settings = {
-        "repeats": repeats,
-        "warmup": warmup,
-        "threads": threads,
-        "seed": seed,
-        "timeout_s": timeout,
-    }
+    settings = {"repeats": repeats, "warmup": warmup, "threads": threads, "seed": seed}
     if speaks():
         check_writable(trace, picture, json_target)
     silent = quiet or json_target == "-"
     try:
-        config = _config(step, plan, settings)
+        config = _config(step, plan, {**settings, "timeout_s": timeout})
     except OSError as error:
         refuse(f"{plan}: {error.strerror}")
     except ValueError as error:
@@ -88,21 +82,19 @@ def run_command(
         runs = on_ranks(run_entry, config, None, progress)
     if not speaks():
         return
-    rows = []
+    rows, timelines = [], []
     for policy_run in runs:
         row = report.document(policy_run.label, config.step, config.cluster, policy_run.run)
         times = policy_run.times_ms
         row["iteration_ms"] = sorted(times)[len(times) // 2]
         row |= {"predicted_ms": policy_run.predicted.iteration_ms, "times_ms": list(times)}
         rows.append(row)
+        timelines.append((f"{policy_run.label}, predicted", policy_run.predicted))
+        timelines.append((f"{policy_run.label}, run", policy_run.run))
     title = title_of(config.step, config.cluster.name)
     if not silent:
         report.show(rows, title, open_console())
     write(rows[0] if len(rows) == 1 else rows, json_target)
-    timelines = []
-    for policy_run in runs:
-        timelines.append((f"{policy_run.label}, predicted", policy_run.predicted))
-        timelines.append((f"{policy_run.label}, run", policy_run.run))
     if trace is not None:
         write_trace(timelines, trace)
     if picture is not None:

@@ -34,13 +34,12 @@ from flux.plan.schedule import Lane, StepSchedule
 from flux.plan.simulate import Timeline
 
 _FUSED: Mapping[str, Any] = {"ag_gemm": AGGemm, "gemm_rs": GemmRS, "gemm_ar": GemmAR}
-_STRIDES = ("tp", "cp", "dp", "pp")  # fastest first
 
 
 def coordinates(parallel: Parallel, rank: int) -> dict[str, int]:
     """Return the place of a rank: its number in each kind of group."""
     places, rest = {}, rank
-    for name in _STRIDES:
+    for name in ("tp", "cp", "dp", "pp"):  # fastest first
         size = getattr(parallel, name)
         places[name], rest = rest % size, rest // size
     return places
@@ -79,6 +78,19 @@ def own_group(
         group = dist.new_group(ranks, timeout) if len(ranks) > 1 else None
         mine = group if dist.get_rank() in ranks else mine
     return mine
+
+
+def pass_on(
+    out: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup | None
+) -> list[dist.Work]:
+    """Begin to send to the next rank of a group, and to receive from the one before."""
+    assert group is not None  # a rank that is alone has none
+    size, place = dist.get_world_size(group), dist.get_rank(group)
+    works = [
+        dist.isend(out, group=group, group_dst=(place + 1) % size),
+        dist.irecv(into, group=group, group_src=(place - 1) % size),
+    ]
+    return [work for work in works if work is not None]
 
 
 class OperatorWork:
@@ -160,23 +172,14 @@ class OperatorWork:
         attend = self._attention(op._replace(shape=chunk))
         count = op.shape[0] * op.shape[2] * width * (2 if op.role == "dgrad" else 1)
         sent, received = self.tensor("sent chunk", count), self.tensor("received chunk", count)
-        place = 0 if group is None else dist.get_rank(group)
-        after, before = (place + 1) % size, (place - 1) % size
-
-        def move() -> list[dist.Work | None]:
-            return [
-                dist.isend(sent, group=group, group_dst=after),
-                dist.irecv(received, group=group, group_src=before),
-            ]
 
         def run() -> None:
-            moved: list[dist.Work | None] = []
             for step in range(size):
-                moved = move() if step < size - 1 else []
+                moved = pass_on(sent, received, group) if step < size - 1 else []
                 attend()
-                for work in filter(None, moved):
+                for work in moved:
                     work.wait()
-            for work in filter(None, move() if op.role == "dgrad" and size > 1 else []):
+            for work in pass_on(sent, received, group) if op.role == "dgrad" and size > 1 else ():
                 work.wait()
 
         return run
@@ -207,34 +210,24 @@ class OperatorWork:
         if group is None:
             return self.compute(op._replace(kind="gemm"))
         world, gathers = dist.get_world_size(group), op.kind == "ag_gemm"
-        if op.kind == "expert_gemm":
-            return self._expert_gemm(op, group, world)
-        x = self.tensor("a", m // world if gathers else m, k)
-        weight = self.tensor("weight", n, k)
-        key = (op.kind, op.shape, group.group_name)
-        if key not in self._fused:
-            sizes = {"n": n * world, "k": k} if gathers else {"n": n, "k": k * world}
-            self._fused[key] = _FUSED[op.kind](
-                group, max_m=m, dtype=self.dtype, timeout_s=self.timeout_s, **sizes
-            )
-        made = self._fused[key]
-        return lambda: made(x, weight)
+        operands: tuple[torch.Tensor, ...]
+        if op.kind == "expert_gemm":  # an expert on each rank, to which tokens go evenly
+            from flux.moe import DispatchGroupedGemm, GroupedGemmCombine  # few steps have experts
 
-    def _expert_gemm(
-        self, op: Operator, group: dist.ProcessGroup, world: int
-    ) -> Callable[[], object]:
-        """Return a call of an op with an expert on each rank, to which tokens go evenly."""
-        from flux.moe import DispatchGroupedGemm, GroupedGemmCombine  # few steps have experts
-
-        m, n, k = op.shape
-        kind: Any = DispatchGroupedGemm if op.dispatches else GroupedGemmCombine
+            kind: Any = DispatchGroupedGemm if op.dispatches else GroupedGemmCombine
+            sizes = {"max_m": m * world, "n": n, "k": k, "experts": world, "topk": 1, "ep": world}
+            experts = torch.arange(m * world)[:, None] % world
+            operands = self.tensor("a", m, k), self.tensor("experts", 1, n, k), experts
+        else:
+            kind, sizes = _FUSED[op.kind], {"max_m": m, "n": n, "k": k}
+            sizes["n" if gathers else "k"] *= world
+            rows = m // world if gathers else m
+            operands = self.tensor("a", rows, k), self.tensor("weight", n, k)
         key = (kind.__name__, op.shape, group.group_name)
         if key not in self._fused:
-            sizes = {"max_m": m * world, "n": n, "k": k, "experts": world, "topk": 1, "ep": world}
             self._fused[key] = kind(group, dtype=self.dtype, timeout_s=self.timeout_s, **sizes)
-        made, experts = self._fused[key], torch.arange(m * world)[:, None] % world
-        x, weight = self.tensor("a", m, k), self.tensor("experts", 1, n, k)
-        return lambda: made(x, weight, experts)
+        made = self._fused[key]
+        return lambda: made(*operands)
 
     def close(self) -> None:
         """Free the memory and threads of fused ops. Local; later calls of this lane raise."""

@@ -185,8 +185,9 @@ def _write_filters(state: tuple[int, Any]) -> None:
         mutated()  # else Python goes on by what it has looked up before
 
 
-def _sdp(name: str, setter: str) -> _Value | None:
-    read, write = getattr(_C, f"_get_{name}_sdp_enabled", None), getattr(_C, setter, None)
+def _sdp(name: str) -> _Value | None:
+    read = getattr(_C, f"_get_{name}_sdp_enabled", None)
+    write = getattr(_C, f"_set_sdp_use_{name}", None)
     return None if read is None or write is None else _Value(read, write)
 
 
@@ -212,11 +213,7 @@ def _of_process() -> list[_Value]:
             lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
             lambda state: torch.autograd.set_detect_anomaly(*state),
         ),
-        _sdp("flash", "_set_sdp_use_flash"),
-        _sdp("mem_efficient", "_set_sdp_use_mem_efficient"),
-        _sdp("math", "_set_sdp_use_math"),
-        _sdp("cudnn", "_set_sdp_use_cudnn"),
-        _sdp("overrideable", "_set_sdp_use_overrideable"),
+        *map(_sdp, ("flash", "mem_efficient", "math", "cudnn", "overrideable")),
         _pair("sdp_priority_order"),
         _pair("cudnn_enabled"),
         _pair("cudnn_benchmark"),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from flux.plan.cost import CostModel
 from flux.plan.graph import GROUPS, RING, Graph, Operator
 from flux.plan.model import Parallel
-from flux.runtime.execute import OperatorWork, own_group
+from flux.runtime.execute import OperatorWork, own_group, pass_on
 
 Key = tuple[str, tuple[int, ...], str, str]
 """(kind, shape, group, role): what the time of an operator depends on."""
@@ -91,7 +91,7 @@ class Profiler:
 
     def __init__(self, parallel: Parallel, work: OperatorWork, repeats: int) -> None:
         self.work, self.repeats, self.parallel = work, repeats, parallel
-        self.groups = self._groups(GROUPS)
+        self.groups = {kind: own_group(parallel, kind) for kind in GROUPS}
 
     def measure(
         self,
@@ -109,22 +109,15 @@ class Profiler:
         all_ops = {key_of(op): op for graph in graphs for op in graph.ops}
         ops = [op for key, op in all_ops.items() if key not in known.solo]
         parts = sorted({op.group for op in all_ops.values() if op.group} - set(self.groups))
-        self.groups |= self._groups(parts)
+        self.groups |= {part: own_group(self.parallel, part) for part in parts}
         pairs = [
             (comp, comm)
             for comp, comm in _pairs(list(all_ops.values()))
             if (comp.kind, comm.resource) not in known.oef
         ]
         total = len(ops) + len(pairs)
-        calls = [self._call(op) for op in ops]
-        times: list[list[float]] = [[] for _ in ops]
-        for round_ in range(self.repeats + 1):
-            for row, call in zip(times, calls, strict=True):
-                taken = self._together([call])
-                if round_:  # the first one warms up
-                    row.append(taken)
-            progress((round_ + 1) * len(ops) // (self.repeats + 1), total)
-        solo = {**known.solo, **dict(zip(map(key_of, ops), _slowest(times), strict=True))}
+        times = self._repeated([[self._call(op)] for op in ops], lambda n: progress(n, total))
+        solo = {**known.solo, **dict(zip(map(key_of, ops), times, strict=True))}
         oef = dict(known.oef)
         for done, (comp, comm) in enumerate(pairs):
             oef[comp.kind, comm.resource] = self._factor(comp, comm, solo)
@@ -136,27 +129,15 @@ class Profiler:
             return self._exchange(op)
         return self.work.call(op, self.groups[op.group] if op.group else None)
 
-    def _groups(self, kinds: Sequence[str]) -> dict[str, dist.ProcessGroup | None]:
-        """Return this rank's process group of each kind, or part of one. Collective."""
-        return {kind: own_group(self.parallel, kind) for kind in kinds}
-
     def _exchange(self, op: Operator) -> Callable[[], object]:
         """Return a call that sends to the next stage and receives from the one before."""
         group = self.groups["pp"]
-        assert group is not None
-        size, place = dist.get_world_size(group), dist.get_rank(group)
-        ranks = dist.get_process_group_ranks(group)
         count = op.shape[0] * op.shape[1]
         out, into = self.work.tensor("sent", count), self.work.tensor("received", count)
 
         def run() -> None:
-            works = [
-                dist.isend(out, ranks[(place + 1) % size], group=group),
-                dist.irecv(into, ranks[(place - 1) % size], group=group),
-            ]
-            for each in works:
-                assert each is not None
-                each.wait()
+            for work in pass_on(out, into, group):
+                work.wait()
 
         return run
 
@@ -172,6 +153,23 @@ class Profiler:
             thread.join()
         return 1e3 * (time.perf_counter() - began)
 
+    def _repeated(
+        self,
+        ways: Sequence[Sequence[Callable[[], object]]],
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> list[float]:
+        """Return the slowest rank's median time of each row of calls. Collective."""
+        times: list[list[float]] = [[] for _ in ways]
+        for round_ in range(self.repeats + 1):
+            for row, calls in zip(times, ways, strict=True):
+                taken = self._together(calls)
+                if round_:  # the first one warms up
+                    row.append(taken)
+            progress((round_ + 1) * len(ways) // (self.repeats + 1))
+        medians = torch.tensor([statistics.median(row) for row in times], dtype=torch.float64)
+        dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+        return [float(value) for value in medians]
+
     def _factor(self, comp: Operator, comm: Operator, solo: Mapping[Key, float]) -> float:
         """Return the OEF of an operator, repeated for as long as a collective takes, beside it."""
         times = max(1, round(solo[key_of(comm)] / max(solo[key_of(comp)], 1e-3)))
@@ -181,23 +179,9 @@ class Profiler:
             for _ in range(times):
                 compute()
 
-        ways: list[list[Callable[[], object]]] = [[many], [communicate], [many, communicate]]
-        factors: list[list[float]] = [[] for _ in ways]
-        for round_ in range(self.repeats + 1):
-            for times_of, way in zip(factors, ways, strict=True):
-                taken = self._together(way)
-                if round_:
-                    times_of.append(taken)
-        alone, beside, both = _slowest(factors)
+        alone, beside, both = self._repeated([[many], [communicate], [many, communicate]])
         factor = (alone + beside - both) / max(min(alone, beside), 1e-6)
         return min(factor, 1.0)
-
-
-def _slowest(times: Sequence[Sequence[float]]) -> list[float]:
-    """Return the slowest rank's median of each row. Collective."""
-    medians = torch.tensor([statistics.median(row) for row in times], dtype=torch.float64)
-    dist.all_reduce(medians, op=dist.ReduceOp.MAX)
-    return [float(value) for value in medians]
 
 
 def _quietly(call: Callable[[], object]) -> None:

@@ -49,9 +49,8 @@ class PlanRun(Run):
         hosts = self.host_of
         network = cpu.network
         if self.link_rate is not None:
-            network = NetworkSpec(
-                "ethernet", 1, parse_rate(self.link_rate) / 1e9, network.latency_us
-            )
+            gbits = parse_rate(self.link_rate) / 1e9
+            network = NetworkSpec("ethernet", 1, gbits, network.latency_us)
         per_host = max(map(hosts.count, hosts))
         return replace(cpu, devices=per_host, hosts=len(set(hosts)), network=network)
 
@@ -123,8 +122,7 @@ def _graphs_to_profile(config: PlanRun) -> list[Graph]:
 def run_entry(job: tuple[PlanRun, None], rank: int, progress: Progress) -> list[Ran]:
     """Run one rank of `flux plan run`, as an entry of flux.bench.launch.on_ranks."""
     config, _ = job
-    work = OperatorWork(config.step.dtype, config.seed, config.timeout_s)
-    with closing(work):
+    with closing(OperatorWork(config.step.dtype, config.seed, config.timeout_s)) as work:
         return _run(config, work, progress)
 
 

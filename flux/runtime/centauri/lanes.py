@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,31 +19,6 @@ import torch.distributed as dist
 from flux.core.errors import PeerTimeoutError
 from flux.runtime.centauri.memory import add_up
 from flux.transport.threads import Abandonable
-
-
-class Done(Protocol):
-    """A submitted task."""
-
-    def wait(self) -> None:
-        """Wait until the task has ended; on CUDA, let the current stream wait.
-
-        Raises:
-            PeerTimeoutError: it failed, or has not ended in time.
-            ValueError: it found that ranks disagree, or a dtype that cannot be added up.
-        """
-        ...
-
-
-class Lane(Protocol):
-    """Runs tasks in order."""
-
-    def submit(self, what: str, task: Callable[[], None], after: Sequence[Done] = ()) -> Done:
-        """Run a task when those before it, and ``after``, have ended."""
-        ...
-
-    def close(self) -> None:
-        """Run no further tasks. Idempotent."""
-        ...
 
 
 class _ThreadDone:
@@ -57,6 +32,12 @@ class _ThreadDone:
         self._event.set()
 
     def wait(self) -> None:
+        """Wait until the task has ended.
+
+        Raises:
+            PeerTimeoutError: it failed, or has not ended in time.
+            ValueError: it found that ranks disagree, or a dtype that cannot be added up.
+        """
         # Twice the timeout of a collective: the lane's own error says more.
         if not self._event.wait(2 * self._timeout):
             raise PeerTimeoutError(f"{self.what}: not done within {2 * self._timeout:g} s")
@@ -81,7 +62,7 @@ class ThreadLane:
         self._thread = Abandonable(self._run)
 
     def submit(self, what: str, task: Callable[[], None], after: Sequence[Done] = ()) -> Done:
-        """Run a task on the thread; see ``Lane``."""
+        """Run a task on the thread when those before it, and ``after``, have ended."""
         done = _ThreadDone(what, self._timeout)
         self._tasks.put((task, after, done))
         return done
@@ -120,7 +101,7 @@ class StreamLane:
         self._stream = torch.cuda.Stream(device)
 
     def submit(self, what: str, task: Callable[[], None], after: Sequence[Done] = ()) -> Done:
-        """Enqueue a task on the stream, after the work of the current stream; see ``Lane``."""
+        """Enqueue a task on the stream, after ``after`` and the work of the current stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.no_grad():
             for other in after:
@@ -246,6 +227,10 @@ class Group:
                 work.wait(self._timeout)
 
 
-def make_lane(device: torch.device, timeout: timedelta) -> ThreadLane | StreamLane:
+Lane = ThreadLane | StreamLane
+Done = _ThreadDone | _StreamDone
+
+
+def make_lane(device: torch.device, timeout: timedelta) -> Lane:
     """Return a lane for tensors of a device."""
     return StreamLane(device) if device.type == "cuda" else ThreadLane(timeout)

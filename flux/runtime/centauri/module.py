@@ -101,7 +101,7 @@ class Sharded:
         for module in model.modules():
             here = {n: owners[id(p)] for n, p in module._parameters.items() if id(p) in owners}
             if here:
-                module._parameters = Parameters(module._parameters, here, self)
+                module._parameters = Parameters(module._parameters, here, self.read)
 
     def _allocate(self, device: torch.device) -> None:
         """Give all parameters room for whole tensors: of the host, or of this rank."""
@@ -171,7 +171,7 @@ class Sharded:
         if forward is None:
             return
         self._inside -= 1
-        if self._traffic.failed:
+        if self._traffic.failure:
             self._forward = None if self._inside == 0 else self._forward
         elif self._inside == 0:
             self._forward = None
@@ -193,14 +193,11 @@ class Sharded:
         else:
             unit.gather()
 
-    def in_use(self, unit: Unit) -> bool:
-        """Return whether modules read whole tensors of a unit now."""
-        if self.held or unit.depth > 0 or unit.in_backward:
-            return True
-        return self._in_backward() or (self._forward is not None and self._forward.has(unit))
-
-    def read(self, unit: Unit, parameter: Managed) -> nn.Parameter:
-        """Return a whole tensor when it is filled."""
+    def read(self, unit: Unit, parameter: Managed) -> nn.Parameter | None:
+        """Return a whole tensor when it is filled; None if modules read none of its unit now."""
+        in_use = self.held or unit.depth > 0 or unit.in_backward or self._in_backward()
+        if not in_use and (self._forward is None or not self._forward.has(unit)):
+            return None
         if not unit.gathered:
             self.need(unit)
         return unit.read(parameter)

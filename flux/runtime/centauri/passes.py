@@ -77,7 +77,8 @@ class Backward:
         self.thread = threading.get_ident()
         self._units, self._traffic, self._reduces = units, traffic, reduces
         order = [unit for unit in reversed(units) if unit in reach]
-        trained = [place for place, unit in enumerate(order) if unit.trains]
+        trains = [any(p.trained for p in unit.parameters) for unit in order]
+        trained = [place for place, one in enumerate(trains) if one]
         self._order, self._end = order, trained[-1] + 1 if trained else 0
         self._place = {unit: place for place, unit in enumerate(order)}
         self._next = 0

@@ -23,30 +23,14 @@ from torch.distributed.tensor import DeviceMesh
 from flux.runtime.centauri.lanes import Done, Group, Lane
 from flux.runtime.centauri.memory import HostMemory
 
-
-def columns(mesh: torch.Tensor) -> list[list[int]]:
-    """Return the ranks that are twins on different hosts, of [replicas, hosts, ranks of a host]."""
-    return mesh.transpose(1, 2).flatten(0, 1).tolist()
-
-
-def rows(mesh: torch.Tensor) -> list[list[int]]:
-    """Return the ranks of each host."""
-    return mesh.flatten(0, 1).tolist()
-
-
-def replicas(mesh: torch.Tensor) -> list[list[int]]:
-    """Return the ranks that hold the same shard."""
-    return mesh.flatten(1).T.tolist()
-
-
-def shards(mesh: torch.Tensor) -> list[list[int]]:
-    """Return the ranks among which each replica is sharded."""
-    return mesh.flatten(1).tolist()
-
-
-def everyone(mesh: torch.Tensor) -> list[list[int]]:
-    """Return all ranks, as one part."""
-    return [mesh.flatten().tolist()]
+PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "columns": lambda mesh: mesh.transpose(1, 2).flatten(0, 1),  # twins on different hosts
+    "rows": lambda mesh: mesh.flatten(0, 1),  # ranks of a host
+    "replicas": lambda mesh: mesh.flatten(1).T,  # ranks that hold the same shard
+    "shards": lambda mesh: mesh.flatten(1),  # ranks among which a replica is sharded
+    "everyone": lambda mesh: mesh.flatten(0).unsqueeze(0),
+}
+"""Ranks of each part of a mesh [replicas, hosts, ranks of a host]."""
 
 
 class Groups:
@@ -59,17 +43,16 @@ class Groups:
         self._layouts, self._timeout = layouts, timeout
         self._made: list[dist.ProcessGroup] = []
 
-    def _new(
-        self, parts: Callable[[torch.Tensor], list[list[int]]], ways: int = 1, least: int = 1
-    ) -> list[dist.ProcessGroup]:
+    def _new(self, parts: str, ways: int = 1, least: int = 1) -> list[dist.ProcessGroup]:
         """Make ``ways`` groups of each part with at least ``least`` ranks; return this rank's."""
         mine: list[dist.ProcessGroup] = []
-        for ranks in (r for layout in self._layouts for r in parts(layout) if len(r) >= least):
+        every = (ranks for layout in self._layouts for ranks in PARTS[parts](layout).tolist())
+        for ranks in (ranks for ranks in every if len(ranks) >= least):
             made = [dist.new_group(ranks, self._timeout) for _ in range(ways)]
             mine = made if dist.get_rank() in ranks else mine
         return mine
 
-    def lane(self, parts: Callable[[torch.Tensor], list[list[int]]]) -> Group:
+    def lane(self, parts: str) -> Group:
         """Return the group of a lane, of the part that this rank is in."""
         ways = 2 if dist.get_backend() == "gloo" else 1
         mine = self._new(parts, ways, least=2)
@@ -83,10 +66,10 @@ class Groups:
         """
         whole = layout.numel() == dist.get_world_size() and len(layout) == 1
         world: Any = dist.group.WORLD
-        group = world if whole else self._new(shards)[0]
+        group = world if whole else self._new("shards")[0]
         if not replicate:
             return DeviceMesh.from_group(group, device_type)
-        (twins,) = self._new(replicas)
+        (twins,) = self._new("replicas")
         names = ("replicas", "shards")
         return DeviceMesh.from_group(
             [twins, group], device_type, layout.flatten(1), mesh_dim_names=names
@@ -123,17 +106,15 @@ class Routes:
     ) -> None:
         self.on_cuda = on_cuda
         _, hosts, size = mesh.shape
-        rank = dist.get_rank()
-        position = (mesh == rank).nonzero()[0].tolist()
-        self.host, self.place = int(position[1]), int(position[2])
+        _, self.host, self.place = (mesh == dist.get_rank()).nonzero()[0].tolist()
         self.rank, self.world = self.host * size + self.place, hosts * size
         self.gather_lanes, self.scatter_lanes = gather_lanes, scatter_lanes
         # Sub-groups of gathers and of reductions: calls of two lanes must not meet.
-        self.inter, self.inter_sum = groups.lane(columns), groups.lane(columns)
-        self.intra, self.intra_sum = groups.lane(rows), groups.lane(rows)
-        self.entered = groups.lane(rows)
-        self.everyone = groups.lane(everyone)
-        self.copies = groups.lane(replicas)
+        self.inter, self.inter_sum = groups.lane("columns"), groups.lane("columns")
+        self.intra, self.intra_sum = groups.lane("rows"), groups.lane("rows")
+        self.entered = groups.lane("rows")
+        self.everyone = groups.lane("everyone")
+        self.copies = groups.lane("replicas")
         self.memory: HostMemory | None = None
 
     def agree(self, what: str, values: torch.Tensor) -> torch.Tensor:
@@ -193,17 +174,14 @@ class Routes:
             return within.submit(what, self.intra.meet, [first])
         return within.submit(what, lambda: self.intra.gather(columns), [first])
 
-    def scatter(self, label: str, parts: torch.Tensor) -> tuple[Done, list[torch.Tensor]]:
-        """Begin a ReduceScatter: inside, then between hosts; the mean will be in the list."""
-        return self._scatter(f"ReduceScatter of {label}", parts)
-
     def average(self, what: str, values: torch.Tensor) -> torch.Tensor:
         """Return the means of values over all ranks, when the reductions before have ended."""
-        done, sums = self._scatter(what, values.expand(self.world, -1).contiguous())
+        done, sums = self.scatter(what, values.expand(self.world, -1).contiguous())
         done.wait()
         return sums[0].cpu()
 
-    def _scatter(self, what: str, parts: torch.Tensor) -> tuple[Done, list[torch.Tensor]]:
+    def scatter(self, what: str, parts: torch.Tensor) -> tuple[Done, list[torch.Tensor]]:
+        """Begin a ReduceScatter: inside, then between hosts; the mean will be in the list."""
         grid = parts.view(self.inter.size, self.intra.size, -1)
         scale = 1.0 / (self.world * self.copies.size)
         sums: list[torch.Tensor] = []

@@ -268,8 +268,8 @@ class Chunk:
         Of ``grads`` (whole, given away by the caller) None counts as zeros. ``dtype`` is of the
         sum; None: of the gradients.
         """
-        dtype = dtype or self.dtype
-        return routes.scatter(self.label, self._parts(routes.world, dtype, grads))
+        parts = self._parts(routes.world, dtype or self.dtype, grads)
+        return routes.scatter(f"ReduceScatter of {self.label}", parts)
 
     def _parts(
         self, world: int, dtype: torch.dtype, grads: Sequence[torch.Tensor | None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,17 +19,12 @@ class Traffic:
 
     def __init__(self, plan: RuntimePlan, routes: Routes) -> None:
         self.plan, self.routes, self.closed = plan, routes, False
-        self._failure: Exception | None = None
-
-    @property
-    def failed(self) -> bool:
-        """Whether a wait has failed."""
-        return self._failure is not None
+        self.failure: Exception | None = None
 
     def check(self) -> None:
         """Raise what an earlier wait has raised, or if this was closed."""
-        if self._failure is not None:
-            raise PeerTimeoutError(f"a peer has failed before: {self._failure}") from self._failure
+        if self.failure is not None:
+            raise PeerTimeoutError(f"a peer has failed before: {self.failure}") from self.failure
         if self.closed:
             raise RuntimeError("the model's communication was closed by flux.runtime.centauri")
 
@@ -38,7 +33,7 @@ class Traffic:
         try:
             wait()
         except (PeerTimeoutError, ValueError) as error:
-            self._failure = self._failure or error
+            self.failure = self.failure or error
             raise
 
 
@@ -72,11 +67,6 @@ class Unit:
         self.in_backward = False
         self.gathered = False
 
-    @property
-    def trains(self) -> bool:
-        """Whether a parameter has a gradient."""
-        return any(p.trained for p in self.parameters)
-
     def gather(self) -> None:
         """Begin to fill the whole tensors, from the shards as they are now."""
         if self.gathered:
@@ -107,7 +97,7 @@ class Unit:
 
     def free(self) -> None:
         """Give whole tensors back; the next use gathers again."""
-        if not self.gathered or self.traffic.failed:  # a lane may still write there
+        if not self.gathered or self.traffic.failure:  # a lane may still write there
             return
         self.wait()
         for p in self.parameters:
@@ -115,16 +105,8 @@ class Unit:
         self.gathered = False
 
 
-class Reader(Protocol):
-    """Gives whole tensors to modules that run."""
-
-    def in_use(self, unit: Unit) -> bool:
-        """Return whether modules read whole tensors of a unit now."""
-        ...
-
-    def read(self, unit: Unit, parameter: Managed) -> nn.Parameter:
-        """Return a whole tensor when it is filled."""
-        ...
+Read = Callable[[Unit, Managed], nn.Parameter | None]
+"""Returns a whole tensor when it is filled; None if modules read none of its unit now."""
 
 
 class Parameters(dict[str, Any]):
@@ -134,18 +116,17 @@ class Parameters(dict[str, Any]):
     """
 
     def __init__(
-        self, state: dict[str, Any], owners: dict[str, tuple[Unit, Managed]], reader: Reader
+        self, state: dict[str, Any], owners: dict[str, tuple[Unit, Managed]], read: Read
     ) -> None:
         super().__init__({n: owners[n][1].sharded if n in owners else p for n, p in state.items()})
-        self._owners, self._reader = owners, reader
+        self._owners, self._read = owners, read
         for name, (_, parameter) in owners.items():
             parameter.places.append((self, name))
 
     def __getitem__(self, name: str) -> Any:
         owner = self._owners.get(name)
-        if owner is not None and self._reader.in_use(owner[0]):
-            return self._reader.read(*owner)
-        return super().__getitem__(name)
+        whole = None if owner is None else self._read(*owner)
+        return super().__getitem__(name) if whole is None else whole
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self._owners:

@@ -287,9 +287,7 @@ def _reduced(tensors: Sequence[torch.Tensor], how: str, path: _Path) -> torch.Te
         raise TypeError(f"slices return {_text(path)} of different shapes: no {how}")
     if how == "mean" and not (tensors[0].is_floating_point() or tensors[0].is_complex()):
         raise TypeError(f"{_text(path)} is of {tensors[0].dtype}, which has no mean")
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
+    total = sum(tensors[1:], start=tensors[0])
     return total / len(tensors) if how == "mean" else total
 
 
