@@ -6,6 +6,7 @@ This module uses only the standard library, so that builds, which have no torch,
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,13 @@ def checked_integer(name: str, value: Any, least: int, end: int | None = None) -
         wanted = f"of at least {least}" if end is None else f"in [{least}, {end})"
         raise ValueError(f"{name} must be an integer {wanted}, got {value!r}")
     return number
+
+
+def check_choice(name: str, value: object, known: Iterable[str]) -> None:
+    """Raise ValueError unless an argument is one of the known names."""
+    names = list(known)
+    if value not in names:
+        raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -179,8 +187,7 @@ class Problem:
                 f"topk must be at most experts = {self.experts} and divide m = {self.m}, got "
                 f"{self.topk}"
             )
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        check_choice("dtype", self.dtype, DTYPES)
         self._settle_scaling()
         n, k, world, dtype = self.n, self.k, self.world, DTYPES[self.dtype]
         if self.op.gathers:

@@ -321,8 +321,7 @@ class _Step:
         """Add backward of the head; the loss makes gradients of logits, which the head frees."""
         *others, head, loss = self._head_ops()
         logits = loss.shape[0] * loss.shape[1]
-        frees = {"role": "dgrad", "keeps": logits, "frees": loss.keeps}
-        self._add("loss", loss.kind, loss.back, **frees)  # type: ignore[arg-type]
+        self._add("loss", loss.kind, loss.back, role="dgrad", keeps=logits, frees=loss.keeps)
         self._gemm_backward(head._replace(keeps=head.keeps + logits))
         for op in reversed(others):
             self._run_backward(op)

@@ -34,12 +34,7 @@ def compared(
 ) -> list[Compared]:
     """Return the outcome of each policy. One that fails leaves the others as they are.
 
-    Args:
-        policies: (name, options) of each.
-        step: to plan.
-        cluster: that it runs on.
-        memory_gb: of a device; None: as the cluster file says.
-        headroom: share of the device's memory that stays free.
+    ``memory_gb`` and ``headroom``: see ``usable_gb``.
     """
     made = [policy_of(name, options) for name, options in policies]
     limit = usable_gb(cluster, memory_gb, headroom)
@@ -64,7 +59,10 @@ def compared(
 
 
 def usable_gb(cluster: Cluster, memory_gb: float | None, headroom: float) -> float:
-    """Return GB of a device that a plan may have; 0: not known."""
+    """Return GB of a device that a plan may have; 0: not known.
+
+    ``memory_gb``, or the cluster file's, of which a share, ``headroom``, stays free.
+    """
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be a share of at least 0 and below 1, got {headroom:g}")
     if memory_gb is None:

@@ -132,7 +132,8 @@ class AnalyticCost:
             return launch + attention_ms(shape, self.dtype, device, read=read)
         if "gemm" in op.kind:
             m, n, k = op.shape[:3]
-            cast = self._is_cast(op)
+            # Operands of router and head stay as they are.
+            cast = bool(self.gemm_dtype) and op.part not in ("head", "router")
             dtype = self.gemm_dtype if cast else self.dtype
             gemm = launch + sliced_gemm_ms(
                 op.shape, dtype, self.itemsize, device, op.role, serves=self.serves
@@ -166,10 +167,6 @@ class AnalyticCost:
         payload = float(batch) * queries * width * self.itemsize
         port = self.fabric.port_gbs if span.hosts > 1 else None
         return send_ms(payload, self.fabric.cluster, port) * (2 if op.role == "dgrad" else 1)
-
-    def _is_cast(self, op: Operator) -> bool:
-        """Return whether a GEMM has operands in ``gemm_dtype``: router and head have not."""
-        return bool(self.gemm_dtype) and "gemm" in op.kind and op.part not in ("head", "router")
 
     def _exposed_ms(self, op: Operator) -> float:
         """Return what a fused op takes beyond its GEMM, with the knobs that the op would choose.

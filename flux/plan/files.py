@@ -51,11 +51,7 @@ def options_with(
 ) -> tuple[FilePlan, Any]:
     """Return the plan in a file, and options with what it says and the command line does not.
 
-    Args:
-        options: ``RankStepOptions``.
-        path: of the file, as for ``read_plan``.
-        row: of a search's plans.
-        gpus: ranks of the step, if the file does not say it.
+    ``options`` are ``RankStepOptions``; the others are those of ``read_plan``.
     """
     model = options.model if "model" in options.given else None
     plan = read_plan(path, row, gpus, model)

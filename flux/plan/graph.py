@@ -287,16 +287,11 @@ class Builder:
         return Graph(tuple(self.ops), tuple(self.deps), self.itemsize, tuple(resident))
 
 
-def replaced(
-    graph: Graph,
-    cut: Callable[[Operator], Sequence[Operator]],
-    joins: Callable[[Operator, Operator], bool],
-) -> Graph:
-    """Return a graph in which each operator is replaced by pieces.
+def replaced(graph: Graph, cut: Callable[[Operator], Sequence[Operator]]) -> Graph:
+    """Return a graph in which each operator is replaced by pieces, which ``cut`` returns.
 
-    ``cut`` returns an operator's pieces. A piece needs the piece of its own number of what it
-    depends on; all pieces where ``joins`` says so of the two operators, or numbers of pieces
-    differ.
+    A piece needs the piece of its own number of what it depends on; all pieces where numbers of
+    pieces differ.
     """
     builder = Builder(graph.itemsize)
     pieces: list[list[int]] = [[]] * len(graph.ops)
@@ -306,7 +301,7 @@ def replaced(
             deps: list[int] = []
             for dep in graph.deps[number]:
                 before = pieces[dep]
-                if len(before) != piece.pieces or joins(graph.ops[dep], op):
+                if len(before) != piece.pieces:
                     deps += before
                 else:
                     deps.append(before[piece.piece])

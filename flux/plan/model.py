@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from flux.bench.model_files import model_of
 from flux.bench.shapes import Layer, Model
 from flux.core.datafile import MOST_SIZE, shown
-from flux.core.problem import DTYPES, ceil_div
+from flux.core.problem import DTYPES, ceil_div, check_choice, checked_integer
 
 
 def check_sizes(sizes: object, names: Iterable[str]) -> None:
@@ -165,9 +165,30 @@ class TrainingStep:
         check_sizes(self, ("layers", "sequence", "micro_batch", "micro_batches", "reduce_every"))
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero must be 0, 1, 2 or 3, got {self.zero!r}")
-        self._check_choices()
-        if type(self.shard) is not int or self.shard < 0:
-            raise ValueError(f"shard must be an integer of at least 0, got {self.shard!r}")
+        if self.recompute not in (*RECOMPUTED, "full") and not self.recompute.isdecimal():
+            names = ", ".join((*RECOMPUTED, "full"))
+            raise ValueError(
+                f"recompute must be one of {names}, or layers of a stage, got {self.recompute!r}"
+            )
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("gemm_dtype", self.gemm_dtype or self.dtype, DTYPES)
+        check_choice("cp_kind", self.cp_kind, CP_KINDS)
+        if self.unfused_attention and self.parallel.cp > 1 and self.cp_kind == "ring":
+            raise ValueError("a ring needs fused attention: take cp_kind = all_gather")
+        stages = self.parallel.pp
+        if self.layers < stages:
+            raise ValueError(f"pp = {stages} must be at most layers = {self.layers}")
+        if self.split and (len(self.split) != stages or sum(self.split) != self.layers):
+            raise ValueError(
+                f"split must have {stages} stages with {self.layers} layers in all, got "
+                f"{len(self.split)} with {sum(self.split)}"
+            )
+        if self.split and min(self.split) < 1:
+            raise ValueError("split must have at least one layer in each stage")
+        if self.dense_layers and (self.layer.moe is None or not self.layer.intermediate):
+            raise ValueError("dense_layers are of models with experts and an intermediate size")
+        checked_integer("shard", self.shard, 0)
         if self.shard and self.zero != 3:
             raise ValueError(f"shard = {self.shard} needs zero = 3, got zero = {self.zero}")
         if self.shard and layer.moe is not None:
@@ -176,8 +197,6 @@ class TrainingStep:
             raise ValueError(
                 f"reduce_every = {self.reduce_every} needs zero = 2, got zero = {self.zero}"
             )
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         sizes = [
             ("heads", layer.heads, "tp", parallel.tp),
             ("sequence", self.sequence, "cp", parallel.cp),
@@ -215,36 +234,6 @@ class TrainingStep:
     def batch_tokens(self) -> int:
         """Tokens of the step on all ranks."""
         return self.parallel.dp * self.micro_batches * self.micro_batch * self.sequence
-
-    def _check_choices(self) -> None:
-        """Check what a step has beyond sizes."""
-        if self.recompute not in (*RECOMPUTED, "full") and not self.recompute.isdecimal():
-            names = ", ".join((*RECOMPUTED, "full"))
-            raise ValueError(
-                f"recompute must be one of {names}, or layers of a stage, got {self.recompute!r}"
-            )
-        if self.optimizer not in OPTIMIZERS:
-            names = ", ".join(OPTIMIZERS)
-            raise ValueError(f"optimizer must be one of {names}, got {self.optimizer!r}")
-        if self.gemm_dtype and self.gemm_dtype not in DTYPES:
-            names = ", ".join(DTYPES)
-            raise ValueError(f"gemm_dtype must be one of {names}, got {self.gemm_dtype!r}")
-        if self.cp_kind not in CP_KINDS:
-            raise ValueError(f"cp_kind must be one of {', '.join(CP_KINDS)}, got {self.cp_kind!r}")
-        if self.unfused_attention and self.parallel.cp > 1 and self.cp_kind == "ring":
-            raise ValueError("a ring needs fused attention: take cp_kind = all_gather")
-        stages = self.parallel.pp
-        if self.layers < stages:
-            raise ValueError(f"pp = {stages} must be at most layers = {self.layers}")
-        if self.split and (len(self.split) != stages or sum(self.split) != self.layers):
-            raise ValueError(
-                f"split must have {stages} stages with {self.layers} layers in all, got "
-                f"{len(self.split)} with {sum(self.split)}"
-            )
-        if self.split and min(self.split) < 1:
-            raise ValueError("split must have at least one layer in each stage")
-        if self.dense_layers and (self.layer.moe is None or not self.layer.intermediate):
-            raise ValueError("dense_layers are of models with experts and an intermediate size")
 
     @property
     def model(self) -> Model:
@@ -382,9 +371,7 @@ class ServingStep(TrainingStep):
                 f"ep = {parallel.ep} with sequence parallelism is not planned in inference: tensor "
                 "parallel ranks have a part of each expert"
             )
-        if self.kv_dtype and self.kv_dtype not in DTYPES:
-            names = ", ".join(DTYPES)
-            raise ValueError(f"kv_dtype must be one of {names}, got {self.kv_dtype!r}")
+        check_choice("kv_dtype", self.kv_dtype or self.dtype, DTYPES)
         if self.decodes and parallel.cp > 1:
             raise ValueError(f"a decode has one token of each sequence, and cp = {parallel.cp}")
         if moe is not None:
@@ -471,7 +458,7 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def step_of(
-    model: str | Path,
+    model: str | Path | Model,
     parallel: Parallel,
     *,
     sequence: int | None = None,
@@ -498,7 +485,7 @@ def step_of(
             layers they would be out of proportion.
         choices: further fields of ``TrainingStep``.
     """
-    described = model_of(model)
+    described = model if isinstance(model, Model) else model_of(model)
     if micro_batches is None:
         micro_batches = 1 if parallel.pp == 1 else 4 * parallel.pp
     return TrainingStep(

@@ -48,14 +48,6 @@ Layers = Annotated[
     int | None, typer.Option(help="So many layers alone, without embedding and head.")
 ]
 Sequence = Annotated[int | None, typer.Option(help="Tokens of a sequence.")]
-Regather = Annotated[
-    bool | None,
-    typer.Option(
-        "--regather/--no-regather",
-        help="Gather inputs of column-parallel linears again in backward (default: with "
-        "--sequence-parallel).",
-    ),
-]
 GemmDtype = Annotated[str, typer.Option(help="float8_e4m3fn: with casts.")]
 Headroom = Annotated[float, typer.Option(help="Share of memory that stays free.")]
 TraceFile = Annotated[
@@ -75,7 +67,6 @@ PlanFile = Annotated[
         help="Take step and policy from a file of flux plan search, or a trainer's (plan.md).",
     ),
 ]
-Gpus = Annotated[int | None, typer.Option(help="With --plan: ranks, if the file lacks them.")]
 MemoryGb = Annotated[
     float | None, typer.Option(help="GB of a device that a plan may use (default: the device's).")
 ]
@@ -103,7 +94,14 @@ class RankStepOptions:
     reduce_every: Annotated[
         int, typer.Option(help="With --zero 2: micro-batches whose gradients are reduced together.")
     ] = 1
-    regather: Regather = None
+    regather: Annotated[
+        bool | None,
+        typer.Option(
+            "--regather/--no-regather",
+            help="Gather inputs of column-parallel linears again in backward (default: with "
+            "--sequence-parallel).",
+        ),
+    ] = None
     shard: Annotated[
         int, typer.Option(help="With --zero 3: data parallel ranks that share weights (0: all).")
     ] = 0
@@ -137,7 +135,9 @@ class StepOptions(RankStepOptions):
     headroom: Headroom = 0.05
     plan: PlanFile = None
     row: Annotated[int, typer.Option(help="With --plan: which of a search's plans.")] = 1
-    gpus: Gpus = None
+    gpus: Annotated[
+        int | None, typer.Option(help="With --plan: ranks, if the file lacks them.")
+    ] = None
 
 
 @dataclass(frozen=True)

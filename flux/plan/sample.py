@@ -17,7 +17,7 @@ stages, do not grow with them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, NamedTuple
@@ -107,16 +107,14 @@ class StepLayout:
         return simulate(policy.order(graph, self.cost), self.cost)
 
 
-def line(
-    short: tuple[float, Figures], long: tuple[float, Figures], at: float, factor: float = 1.0
-) -> Figures:
-    """Return the figures at ``at`` on the line through two lengths, times multiplied."""
+def line(short: tuple[float, Figures], long: tuple[float, Figures], at: float) -> Figures:
+    """Return the figures at ``at`` on the line through two lengths."""
     (near, a), (far, b) = short, long
     share = (at - near) / (far - near) if far > near else 0.0
 
     def on_line(name: str) -> float:
         first, second = getattr(a, name), getattr(b, name)
-        return max(0.0, factor * float(first + (second - first) * share))
+        return max(0.0, float(first + (second - first) * share))
 
     compute, comm, exposed = map(on_line, ("compute_ms", "comm_ms", "exposed_comm_ms"))
     times = max(on_line("iteration_ms"), compute), compute, comm, exposed
@@ -133,21 +131,15 @@ def lengths(step: TrainingStep) -> tuple[int, ...]:
     return pair if step.micro_batches > pair[1] else (step.micro_batches,)
 
 
-def whole(
-    cluster: Cluster, step: TrainingStep, name: str, options: Mapping[str, Any]
+def figures_of(
+    cluster: Cluster,
+    step: TrainingStep,
+    name: str,
+    options: Mapping[str, Any],
+    counts: Sequence[int] = (),
 ) -> SampleOutcome:
-    """Return a step's figures from its own simulation."""
-    policy = policy_of(name, options)
-    with paused_collector():
-        figures = Figures.of(StepLayout(cluster, step).timeline(policy))
-    return SampleOutcome(figures, label_of(name, options, policy))
-
-
-def from_few_micro_batches(
-    cluster: Cluster, step: TrainingStep, name: str, options: Mapping[str, Any]
-) -> SampleOutcome:
-    """Return a step's figures from those of steps with as many layers and fewer micro-batches."""
-    counts, points = lengths(step), []
+    """Return a step's figures: from its own simulation, or from steps with fewer micro-batches."""
+    counts, points = counts or (step.micro_batches,), []
     policy = policy_of(name, options)
     _share(policy, counts[-1] / step.micro_batches)
     with paused_collector():

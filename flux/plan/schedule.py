@@ -40,7 +40,7 @@ class StepSchedule:
             GraphError: an operator is missing, scheduled twice, or on another stage's lane; or the
                 order of the lanes contradicts the dependencies: the step would never end.
         """
-        self.check_lanes()
+        _ = self.is_whole
         ordered = list(self.graph.deps)
         for numbers in self.lanes.values():
             for before, after in pairwise(numbers):
@@ -50,12 +50,9 @@ class StepSchedule:
         except GraphError as error:
             raise GraphError(f"the lanes contradict the dependencies: {error}") from error
 
-    def check_lanes(self) -> None:
-        """Check that each operator is on a lane of its stage, once."""
-        _ = self._is_whole
-
     @cached_property
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
+        """True: each operator is on a lane of its stage, once. Raises GraphError otherwise."""
         ops = self.graph.ops
         seen = [False] * len(ops)
         for (stage, stream), numbers in self.lanes.items():

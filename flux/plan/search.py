@@ -34,18 +34,17 @@ from flux.bench.model_files import model_of
 from flux.launch.spawn import use_short_socket_paths
 from flux.machine.cluster import Cluster
 from flux.plan.closed_form import ClosedForm, Rating
-from flux.plan.model import Parallel, TrainingStep, check_sizes
+from flux.plan.model import Parallel, TrainingStep, check_sizes, step_of
 from flux.plan.policies import Policies, policy_names, policy_of
 from flux.plan.sample import (
     Estimate,
     Figures,
     StepLayout,
     estimates,
-    from_few_micro_batches,
+    figures_of,
     lengths,
     refusal,
     small_timeline,
-    whole,
 )
 from flux.plan.simulate import Timeline
 
@@ -308,20 +307,14 @@ def layouts(query: Query) -> Iterator[TrainingStep]:
                 continue
             if dp % ep and tp > 1 and not sequence:  # tensor parallel ranks have the same tokens
                 continue
-            yield TrainingStep(
-                name=model.name,
-                layer=model.layer,
-                layers=model.layers,
-                dtype=model.dtype,
-                parallel=Parallel(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, sequence=sequence),
+            yield step_of(
+                model,
+                Parallel(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, sequence=sequence),
                 sequence=query.sequence,
                 micro_batch=micro_batch,
                 micro_batches=query.batch // dp // micro_batch,
                 zero=zero,
                 regather=regather,
-                vocabulary=model.vocabulary,
-                tied=model.tied,
-                dense_layers=model.dense_layers,
             )
 
 
@@ -368,7 +361,7 @@ def with_split(step: TrainingStep, cluster: Cluster, memory_gb: float) -> Traini
     others = [replace(step, split=split) for split in splits(ClosedForm(step, cluster), limit)]
 
     def rank(some: TrainingStep) -> tuple[bool, float]:
-        figures = whole(cluster, some, "serial", {"wgrad_overlap": True}).figures
+        figures = figures_of(cluster, some, "serial", {"wgrad_overlap": True}).figures
         return figures.peak_memory_bytes > limit, figures.iteration_ms
 
     return min([step, *others], key=rank) if others else step
@@ -500,7 +493,7 @@ def plan_of(cluster: Cluster, at_whole_length: bool, job: Job) -> SearchedPlan |
     step, name, options = job
     scaled = _ops(step) > MOST_OPS and not at_whole_length and len(lengths(step)) > 1
     try:
-        made = (from_few_micro_batches if scaled else whole)(cluster, *job)
+        made = figures_of(cluster, *job, lengths(step) if scaled else ())
     except ValueError as error:
         return refusal(name, error)
     return SearchedPlan(

@@ -131,24 +131,17 @@ class Timeline:
             for number in numbers:
                 op = self.schedule.graph.ops[number]
                 kind = Kind.send if op.is_collective else kinds.get(op.kind, Kind.reduce)
-                events.append(
-                    Event(
-                        rank=stage,
-                        lane=f"{label}{stream}",
-                        kind=kind,
-                        name=op.name,
-                        start_us=1e3 * self.start[number],
-                        duration_us=1e3 * (self.end[number] - self.start[number]),
-                        details={"kind": op.kind, "shape": str(op.shape)},
-                    )
-                )
+                start, length = self.start[number], self.end[number] - self.start[number]
+                details = {"kind": op.kind, "shape": str(op.shape)}
+                lane, times = f"{label}{stream}", (1e3 * start, 1e3 * length)
+                events.append(Event(stage, lane, kind, op.name, *times, details))
         return events
 
 
 def simulate(schedule: StepSchedule, cost: CostModel) -> Timeline:
     """Return when each operator runs; raise GraphError if the schedule cannot be run."""
     with paused_collector():
-        schedule.check_lanes()
+        _ = schedule.is_whole  # raises otherwise
         graph, ops = schedule.graph, schedule.graph.ops
         solo, lanes = [cost.solo(op) for op in ops], list(schedule.lanes.values())
         kinds = graph.kinds if getattr(cost, "by_kind", False) else range(len(ops))

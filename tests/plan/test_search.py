@@ -19,7 +19,7 @@ from flux.plan.closed_form import ClosedForm
 from flux.plan.compare import compared
 from flux.plan.files import read_plan
 from flux.plan.model import Parallel, step_of
-from flux.plan.sample import Figures, estimates, from_few_micro_batches, whole
+from flux.plan.sample import Figures, estimates, figures_of, lengths
 from flux.plan.search import (
     MARGIN,
     MEMORY_MARGIN,
@@ -113,7 +113,7 @@ def test_without_bubbles_a_micro_batch_still_passes_all_stages() -> None:
     rating = ClosedForm(step, cluster).rating()
     assert 0.5 * rating.serial_ms < rating.filled_ms
     for name in ("serial", "zbv"):
-        assert rating.filled_ms < whole(cluster, step, name, {}).figures.iteration_ms
+        assert rating.filled_ms < figures_of(cluster, step, name, {}).figures.iteration_ms
     many = ClosedForm(replace(step, micro_batches=16), cluster).rating()
     assert many.filled_ms == pytest.approx(16 / 23 * many.serial_ms, rel=0.02)
 
@@ -142,8 +142,8 @@ def test_long_steps_follow_from_short_ones(monkeypatch: pytest.MonkeyPatch) -> N
     step = step_of("gpt-6.7b", parallel, layers=8, sequence=1024, micro_batch=2, micro_batches=8)
     for (name, options), rated in zip(LONG, estimates(cluster, step, LONG), strict=True):
         assert not isinstance(rated, str), rated
-        true = whole(cluster, step, name, options).figures
-        few = from_few_micro_batches(cluster, step, name, options).figures
+        true = figures_of(cluster, step, name, options).figures
+        few = figures_of(cluster, step, name, options, lengths(step)).figures
         assert few.iteration_ms == pytest.approx(true.iteration_ms, rel=0.005), (name, options)
         assert few.compute_ms == pytest.approx(true.compute_ms, rel=1e-6), (name, options)
         assert rated.iteration_ms == pytest.approx(true.iteration_ms, rel=MARGIN), (name, options)
@@ -162,7 +162,7 @@ def test_stages_are_split_so_that_the_longest_one_is_short() -> None:
     form = ClosedForm(step, cluster)
 
     def figures(some: Any) -> Figures:
-        return whole(cluster, some, "serial", {}).figures
+        return figures_of(cluster, some, "serial", {}).figures
 
     even, fast = figures(step), searching.with_split(step, cluster, 80.0)
     assert fast.split[-1] < 3 < max(fast.split) and sum(fast.split) == 12
@@ -177,7 +177,7 @@ def test_stages_are_split_so_that_the_longest_one_is_short() -> None:
         assert figures(other).peak_memory_bytes <= limit or not form.split(limit)
     assert not form.split(1e9)
     with pytest.raises(ValueError, match="interleaved: cuts the model into stages of its own"):
-        whole(cluster, fast, "interleaved", {})
+        figures_of(cluster, fast, "interleaved", {})
 
 
 def test_a_search_splits_stages_and_is_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_the_first_five_are_those_of_whole_simulations(
     for step in kept:
         for name, options in policies:
             try:
-                figures = whole(asked.cluster, step, name, options).figures
+                figures = figures_of(asked.cluster, step, name, options).figures
             except ValueError:
                 continue
             if figures.peak_memory_bytes <= limit:

@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
 from flux.core.collector import paused_collector
+from flux.core.problem import check_choice
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph
@@ -54,11 +55,9 @@ class Policy(Protocol):
         Raises:
             ValueError: the policy cannot be used for this graph; the message says why.
         """
-        ...
 
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return the schedule of a graph that ``rewrite`` has returned."""
-        ...
 
 
 def _entries() -> dict[str, EntryPoint]:
@@ -81,28 +80,23 @@ def policy_of(name: str, options: Mapping[str, Any] | None = None) -> Policy:
             its options with their defaults.
     """
     entries = _entries()
-    if name not in entries:
-        raise ValueError(f"policy must be one of {', '.join(policy_names())}, got {name!r}")
+    check_choice("policy", name, sorted(entries))
     made, options = entries[name].load(), options or {}
+    defaults = _defaults(made)
     try:
         for key, value in options.items():
-            default = _defaults(made).get(key, _MISSING)
-            if default is _MISSING:
+            if key not in defaults:
                 raise ValueError(f"policy {name}: no option {key!r}")
-            if type(default) is bool and type(value) is not bool:
+            if type(defaults[key]) is bool and type(value) is not bool:
                 raise ValueError(f"{name}: {key} must be true or false, got {value!r}")
         policy: Policy = made(**options)
     except (TypeError, ValueError) as error:
         reason = str(error)
         if not reason.startswith((name, "policy ")):
             reason = f"{name}: {reason}"
-        defaults = _defaults(made)
         listed = ", ".join(f"{key}={_word(value)}" for key, value in defaults.items()) or "none"
         raise ValueError(f"{reason}; its options: {listed}") from error
     return policy
-
-
-_MISSING = object()
 
 
 def _defaults(made: type[Policy]) -> dict[str, Any]:

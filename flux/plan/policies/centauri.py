@@ -111,7 +111,7 @@ class Centauri:
             raise ValueError(f"centauri: memory_gb must be at least 0, got {memory_gb!r}")
         self.operation, self.layer, self.model = operation, layer, model
         self.substitute, self.memory_gb = substitute, memory_gb
-        self._known: tuple[Graph, CostModel, StepSchedule] | None = None  # what rewrite compared
+        self._known: StepSchedule | None = None  # the best one that rewrite compared
         self._tiers: dict[_Variant, tuple[object, dict[Key, Partition]]] = {}
         self.share = 1.0
 
@@ -129,7 +129,7 @@ class Centauri:
             plans.append((rating, chunks, schedule))
         _, chunks, best = min(plans, key=lambda plan: plan[:2])
         self.chosen = {"chunks": chunks}
-        self._known = (best.graph, cost, best)
+        self._known = best
         return best.graph
 
     def _plan(
@@ -268,11 +268,8 @@ class Centauri:
 
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return the schedule."""
-        if self._known is not None and self._known[0] is graph and self._known[1] is cost:
-            return self._known[2]
-        if not self._is_large(graph):
-            return self._best(graph, cost, self.model)[2]
-        return self._ordered(graph, cost, *self._best(window(graph), cost, False)[1])[0]
+        assert self._known is not None and self._known.graph is graph
+        return self._known
 
     def _best(
         self, graph: Graph, cost: CostModel, model: bool

@@ -216,11 +216,9 @@ class _Rewriter:
     def _cut_chain(self, number: int, op: Operator, partition: Partition) -> None:
         if len(partition.fractions) < 2:
             return
-        if op.kind in ("reduce_scatter", "all_reduce"):
-            starts = [d for d in self.graph.deps[number] if self.graph.ops[d].kind == "gemm"]
-        else:
-            starts = [n for n in self.after[number] if self.graph.ops[n].kind == "gemm"]
-        for start in starts:
+        reduces = op.kind in ("reduce_scatter", "all_reduce")
+        beside = self.graph.deps[number] if reduces else self.after[number]
+        for start in (n for n in beside if self.graph.ops[n].kind == "gemm"):
             self._cut_from(number, start, op.moves_weights, partition)
 
     def _cut_from(self, number: int, start: int, columns: bool, partition: Partition) -> None:

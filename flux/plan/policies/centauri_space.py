@@ -48,14 +48,13 @@ def even_by_group(kind: str, chunks: int, intra: int) -> tuple[CommPiece, ...]:
     ReduceScatter inside first, so that nothing crosses twice.
     """
     pieces: list[CommPiece] = []
+    inter, whole = 1 / (chunks * intra), 1 / chunks
     for chunk in range(chunks):
-        inter, intra_piece = 1 / (chunks * intra), 1 / chunks
+        first = (2 * chunk,)
         if kind == "all_gather":
-            pieces.append(CommPiece("inter", inter))
-            pieces.append(CommPiece("intra", intra_piece, (2 * chunk,), 1 / chunks))
+            pieces += [CommPiece("inter", inter), CommPiece("intra", whole, first, whole)]
         else:
-            pieces.append(CommPiece("intra", intra_piece, (), 1 / chunks))
-            pieces.append(CommPiece("inter", inter, (2 * chunk,)))
+            pieces += [CommPiece("intra", whole, (), whole), CommPiece("inter", inter, first)]
     return tuple(pieces)
 
 

@@ -24,7 +24,7 @@ from flux.plan.fabric import Fabric
 from flux.plan.graph import GROUPS, Graph, Operator
 from flux.plan.mesh import parse_group
 from flux.plan.policies.folding import fold, layers_of, placed, stage_of, w_blocks
-from flux.plan.policies.interleave import by_layer, graph_of_layer, scheduled
+from flux.plan.policies.interleave import by_layer, graphs_of_layer, scheduled
 from flux.plan.policies.pairing import Pairing, pair, round_robin
 from flux.plan.policies.passes import by_pass, one_f_one_b
 from flux.plan.schedule import StepSchedule
@@ -115,10 +115,9 @@ class DHelix:
 
     def pairing(self, graph: Graph, cost: CostModel) -> Pairing:
         """Return the pairing of a layer's forward and backward."""
-        forward, backward = (graph_of_layer(graph, way) for way in ("forward", "backward"))
-        barrier = EVENT_MS if self.events else 0.0
-        longest = self.longest or None
-        return pair(forward, backward, self._priced(cost), barrier=barrier, longest=longest)
+        barrier, longest = EVENT_MS if self.events else 0.0, self.longest or None
+        graphs = graphs_of_layer(graph)
+        return pair(*graphs, self._priced(cost), barrier=barrier, longest=longest)
 
 
 class _Occupied:
@@ -152,5 +151,4 @@ class WaveletPlus(DHelix):
 
     def pairing(self, graph: Graph, cost: CostModel) -> Pairing:
         """Return the pairing in which strands take turns."""
-        forward, backward = (graph_of_layer(graph, way) for way in ("forward", "backward"))
-        return round_robin(list(forward), list(backward))
+        return round_robin(*map(list, graphs_of_layer(graph)))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flux.core.problem import checked_integer
+from flux.core.problem import check_choice, checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import FUSED, RING, Graph, Operator, replaced
@@ -62,11 +62,8 @@ class DominoPolicy:
         columns = checked_integer("domino: columns", columns, 1)
         if slices == columns == 1:
             raise ValueError("domino: slices or columns must be at least 2, or nothing is cut")
-        if order not in (*ORDERS, "auto"):
-            orders = ", ".join((*ORDERS, "auto"))
-            raise ValueError(f"domino: order must be one of {orders}, got {order!r}")
-        if fused not in CHOICES:
-            raise ValueError(f"domino: fused must be one of {', '.join(CHOICES)}, got {fused!r}")
+        check_choice("domino: order", order, (*ORDERS, "auto"))
+        check_choice("domino: fused", fused, CHOICES)
         if columns > 1 and fused != "none":
             raise ValueError("domino: columns cut what fused ops would compute: take one of them")
         self.slices, self.columns, self.asked, self.fused = slices, columns, order, fused
@@ -79,9 +76,9 @@ class DominoPolicy:
         for op in graph.ops:
             self._check(op)
         if self.slices > 1:
-            graph = replaced(graph, self._rows, lambda before, after: False)
+            graph = replaced(graph, self._rows)
         if self.columns > 1:
-            graph = replaced(graph, self._columns, lambda before, after: False)
+            graph = replaced(graph, self._columns)
         if self.asked == "auto" and self.slices > 1:
             layers = len({op.layer for op in graph.ops if op.stage == 0 and op.layer >= 0})
             short = [first_layers(graph, count) for count in _TRIED]

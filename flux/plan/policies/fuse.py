@@ -80,8 +80,11 @@ def fused(graph: Graph, linears: Collection[str]) -> Graph:
     for number in kept:
         op, deps = graph.ops[number], graph.deps[number]
         if number in partner:
-            op = _merged(op, graph.ops[partner[number]])
+            other = graph.ops[partner[number]]
             deps += graph.deps[partner[number]]
+            kind, group = _KINDS[other.kind], other.group
+            allocates, frees = op.allocates + other.allocates, op.frees + other.frees
+            op = op._replace(kind=kind, group=group, allocates=allocates, frees=frees)
         before = [absorbed.get(dep, dep) for dep in deps]
         builder.add(op, [numbers[dep] for dep in before if dep != number])
     return builder.build(graph.resident)
@@ -94,40 +97,18 @@ def _pairs(graph: Graph, linears: Collection[str]) -> dict[int, int]:
         op = graph.ops[number]
         for dep in graph.deps[number]:
             before = graph.ops[dep]
-            if _gathers(before, op) and LINEARS[op.part] in linears:
+            gathers = (before.kind, before.group) in _BEFORE and before.role != "wgrad"
+            reduces = (op.kind, op.group) in _BEHIND and len(graph.deps[number]) == 1
+            if gathers and _is_linear(op, linears):
                 pairs[number] = dep
-            elif _reduces(before, op, graph, number) and LINEARS[before.part] in linears:
+            elif reduces and _is_linear(before, linears):
                 pairs[dep] = number
     return pairs
 
 
-def _gathers(collective: Operator, gemm: Operator) -> bool:
-    return (
-        (collective.kind, collective.group) in _BEFORE
-        and collective.role != "wgrad"
-        and gemm.kind == "gemm"
-        and gemm.role in ("fwd", "recompute", "dgrad")
-        and gemm.part in LINEARS
-    )
-
-
-def _reduces(gemm: Operator, collective: Operator, graph: Graph, number: int) -> bool:
-    return (
-        (collective.kind, collective.group) in _BEHIND
-        and gemm.kind == "gemm"
-        and gemm.role in ("fwd", "recompute", "dgrad")
-        and gemm.part in LINEARS
-        and len(graph.deps[number]) == 1
-    )
-
-
-def _merged(gemm: Operator, collective: Operator) -> Operator:
-    return gemm._replace(
-        kind=_KINDS[collective.kind],
-        group=collective.group,
-        allocates=gemm.allocates + collective.allocates,
-        frees=gemm.frees + collective.frees,
-    )
+def _is_linear(op: Operator, linears: Collection[str]) -> bool:
+    in_pass = op.kind == "gemm" and op.role in ("fwd", "recompute", "dgrad")
+    return in_pass and LINEARS.get(op.part) in linears
 
 
 def fusable(graph: Graph) -> set[str]:

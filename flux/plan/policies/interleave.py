@@ -25,21 +25,19 @@ def node_of(op: Operator) -> str:
     return op.part + {"dgrad": ".d", "wgrad": ".w", "recompute": ".r"}.get(op.role, "")
 
 
-def graph_of_layer(graph: Graph, direction: str, layer: int = 0) -> nx.DiGraph:
-    """Return a layer's forward or backward of micro-batch 0; nodes are named by ``node_of``."""
-    roles = {"forward": ("fwd",), "backward": ("recompute", "dgrad", "wgrad")}.get(direction)
-    if roles is None:
-        raise ValueError(f"direction must be forward or backward, got {direction!r}")
-    digraph = nx.DiGraph()
+def graphs_of_layer(graph: Graph) -> tuple[nx.DiGraph, nx.DiGraph]:
+    """Return forward and backward of layer 0, micro-batch 0; nodes are named by ``node_of``."""
+    passes = nx.DiGraph(), nx.DiGraph()
     for number in graph.order:
         op = graph.ops[number]
         inside = op.kind != "send" and not op.is_outer
-        if op.layer == layer and op.micro == 0 and op.role in roles and inside:
+        if op.layer == 0 and op.micro == 0 and inside:
+            digraph = passes[op.role != "fwd"]
             digraph.add_node(node_of(op), op=op)
             before = [graph.ops[dep] for dep in graph.deps[number]]
             edges = [(node_of(dep), node_of(op)) for dep in before if node_of(dep) in digraph]
             digraph.add_edges_from(edges)
-    return digraph
+    return passes
 
 
 def one_after_the_other(forward: Sequence[int], backward: Sequence[int]) -> Segments:

@@ -46,7 +46,7 @@ class IntraBatch:
                 raise ValueError(f"intra_batch: {op.name} has fewer rows than {self.chunks} chunks")
             return pieces(op, 0, self.chunks, "c")
 
-        return replaced(graph, cut, lambda before, after: False)
+        return replaced(graph, cut)
 
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return the schedule: 1F1B, with a stream for collectives."""

@@ -12,7 +12,7 @@ from flux.plan.policies.folding import fold, placed
 from flux.plan.policies.interleave import (
     Merge,
     by_layer,
-    graph_of_layer,
+    graphs_of_layer,
     one_after_the_other,
     scheduled,
 )
@@ -105,8 +105,7 @@ class DualPipeV(_TorchPipeline):
     def _merge(self, graph: Graph, cost: CostModel) -> Merge:
         if not self.paired:
             return one_after_the_other
-        forward, backward = (graph_of_layer(graph, way) for way in ("forward", "backward"))
-        return by_layer(graph, pair(forward, backward, cost), cost)
+        return by_layer(graph, pair(*graphs_of_layer(graph), cost), cost)
 
     def _stream(self, op: Operator) -> str:
         return op.resource if self.paired else super()._stream(op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flux.core.problem import check_choice
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, Operator
@@ -30,8 +31,7 @@ class Serial:
         fused: str = "none",
         overlap_grad_reduce: bool | None = None,
     ) -> None:
-        if fused not in CHOICES:
-            raise ValueError(f"serial: fused must be one of {', '.join(CHOICES)}, got {fused!r}")
+        check_choice("serial: fused", fused, CHOICES)
         if type(overlap_grad_reduce) not in (bool, type(None)):
             raise ValueError(
                 f"serial: overlap_grad_reduce must be true or false, got {overlap_grad_reduce!r}"

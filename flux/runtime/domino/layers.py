@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from flux.core.problem import check_choice
 from flux.core.tensors import check_memory
 from flux.layers import linear
 from flux.layers.linear import sum_grad
@@ -74,8 +75,7 @@ def replace(model: M, fused: str = "none") -> M:
         fused: those that are Flux's fused ops: "none", "column", "row", or "all". ``flux plan
             simulate --policy domino:fused=auto`` says which are the fastest.
     """
-    if fused not in WHICH:
-        raise ValueError(f"fused must be one of {', '.join(WHICH)}, got {fused!r}")
+    check_choice("fused", fused, WHICH)
     swaps = dict(_SWAPS)
     if "megatron.core.tensor_parallel.layers" in sys.modules:  # else no layer can be Megatron's
         from flux.runtime.domino import megatron as domino_megatron

@@ -3,10 +3,9 @@
 G. Wang et al., arXiv 2409.15241. ``flux.plan.policies.domino`` plans and predicts it; this module
 runs it, under plain ``loss.backward()``.
 
-Each slice runs the model's forward in a *greenlet*: code that can be left in the middle of a call
-and continued there later. Linear layers let the next slice go on; when the turn comes back, they
-wait for their collective. So models need no rewriting: any layers between the linear ones work, and
-any number of slices. Greenlets are one thread, because autograd numbers its nodes by thread.
+Each slice runs the model's forward in a greenlet (``flux.runtime.slices``). Linear layers let the
+next slice go on; when the turn comes back, they wait for their collective. So models need no
+rewriting: any layers between the linear ones work, and any number of slices.
 
 A slice goes through segments, again and again:
 
@@ -48,7 +47,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from flux.core.problem import checked_integer
+from flux.core.problem import check_choice, checked_integer
 from flux.plan.policies.domino import ORDERS
 from flux.runtime.domino.trees import HOWS, Joiner, leaves, mapped
 from flux.runtime.slices import Slices, running
@@ -184,8 +183,7 @@ class Domino(nn.Module):
         super().__init__()
         for name, value in (("slices", slices), ("columns", columns)):
             checked_integer(name, value, 1)
-        if order not in ORDERS:
-            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+        check_choice("order", order, ORDERS)
         if scalars not in (None, "mean", "sum"):
             raise ValueError(f"scalars must be mean or sum, got {scalars!r}")
         for path, how in (joined or {}).items():
