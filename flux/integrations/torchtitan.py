@@ -33,6 +33,7 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, swiglu
 
+from flux.core.tensors import address_of
 from flux.layers.eligible import has_hooks, reason_unsupported, say_once
 from flux.moe import DispatchGroupedGemm, GroupedGemmCombine
 from flux.ops import torch_internals
@@ -146,10 +147,10 @@ class FusedRoutedExperts(RoutedExperts):  # type: ignore[misc, unused-ignore]
             return nullcontext()
         parameters = list(self.inner_experts.parameters())
         versions = [parameter._version for parameter in parameters]
-        address, shape = weight.data_ptr(), weight.shape
+        address, shape = address_of(weight), weight.shape
 
         def pack(saved: torch.Tensor) -> Any:
-            if saved.data_ptr() == address and saved.shape == shape:
+            if address_of(saved) == address and saved.shape == shape:
                 return None
             return saved.detach(), saved._version
 
