@@ -8,8 +8,9 @@ whole GPU: the copy of the routed rows, grouped_mm, and, for the second GEMM, th
 tokens (index_add). GPU times reach from the begin of the first to the end of the last piece of work
 in torch's profiler. Calls are whole calls between two synchronisations: flux's host reads the
 routing and makes the maps, torch sorts on the GPU; with maps on the GPU (max_rows) a kernel makes
-them. On Hopper the kernels of sm_80 run beside those of sm_90a. Methods take turns; figures are
-medians, ratios are formed within a round. Results are compared first.
+them, which is timed by number of choices, too. On Hopper the kernels of sm_80 run beside those of
+sm_90a. Methods take turns; figures are medians, ratios are formed within a round. Results are
+compared first.
 """
 
 from __future__ import annotations
@@ -43,6 +44,16 @@ MODELS = [
     ("qwen3-30b-a3b", 128, 8, 2048, 768),
 ]
 ROWS = (4096, 64)
+# Tokens, experts and choices of lists of work, with columns of one GEMM.
+LISTS = [
+    (512, 64, 6),
+    (2048, 64, 8),
+    (4096, 64, 8),
+    (8192, 128, 8),
+    (65536, 64, 6),
+    (65536, 256, 8),
+]
+LISTED_N, LISTED_K = 2048, 64
 ROUNDS = 15
 WARM_UP = 3
 TOLERANCE = 2e-2
@@ -211,6 +222,36 @@ def run_shape(
     return shapes
 
 
+def lists_ms(device: CudaDevice, kind: Any, m: int, experts: int, topk: int) -> float:
+    """Time the kernels that list the work of a rank with columns of all experts."""
+    generator = torch.Generator(device="cuda").manual_seed(m)
+    draw = partial(torch.randn, device="cuda", dtype=torch.bfloat16, generator=generator)
+    chosen = torch.rand(m, experts, device="cuda", generator=generator).topk(topk)[1]
+    gathers = kind is AGGroupedGemm
+    n, k = (WORLD * LISTED_N, LISTED_K) if gathers else (LISTED_N, WORLD * LISTED_K)
+    x = draw(m // WORLD if gathers else m * topk, LISTED_K)
+    w = draw(experts, LISTED_N, LISTED_K)
+    sizes = {"max_m": m, "n": n, "k": k, "experts": experts, "topk": topk, "dtype": x.dtype}
+    times = []
+    with VirtualWorld(WORLD, device) as ranks, ExitStack() as closing:
+        ops = [closing.enter_context(kind(**sizes, group=ranks.rank(r))) for r in range(WORLD)]
+        for round_ in range(WARM_UP + ROUNDS):
+            call = partial(ranks.run, lambda r: ops[r](x, w, chosen, max_rows=m * topk))
+            parts = gpu_ms(call)[1]
+            if round_ >= WARM_UP:
+                times.append(sum(ms for name, ms in parts.items() if "route_kernel" in name))
+    return statistics.median(times) / WORLD
+
+
+def run_lists(device: CudaDevice, m: int, experts: int, topk: int) -> dict[str, Any]:
+    """Time the lists of both GEMMs."""
+    ms = {
+        name: lists_ms(device, kind, m, experts, topk)
+        for name, kind in (("ag_grouped_gemm", AGGroupedGemm), ("grouped_gemm_rs", GroupedGemmRS))
+    }
+    return {"m": m, "experts": experts, "topk": topk, "ms": ms}
+
+
 def table(document: dict[str, Any]) -> str:
     """Write kernel and call times of each way beside torch's."""
     ways = [*document["shapes"][0]["gpu_over_torch"]]
@@ -242,8 +283,11 @@ def main() -> None:
         "command": "python benchmarks/gpu_grouped.py",
         "device": torch.cuda.get_device_name(device.index),
         "versions": host.versions(),
+        "lists": [run_lists(device, *sizes) for sizes in LISTS],
         "shapes": [],
     }
+    for listed in content["lists"]:
+        print({**listed, "ms": {name: round(ms, 4) for name, ms in listed["ms"].items()}})
     for m in ROWS:
         for name, *sizes in MODELS:
             made = run_shape(device, m, *sizes)

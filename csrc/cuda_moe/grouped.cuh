@@ -65,7 +65,7 @@ struct GroupedLauncher {
   static constexpr int kTileN = C::kTileN;
   static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = nullptr;
 
-  static constexpr int (*kRoute)(FluxRouteArgs const*, void*) = &route;
+  static constexpr int (*kRoute)(FluxRouteArgs const*, void*) = &route<>;
 
   static int prepare(int device) {
     const int status = prepare_on(device, K::kKernel, K::kSharedBytes);

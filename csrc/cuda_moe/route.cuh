@@ -1,14 +1,19 @@
 // Makes the maps of a grouped GEMM from the experts of all tokens, on the device: what csrc/schedule/grouped.h
-// makes on the host, of which the comments say what the maps are. One block, which the GEMM comes behind on
-// the stream.
+// makes on the host, of which the comments say what the maps are. The GEMM comes behind it on the stream.
+// One block goes through all phases; of more than kManyChoices choices, kRouteBlocks blocks through each,
+// with a launch of its own.
 //
+//   clear
 //   count     rows by expert and span, and by expert and warp, which has a run of the choices
-//   sum up    where experts begin; where a warp's rows of an expert do; an expert's rows by visit; tiles by
-//             (span that decides when they are computed, expert)
+//   sum up    where a warp's rows of an expert begin; an expert's rows by visit; tiles by (span that decides
+//             when they are computed, expert)
+//   cut       (one block) where experts begin, and their tiles
 //   place     each choice: its routed row (by token)
 //   fill      the rows of tiles (by visit): a search among the spans of the expert
-//   list      tiles, by a prefix sum
-//   merge     (ReduceScatter) sums between the products, by binary search
+//             and the list of tiles (AllGather), or the last item of each
+//   sums      (ReduceScatter) by visit: their rows, and what they await
+//   order     (ReduceScatter) sums in the list of items
+//   merge     (ReduceScatter) products between the sums, by binary search
 //
 // Numbers of atomics are counts and maxima, so no order of threads changes a map. A routing without a result
 // (too many rows, an expert that there is none of) is reported as a failed wait is, by all ranks alike, since
@@ -29,31 +34,24 @@ constexpr int kFewChoices = 4096, kFewExperts = 32;
 constexpr int kTailThreads = 256;
 
 static __global__ void __launch_bounds__(kRouteThreads)
-    route_kernel(const __grid_constant__ RouteParams p) {
+    route_kernel(const __grid_constant__ RouteParams p, int first, int end) {
   extern __shared__ int shared[];
   __shared__ int chunks[FLUX_MAX_WORLD];
-  __shared__ Verdict verdict;
-  by_thread(p.comm.world, [&](int i) { chunks[i] = p.chunks[i]; });
+  __shared__ Verdict own;
+  const int threads = static_cast<int>(blockDim.x);
+  for (int i = static_cast<int>(threadIdx.x); i < p.comm.world; i += threads) {
+    chunks[i] = p.chunks[i];
+  }
+  Verdict& verdict = p.warps > kRouteWarps ? *reinterpret_cast<Verdict*>(p.maps.verdict) : own;
   int* const room = p.shared ? shared : p.maps.scratch;
-  Router router{p, p.order, route_scratch(room, p.maps.experts, p.maps.spans), verdict};
+  Router router{p, p.order, route_scratch(room, p.maps.experts, p.maps.spans, p.warps), verdict};
   router.order.sequence = chunks;
-  __syncthreads();
-  router.clear();
-  const int addresses = p.args.weights != nullptr ? min_of(p.maps.experts, kAddresses) : 0;
-  by_thread(addresses, [&](int e) { p.maps.weights[e] = p.weights[e]; });
-  __syncthreads();
-  router.count();
-  __syncthreads();
-  if (!router.check()) return;
-  router.sum_up();
-  const int tiles = router.cut();
-  __syncthreads();
-  router.place();
-  __syncthreads();
-  router.fill(tiles);
-  p.args.gathers != 0 ? router.list_gather(tiles) : router.list_sums(tiles);
-  if (p.args.parallel == 0) return;
-  p.args.gathers != 0 ? router.list_pushes() : router.list_shares();
+  for (int phase = first; phase < end; ++phase) {
+    __syncthreads();
+    const bool is_first = phase == kSumUp;  // behind the counts
+    if ((is_first || (phase > kSumUp && phase == first)) && !router.check(is_first)) return;
+    router.run(static_cast<RoutePhase>(phase));
+  }
 }
 
 // Of experts whose weights' addresses the launch of route_kernel has no room for, or did not know.
@@ -80,10 +78,22 @@ static __global__ void __launch_bounds__(kTailThreads)
   }
 }
 
-inline RouteParams route_params(FluxRouteArgs const& args) {
+// Of the phases but kCut, which one block goes through.
+struct RouteThreads {
+  int blocks, of_block;
+  int warps() const { return blocks * of_block / 32; }
+  // Of a single block, which is laid out for kRouteWarps.
+  int laid_out() const { return blocks > 1 ? warps() : kRouteWarps; }
+  std::int64_t shared_words(const RouteMaps& maps) const {
+    return scratch_words(maps.experts, maps.spans, laid_out());
+  }
+};
+
+inline RouteParams route_params(FluxRouteArgs const& args, const RouteThreads& threads) {
   RouteParams p{};
   p.args = args;
-  p.maps = route_maps(args);
+  p.warps = threads.laid_out();
+  p.maps = route_maps(args, p.warps);
   p.comm = route_comm(args);
   FluxGemmArgs gemm{};
   gemm.m = args.m;
@@ -105,7 +115,7 @@ inline RouteParams route_params(FluxRouteArgs const& args) {
   p.order.sequence = nullptr;  // (host)
   const int addresses = args.weights != nullptr ? min_of(p.maps.experts, kAddresses) : 0;
   for (int e = 0; e < addresses; ++e) p.weights[e] = args.weights[e];
-  p.shared = scratch_words(p.maps.experts, p.maps.spans) <= kRouteSharedWords;
+  p.shared = threads.blocks == 1 && threads.shared_words(p.maps) <= kRouteSharedWords;
   for (p.step = 1; 2 * p.step < p.maps.spans;) p.step *= 2;
   // Rounded up, it is exact for choices below 2 ** 31: the error, times one, is less than 2 ** shift.
   for (p.shift = 31; std::int64_t{1} << (p.shift - 31) < args.topk;) ++p.shift;
@@ -114,23 +124,40 @@ inline RouteParams route_params(FluxRouteArgs const& args) {
   return p;
 }
 
-// FluxKernel.route
-inline int route(FluxRouteArgs const* args, void* stream) {
+inline void launch_phases(const RouteParams& p, const RouteThreads& threads, cudaStream_t stream) {
+  const int phases = p.args.gathers != 0 ? kSums : kRoutePhases;
+  if (threads.blocks == 1) {
+    const std::size_t shared = p.shared ? threads.shared_words(p.maps) * sizeof(int) : 0;
+    route_kernel<<<1, threads.of_block, shared, stream>>>(p, kClear, phases);
+    return;
+  }
+  for (int phase = kClear; phase < phases; ++phase) {
+    const int blocks = phase == kCut ? 1 : threads.blocks;
+    const int of_block = phase == kCut ? kRouteThreads : threads.of_block;
+    route_kernel<<<blocks, of_block, 0, stream>>>(p, phase, phase + 1);
+  }
+}
+
+// FluxKernel.route. kMost: choices of one block.
+template <int kMost = kManyChoices, int kBlocks = kRouteBlocks>
+int route(FluxRouteArgs const* args, void* stream) {
   const bool experts = args->expert_bytes == 4 || args->expert_bytes == 8;
   const int world = max_of(args->order.world, 1);
   if (!experts || world > FLUX_MAX_WORLD || args->ep < 1 || world % args->ep != 0)
     return FLUX_REFUSED;
-  const RouteParams p = route_params(*args);
-  if (p.maps.items > kMaxTiles || std::int64_t{args->m} * args->topk > kMaxExtent ||
+  const std::int64_t choices = std::int64_t{args->m} * args->topk;
+  const bool few = choices <= kFewChoices && ceil_div(args->total, args->ep) <= kFewExperts;
+  const RouteThreads threads = choices > kMost
+                                   ? RouteThreads{kBlocks, 32 * kRouteBlockWarps}
+                                   : RouteThreads{1, few ? kFewRouteThreads : kRouteThreads};
+  const RouteParams p = route_params(*args, threads);
+  if (p.maps.items > kMaxTiles || choices > kMaxExtent ||
       std::int64_t{p.maps.experts} * p.maps.spans > kMaxTiles) {
     return FLUX_REFUSED;
   }
   auto* const on = static_cast<cudaStream_t>(stream);
-  const bool few = args->m * args->topk <= kFewChoices && p.maps.experts <= kFewExperts;
-  const std::size_t shared =
-      p.shared ? scratch_words(p.maps.experts, p.maps.spans) * sizeof(int) : 0;
   const bool makes = args->experts != nullptr;
-  if (makes) route_kernel<<<1, few ? kFewRouteThreads : kRouteThreads, shared, on>>>(p);
+  if (makes) launch_phases(p, threads, on);
   const int addresses = args->weights != nullptr ? p.maps.experts : 0;
   for (int e = makes ? kAddresses : 0; e < addresses; e += kAddresses) {
     Addresses more{{}, p.maps.weights + e, min_of(kAddresses, addresses - e)};
@@ -138,10 +165,10 @@ inline int route(FluxRouteArgs const* args, void* stream) {
     address_kernel<<<1, kAddresses, 0, on>>>(more);
   }
   if (args->tail != nullptr && args->max_rows > 0) {
-    constexpr std::int64_t kBlocks = 64, kBlockBytes = 16 * kTailThreads;
+    constexpr std::int64_t kTailBlocks = 64, kBlockBytes = 16 * kTailThreads;
     const std::int64_t row_bytes = std::int64_t{args->n} * args->element_bytes;
     const std::int64_t blocks = (args->max_rows * row_bytes + kBlockBytes - 1) / kBlockBytes;
-    tail_kernel<<<static_cast<unsigned>(std::min(blocks, kBlocks)), kTailThreads, 0, on>>>(
+    tail_kernel<<<static_cast<unsigned>(std::min(blocks, kTailBlocks)), kTailThreads, 0, on>>>(
         static_cast<char*>(args->tail), row_bytes, args->max_rows, p.maps.totals + kRouteRows);
   }
   return static_cast<int>(cudaGetLastError());

@@ -9,7 +9,11 @@
 
 namespace flux {
 
-constexpr int kRouteWarps = 32;  // at most
+constexpr int kRouteWarps = 32;  // of a block, at most
+// Routings of more choices are made by kRouteBlocks blocks, with a launch for each phase.
+constexpr int kManyChoices = 8192, kRouteBlocks = 32, kRouteBlockWarps = 16;
+// What all threads know of the choices: Verdict, and the number of tiles.
+constexpr int kVerdictWords = 2 + FLUX_MAX_WORLD;
 
 // Scratch memory that all warps go through again and again. `e`: of this rank's experts. Spans by number,
 // but for those marked (visit).
@@ -28,13 +32,13 @@ constexpr std::int64_t kRouteSharedWords = 24 << 10;  // that it may have in sha
 // Of rows that warps read column by column: in another bank each.
 FLUX_HD constexpr int odd_stride(int count) { return count | 1; }
 
-FLUX_HD constexpr std::int64_t scratch_words(std::int64_t e, std::int64_t spans) {
-  return kRouteWarps * (e | 1) + 3 * e + spans + 3 * e * spans;
+FLUX_HD constexpr std::int64_t scratch_words(std::int64_t e, std::int64_t spans, int warps) {
+  return warps * (e | 1) + 3 * e + spans + 3 * e * spans;
 }
-FLUX_HD constexpr RouteScratch route_scratch(int* at, int e, int spans) {
+FLUX_HD constexpr RouteScratch route_scratch(int* at, int e, int spans, int warps) {
   RouteScratch s{};
   s.of_warps = at;
-  s.of_expert = s.of_warps + kRouteWarps * odd_stride(e);
+  s.of_expert = s.of_warps + warps * odd_stride(e);
   s.first_row = s.of_expert + e;
   s.first_tile = s.first_row + e;
   s.span_at = s.first_tile + e;
@@ -57,6 +61,7 @@ struct RouteMaps {
   int* totals;  // kRouteTotals
   int* routed;  // by routed row: its token; 0 behind the last one
   // Scratch
+  int* verdict;       // of many blocks: Verdict
   int* scratch;       // RouteScratch, where it is not in shared memory
   int* span_of;       // [m]: by token
   int* of_tile;       // [tiles]: its last item, sums left out
@@ -71,7 +76,12 @@ inline CommTiling route_comm(const FluxRouteArgs& args) {
   return {args.m, world, max_of(1, min_of(args.order.comm_tile_rows, chunk_rows(args.m, world)))};
 }
 
-inline RouteMaps route_maps(const FluxRouteArgs& args) {
+inline bool makes_many(const FluxRouteArgs& args) {
+  return std::int64_t{args.m} * args.topk > kManyChoices;
+}
+
+// `warps`: that share the choices.
+inline RouteMaps route_maps(const FluxRouteArgs& args, int warps) {
   RouteMaps maps{};
   const CommTiling comm = route_comm(args);
   const int world = comm.world, rank = args.order.rank, part = rank / (world / args.ep);
@@ -111,13 +121,18 @@ inline RouteMaps route_maps(const FluxRouteArgs& args) {
   maps.share = reinterpret_cast<std::uint32_t*>(take(shares ? own : 0));
   maps.totals = take(kRouteTotals);
   maps.routed = take(args.max_rows);
-  maps.scratch = take(scratch_words(e, spans));
+  maps.verdict = take(kVerdictWords);
+  maps.scratch = take(scratch_words(e, spans, warps));
   maps.span_of = take(args.m);
   maps.of_tile = take(sums > 0 ? maps.tiles : 0);
   maps.last = take(sums);
   maps.sorted_last = take(sums);
   maps.words_behind = next;
   return maps;
+}
+
+inline RouteMaps route_maps(const FluxRouteArgs& args) {
+  return route_maps(args, makes_many(args) ? kRouteBlocks * kRouteBlockWarps : kRouteWarps);
 }
 
 // What the kernels of the op take.

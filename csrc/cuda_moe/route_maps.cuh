@@ -1,4 +1,4 @@
-// The phases of route_kernel (cuda_moe/route.cuh), by all threads of its block.
+// The phases of route_kernel (cuda_moe/route.cuh), by all threads of its blocks.
 #pragma once
 
 #include "cuda/sync.cuh"
@@ -12,6 +12,7 @@ constexpr int kAhead = 4;        // choices of a lane that are loaded at once
 struct RouteParams {
   FluxRouteArgs args;
   RouteMaps maps;
+  int warps;                 // that RouteScratch is laid out for
   bool shared;               // scratch memory
   std::uint32_t reciprocal;  // choice / topk = choice * reciprocal >> shift
   int shift;
@@ -24,14 +25,19 @@ struct RouteParams {
 };
 
 __device__ __forceinline__ int lane_of() { return static_cast<int>(threadIdx.x) % 32; }
-__device__ __forceinline__ int warp_of() { return static_cast<int>(threadIdx.x) / 32; }
-__device__ __forceinline__ int warps_of() { return static_cast<int>(blockDim.x) / 32; }
+// Of all blocks.
+__device__ __forceinline__ int threads_of() { return static_cast<int>(gridDim.x * blockDim.x); }
+__device__ __forceinline__ int thread_of() {
+  return static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+}
+__device__ __forceinline__ int warp_of() { return thread_of() / 32; }
+__device__ __forceinline__ int warps_of() { return threads_of() / 32; }
 
-// each(i) for i < count, by all threads of the block.
+// each(i) for i < count, by all threads.
 template <class Each>
 __device__ __forceinline__ void by_thread(int count, Each each) {
-  const int step = static_cast<int>(blockDim.x);
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += step) each(i);
+  const int step = threads_of();
+  for (int i = thread_of(); i < count; i += step) each(i);
 }
 
 // each(j) for j < kAhead, unrolled.
@@ -65,7 +71,7 @@ __device__ __forceinline__ int sum_by_warp(int count, Get get, Put put) {
   return before;
 }
 
-// The same by all threads of the block.
+// The same by all threads of the only block.
 template <class Get, class Put>
 __device__ __forceinline__ int sum_by_block(int count, Get get, Put put) {
   __shared__ int of_warps[kRouteWarps];
@@ -103,10 +109,25 @@ __device__ __forceinline__ void lanes_alike(const int (&number)[kAhead], int bit
   }
 }
 
-// What all threads of the block know of the choices, in shared memory.
+// What all threads know of the choices.
 struct Verdict {
-  int bad;  // the first choice of an expert that there is none of
+  int bad;    // the first choice of an expert that there is none of
+  int tiles;  // of the GEMM
   int of_parts[FLUX_MAX_WORLD];
+};
+static_assert(sizeof(Verdict) == kVerdictWords * sizeof(int));
+
+enum RoutePhase {
+  kClear,
+  kCount,
+  kSumUp,
+  kCut,
+  kPlace,
+  kFill,
+  kSums,
+  kOrder,
+  kMerge,
+  kRoutePhases
 };
 
 struct Router {
@@ -114,6 +135,35 @@ struct Router {
   TileOrder order;
   RouteScratch scratch;
   Verdict& verdict;
+
+  __device__ void run(RoutePhase phase) const {
+    const bool gathers = p.args.gathers != 0;
+    switch (phase) {
+      case kClear:
+        return clear();
+      case kCount:
+        return count();
+      case kSumUp:
+        return sum_up();
+      case kCut:
+        return cut();
+      case kPlace:
+        return place();
+      case kFill:
+        fill();
+        gathers ? list_gather() : note_last();
+        if (p.args.parallel != 0) gathers ? list_pushes() : list_shares();
+        return;
+      case kSums:
+        return count_sums();
+      case kOrder:
+        return list_sums();
+      case kMerge:
+        return list_products();
+      case kRoutePhases:
+        return;
+    }
+  }
 
   __device__ int choices() const { return p.args.m * p.args.topk; }
   __device__ int token_of(int choice) const {
@@ -174,8 +224,10 @@ struct Router {
     by_thread(warps_of() * odd_stride(m.experts), [&](int i) { scratch.of_warps[i] = 0; });
     by_thread(m.experts * m.spans, [&](int i) { scratch.of_span[i] = 0; });
     by_thread(p.args.m, [&](int token) { m.span_of[token] = span_of(token); });
+    const int addresses = p.args.weights != nullptr ? min_of(m.experts, kAddresses) : 0;
+    by_thread(addresses, [&](int e) { m.weights[e] = p.weights[e]; });
     by_thread(p.args.ep, [&](int part) { verdict.of_parts[part] = 0; });
-    if (threadIdx.x == 0) verdict.bad = choices();
+    if (thread_of() == 0) verdict.bad = choices();
     by_thread(m.spans, [&](int i) {
       scratch.span_at[i] = tile_row_of(i);
       if (p.args.gathers != 0) return;
@@ -235,18 +287,20 @@ struct Router {
     if (exists && leads) atomicAdd(verdict.of_parts + part, __popc(lanes));
   }
 
-  // Whether there is a result; the same on all ranks.
-  __device__ bool check() const {
+  // Whether there is a result; the same on all ranks. `tells`: whether to report that there is none.
+  __device__ bool check(bool tells) const {
     if (verdict.bad < choices()) {
       const std::int64_t expert = passed(verdict.bad), most = 0x7fffffff;
-      refuse(FLUX_BAD_EXPERT, verdict.bad / p.args.topk,
-             static_cast<int>(expert < most ? expert : most), 0);
+      if (tells) {
+        refuse(FLUX_BAD_EXPERT, verdict.bad / p.args.topk,
+               static_cast<int>(expert < most ? expert : most), 0);
+      }
       return false;
     }
     for (int part = 0; part < p.args.ep; ++part) {
       const int rows = verdict.of_parts[part];
       if (rows <= p.args.max_rows) continue;
-      refuse(FLUX_MANY_ROWS, p.args.max_rows, part, rows);
+      if (tells) refuse(FLUX_MANY_ROWS, p.args.max_rows, part, rows);
       return false;
     }
     return true;
@@ -255,7 +309,7 @@ struct Router {
   // Without a status the host reads the totals.
   __device__ void refuse(int code, int tile, int signal, int observed) const {
     by_thread(kRouteTotals, [&](int i) { p.maps.totals[i] = i == kRouteRefused ? 1 : 0; });
-    if (threadIdx.x != 0 || p.args.sync.status == nullptr) return;
+    if (thread_of() != 0 || p.args.sync.status == nullptr) return;
     record_failure(p.args.sync, code, tile, signal, static_cast<std::uint32_t>(observed));
   }
 
@@ -283,14 +337,13 @@ struct Router {
         scratch.group[place * m.experts + e] = tiles_with(past, all) - tiles_with(before, all);
       });
     }
-    __syncthreads();
-    sum_by_block(
-        m.experts, [&](int e) { return scratch.of_expert[e]; },
-        [&](int e, int before) { scratch.first_row[e] = before; });
   }
 
-  // The experts of tiles. Returns how many of these there are.
-  __device__ int cut() const {
+  // Where experts begin, and the experts of tiles. By one block.
+  __device__ void cut() const {
+    sum_by_block(
+        p.maps.experts, [&](int e) { return scratch.of_expert[e]; },
+        [&](int e, int before) { scratch.first_row[e] = before; });
     const int tiles = sum_by_block(
         p.maps.experts, [&](int e) { return ceil_div(scratch.of_expert[e], p.args.tile_m); },
         [&](int e, int before) {
@@ -302,7 +355,7 @@ struct Router {
     sum_by_block(
         p.maps.spans * p.maps.experts, [&](int i) { return scratch.group[i]; },
         [&](int i, int before) { scratch.group[i] = before; });
-    return tiles;
+    if (threadIdx.x == 0) verdict.tiles = tiles;
   }
 
   __device__ void place() const {
@@ -329,8 +382,9 @@ struct Router {
   }
 
   // The rows of tiles, by visit, by warp and tile. Those behind the last one of an expert have a place, too.
-  __device__ void fill(int tiles) const {
+  __device__ void fill() const {
     const RouteMaps& m = p.maps;
+    const int tiles = verdict.tiles;
     for (int tile = warp_of(); tile < tiles; tile += warps_of()) {
       const int e = m.expert[tile], rows = scratch.of_expert[e];
       const int first = (tile - scratch.first_tile[e]) * p.args.tile_m;
@@ -351,9 +405,9 @@ struct Router {
 
   // put(item's number, tile, column) for all tiles of the GEMM; done(tile, number of its last item).
   template <class Put, class Done>
-  __device__ void each_product(int tiles, Put put, Done done) const {
+  __device__ void each_product(Put put, Done done) const {
     const RouteMaps& m = p.maps;
-    by_thread(tiles, [&](int tile) {
+    by_thread(verdict.tiles, [&](int tile) {
       const int e = m.expert[tile], number = tile - scratch.first_tile[e];
       const int first_row = number * p.args.tile_m, all = scratch.of_expert[e];
       const int last_row = min_of(first_row + p.args.tile_m, all) - 1;
@@ -368,24 +422,25 @@ struct Router {
     });
   }
 
-  __device__ void list_gather(int tiles) const {
+  __device__ void list_gather() const {
     const RouteMaps& m = p.maps;
     by_thread(m.pushes, [&](int i) { m.item[i] = -2 - i; });
     each_product(
-        tiles,
         [&](int at, int tile, int column) { m.item[m.pushes + at] = tile * m.columns + column; },
         [](int, int) {});
-    const int all = m.pushes + tiles * m.columns;
-    if (threadIdx.x != 0) return;
+    const int all = m.pushes + verdict.tiles * m.columns;
+    if (thread_of() != 0) return;
     m.item[all] = -1;
     m.totals[kRouteItems] = all + 1;
   }
 
-  // A sum comes `ahead` items behind the last product that it awaits.
-  __device__ void list_sums(int tiles) const {
+  __device__ void note_last() const {
+    each_product([](int, int, int) {}, [&](int tile, int last) { p.maps.of_tile[tile] = last; });
+  }
+
+  // The rows of sums, and the last product that each awaits.
+  __device__ void count_sums() const {
     const RouteMaps& m = p.maps;
-    each_product(tiles, [](int, int, int) {}, [&](int tile, int last) { m.of_tile[tile] = last; });
-    __syncthreads();
     by_thread(m.experts * m.spans, [&](int i) {
       const int e = i / m.spans, place = i % m.spans;
       const int past = scratch.past[i], rows = past - before_place(e, place);
@@ -394,8 +449,12 @@ struct Router {
       const int tile = scratch.first_tile[e] + (past - 1) / p.args.tile_m;
       atomicMax(m.last + place, m.of_tile[tile]);
     });
-    __syncthreads();
-    const int products = tiles * m.columns;
+  }
+
+  // A sum comes `ahead` items behind the last product that it awaits.
+  __device__ void list_sums() const {
+    const RouteMaps& m = p.maps;
+    const int products = verdict.tiles * m.columns;
     by_thread(m.spans, [&](int i) {
       const int last = m.last[i];
       int before = 0;
@@ -408,14 +467,17 @@ struct Router {
         m.item[at + column] = -1 - (scratch.span_at[i] * m.columns + column);
       }
     });
-    __syncthreads();
+    if (thread_of() == 0) m.totals[kRouteItems] = products + m.spans * m.columns;
+  }
+
+  // Between the sums.
+  __device__ void list_products() const {
+    const RouteMaps& m = p.maps;
     each_product(
-        tiles,
         [&](int at, int tile, int column) {
           m.item[at + sums_before(at) * m.columns] = tile * m.columns + column;
         },
         [](int, int) {});
-    if (threadIdx.x == 0) m.totals[kRouteItems] = products + m.spans * m.columns;
   }
 
   // Sums that are claimed before a product.

@@ -1,6 +1,6 @@
 """Ops of experts that move only the tokens that a rank needs, in virtual time (csrc/cuda_moe).
 
-    lists      a kernel of one block makes the lists of work from the experts of all tokens
+    lists      kernels make the lists of work from the experts of all tokens
     dispatch   own rows | blocks claim pushes: rows -> d, signal, and tiles: await signals, multiply
     combine    blocks claim tiles, and sums of a token's products -> owner | reduction of own rows
 

@@ -30,8 +30,9 @@ from flux.select.hardware import (
     LIBRARY_LATENCY_US,
     MEMORY_COPY_SHARE,
     PUSH_US,
-    ROUTE_NS,
-    ROUTE_US,
+    ROUTE,
+    ROUTE_MANY,
+    ROUTE_ONE_BLOCK,
     SIGNAL_US,
     blocks_per_wave,
 )
@@ -106,7 +107,10 @@ def _filling(cluster: Cluster, routed: Problem, ep: int, kernel: GemmConfig | No
 
 def lists_ms(problem: SparseProblem) -> float:
     """Return the time of the kernel that lists the work of a grouped GEMM."""
-    return 1e-3 * (ROUTE_US + 1e-3 * ROUTE_NS * problem.m * problem.topk)
+    choices = problem.m * problem.topk
+    many = choices > ROUTE_ONE_BLOCK
+    least_us, each_ns = ROUTE_MANY if many else ROUTE[problem.op.gathers]
+    return 1e-3 * (least_us + 1e-3 * each_ns * choices)
 
 
 def unfused_parts(problem: SparseProblem, cluster: Cluster, rows: float) -> dict[str, float]:

@@ -66,10 +66,14 @@ PUSH_US = 4.0
 """What blocks that push rows (cuda/gather.cuh) take besides bytes: the call's number, a piece, its
 rows, a fence and its count are five trips to L2 or to a peer, one behind the other, of some 0.7 us;
 our assumption."""
-ROUTE_US, ROUTE_NS = 20.0, 2.6
-"""Time of the kernel that lists a grouped GEMM's work, and ns for each choice of all tokens. Two
-ranks on an H200 took 14 to 31 us for 128 to 512 choices, 98 and 132 us for 32,768
+ROUTE = {True: (13.0, 2.6), False: (19.0, 4.0)}
+"""By whether the op gathers: us of the block that lists a grouped GEMM's work, and ns for each choice
+of all tokens. On an H200, 21 and 31 us for 3,072 choices, 56 and 84 us for 16,384
 (benchmarks/results/h200/grouped.json)."""
+ROUTE_ONE_BLOCK = 8192
+"""Choices up to which it is one block (csrc/cuda_moe/route.h)."""
+ROUTE_MANY = (40.0, 0.2)
+"""The same of more choices: up to nine launches, and 16 times as many warps; our assumption."""
 SUM_US = 3.0
 """The same of blocks that end an AllReduce (cuda/gemm/all_reduce.cuh): two claims, the partials and
 the rows of the result are trips to L2, besides signals; our assumption."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -27,15 +27,17 @@ ROOT = Path(__file__).parents[2]
 TILE_N = 32
 MAPS = ("items", "experts", "rows", "tokens", "sources", "counts", "pushes", "pushed", "shares")
 MANY_ROWS, BAD_EXPERT = 8, 9  # of csrc/cuda/abi.h
+BLOCKS = ("", "_many")  # one; three, each phase with a launch of its own
+MANY_WARPS = 16
 
 KERNELS = """
 #include "cuda/gemm/kernel.cuh"
 #include "cuda_moe/route.cuh"
-template <int kM>
+template <int kM, int (*kMaps)(FluxRouteArgs const*, void*) = &flux::route<>>
 struct Maps {
   static constexpr int kTileM = kM, kTileN = 32;
   static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = nullptr;
-  static constexpr int (*kRoute)(FluxRouteArgs const*, void*) = &flux::route;
+  static constexpr int (*kRoute)(FluxRouteArgs const*, void*) = kMaps;
   static std::uint64_t workspace_bytes(FluxGemmArgs const*) { return 0; }
   static int prepare(int device) { return flux::prepare_route(device); }
   static int launch(FluxGemmArgs const*, void*) { return FLUX_REFUSED; }
@@ -44,6 +46,11 @@ FLUX_KERNEL(maps_1, Maps<1>)
 FLUX_KERNEL(maps_3, Maps<3>)
 FLUX_KERNEL(maps_16, Maps<16>)
 FLUX_KERNEL(maps_64, Maps<64>)
+// As of many choices, by three blocks.
+FLUX_KERNEL(maps_1_many, Maps<1, &flux::route<0, 3>>)
+FLUX_KERNEL(maps_3_many, Maps<3, &flux::route<0, 3>>)
+FLUX_KERNEL(maps_16_many, Maps<16, &flux::route<0, 3>>)
+FLUX_KERNEL(maps_64_many, Maps<64, &flux::route<0, 3>>)
 """
 
 
@@ -106,6 +113,8 @@ class Case:
     def _schedule(self, rng: random.Random, m: int, world: int, rank: int) -> TileSchedule:
         knobs = Knobs() if world == 1 else knobs_of(rng, world)
         topology = Topology(1, 1, 1) if world == 1 else topology_of(rng, world)
+        if topology.nodes > 1:  # between which ops refuse to pull
+            knobs = replace(knobs, direction="push")
         op, sizes = "ag_gemm" if self.gathers else "gemm_rs", (m, TILE_N * self.columns or 1, 8)
         options = {"itemsize": 2, "cluster": ClusterTile(self.tile_m, TILE_N)}
         return make_schedule(op, sizes, world, rank, topology, knobs, **options)
@@ -123,9 +132,12 @@ class Case:
         work.fill(room.data_ptr())
         return dict(zip(MAPS, (part.tolist() for part in room.split(work.sizes)), strict=True))
 
-    def run(self, device: MachineDevice, experts: torch.Tensor | None = None) -> Made:
+    def run(
+        self, device: MachineDevice, experts: torch.Tensor | None = None, blocks: str = ""
+    ) -> Made:
         host = self.on_host()
-        kernel = _C.Kernel(str(device.maps), f"maps_{self.tile_m}")  # type: ignore[attr-defined]
+        name = f"maps_{self.tile_m}{blocks}"
+        kernel = _C.Kernel(str(device.maps), name)  # type: ignore[attr-defined]
         chosen = (self.experts if experts is None else experts).to(self.dtype).contiguous()
         count = (len(self.routing.native.offsets) - 1) // self.schedule.world
         route = _C.Route(
@@ -141,7 +153,8 @@ class Case:
             ahead=self.ahead,
             parallel=self.parallel,
         )
-        room = torch.full((route.words,), -77, dtype=torch.int32)
+        more = MANY_WARPS * (count | 1) if blocks else 0  # than one block has
+        room = torch.full((route.words + more,), -77, dtype=torch.int32)
         tail = torch.ones(self.max_rows, self.columns * TILE_N, dtype=torch.bfloat16)
         status = torch.zeros(8, dtype=torch.int64)
         device.keep(room, chosen, tail, status)
@@ -169,11 +182,13 @@ def pushes(maps: dict[str, list[int]]) -> list[tuple[int, int, list[int]]]:
     return [(peer, signal, maps["pushed"][b:e]) for peer, signal, b, e in fours]
 
 
+@pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("gathers", [True, False])
-def test_maps_are_those_of_the_host(machine: MachineDevice, gathers: bool) -> None:
-    for seed in range(100 * STRESS):
+def test_maps_are_those_of_the_host(machine: MachineDevice, gathers: bool, blocks: str) -> None:
+    first = 50 * STRESS * BLOCKS.index(blocks)
+    for seed in range(first, first + 50 * STRESS):
         case = Case(seed, gathers)
-        made = case.run(machine)
+        made = case.run(machine, blocks=blocks)
         host, device, routing = made.host, made.device, case.routing
         assert not any(made.status), seed
         assert device["totals"] == [len(host["items"]), routing.rows], seed
@@ -191,17 +206,18 @@ def test_maps_are_those_of_the_host(machine: MachineDevice, gathers: bool) -> No
 
 def test_choices_without_a_result_are_reported_by_every_rank(machine: MachineDevice) -> None:
     for seed in range(40):
+        blocks = BLOCKS[seed // 2 % 2]
         case = Case(seed, seed % 2 == 0)
         most = max(case.rows)
         if most > 1:
             case.max_rows = most - 1
-            made = case.run(machine)
+            made = case.run(machine, blocks=blocks)
             where = [MANY_ROWS, most - 1, case.rows.index(most), 0, most]
             assert made.status[:5] == where and made.device["totals"] == [0, 0], seed
         case.max_rows = most + 1
         beyond, topk = case.experts.clone(), case.routing.topk
         bad = random.Random(seed).randrange(beyond.numel())
         beyond.view(-1)[bad:] = case.routing.total + seed
-        made = case.run(machine, beyond)
+        made = case.run(machine, beyond, blocks)
         where = [BAD_EXPERT, bad // topk, case.routing.total + seed, 0, 0]
         assert made.status[:5] == where and made.device["totals"] == [0, 0], seed
