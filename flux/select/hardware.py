@@ -67,8 +67,8 @@ PUSH_US = 4.0
 rows, a fence and its count are five trips to L2 or to a peer, one behind the other, of some 0.7 us;
 our assumption."""
 ROUTE = {True: (13.0, 2.6), False: (19.0, 4.0)}
-"""By whether the op gathers: us of the block that lists a grouped GEMM's work, and ns for each choice
-of all tokens. On an H200, 21 and 31 us for 3,072 choices, 56 and 84 us for 16,384
+"""By whether the op gathers: us of the block that lists a grouped GEMM's work, and ns for each
+choice of all tokens. On an H200, 21 and 31 us for 3,072 choices, 56 and 84 us for 16,384
 (benchmarks/results/h200/grouped.json)."""
 ROUTE_ONE_BLOCK = 8192
 """Choices up to which it is one block (csrc/cuda_moe/route.h)."""
