@@ -203,6 +203,12 @@ trace_ops() {
         --calls 2 --out "$target" || return
     done
   done
+  for op in ag_grouped_gemm grouped_gemm_rs dispatch_grouped_gemm,ep=2 grouped_gemm_combine,ep=2; do
+    target=$out/trace_virtual_${op%,*}.json
+    [[ -e $target ]] && continue
+    "$python" -m flux trace op --op "${op%,*}" --transport virtual --nproc 2 --m 4096 --n 2048 --k 1536 \
+      --sizes "experts=64,topk=8${op#"${op%,*}"}" --calls 2 --out "$target" || return
+  done
 }
 
 # Tuning is between GPUs. A small space: one kernel that is built, and one to be compiled, if it can be.

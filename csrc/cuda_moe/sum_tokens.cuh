@@ -87,60 +87,96 @@ struct SumTokens {
   }
 
  private:
+  static constexpr int kWidth = kResultVector<C>;
+  static constexpr int kVectors = 4,
+                       kChoices = 2;  // of a thread, whose loads are under way together
+  using Vector = cutlass::AlignedArray<Element, kWidth>;
+
+  // Of each vector: its token, -1 behind the last one, and its column. A thread has every `step`-th.
+  struct Places {
+    int token[kVectors], column[kVectors];
+    __device__ Places(int begin, int rows, int first_column, int in_row, int at, int step) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i, at += step) {
+        const int row = at / in_row;
+        token[i] = row < rows ? begin + row : -1;
+        column[i] = first_column + at % in_row * kWidth;
+      }
+    }
+  };
+
   template <class Team>
   __device__ __forceinline__ static void sum_tile(GroupedParams const& p, int tile, int column,
                                                   Team team) {
-    constexpr int kWidth = kResultVector<C>;
     const ScatterTiling& s = p.targets.tiling;
-    const int first = column * C::kTileN;
-    const int vectors = min_of(C::kTileN, p.n - first) / kWidth;
-    const int begin = tile * C::kTileM;
-    const int rows = min_of(C::kTileM, s.m - begin);
-    for (int at = team.thread(); at < rows * vectors; at += team.threads()) {
-      const int token = begin + at / vectors;
-      if (!has_share(p, token)) continue;
-      const int owner = owner_of(s.m, s.world, token);
-      const int to_column = first + at % vectors * kWidth;
-      auto* to = static_cast<Element*>(p.targets.slots[owner]) +
-                 (token - row_begin(s.m, s.world, owner)) * p.targets.ld + to_column;
-      *reinterpret_cast<cutlass::AlignedArray<Element, kWidth>*>(to) =
-          sum_of_choices<kWidth>(p, token, to_column);
+    const int first = column * C::kTileN, begin = tile * C::kTileM;
+    const int in_row = min_of(C::kTileN, p.n - first) / kWidth;
+    const int rows = min_of(C::kTileM, s.m - begin), step = team.threads();
+    for (int at = team.thread(); at < rows * in_row; at += kVectors * step) {
+      sum_vectors(p, Places(begin, rows, first, in_row, at, step));
     }
   }
 
-  // Expert parallel: whether an expert of this rank has the token. The owner sums no other rank's partial.
-  __device__ __forceinline__ static bool has_share(GroupedParams const& p, int token) {
-    if (p.groups.shares == nullptr) return true;
-    const int* positions = p.groups.positions + std::int64_t{token} * p.groups.topk;
-    for (int choice = 0; choice < p.groups.topk; ++choice) {
-      if (positions[choice] >= 0) return true;
-    }
-    return false;
-  }
-
-  template <int kWidth>
-  __device__ __forceinline__ static cutlass::AlignedArray<Element, kWidth> sum_of_choices(
-      GroupedParams const& p, int token, int column) {
-    using Vector = cutlass::AlignedArray<Element, kWidth>;
+  __device__ __forceinline__ static void sum_vectors(GroupedParams const& p, Places const& at) {
     cutlass::NumericArrayConverter<float, Element, kWidth> to_float;
-    cutlass::Array<float, kWidth> sum;
-    sum.clear();
-    for (int choice = 0; choice < p.groups.topk; ++choice) {
-      const std::int64_t pair = std::int64_t{token} * p.groups.topk + choice;
-      const int row = p.groups.positions[pair];
-      if (row < 0) continue;
-      const float weight = p.groups.probs == nullptr ? 1.0f : p.groups.probs[pair];
-      // Past L1, which is not coherent with what other blocks wrote.
-      const Vector product =
-          load_past_l1<Vector>(static_cast<const Element*>(p.d) + row * p.ldd + column);
-      const auto addend = to_float(product);
+    cutlass::Array<float, kWidth> sums[kVectors];
+    bool has[kVectors];
 #pragma unroll
-      for (int e = 0; e < kWidth; ++e) sum[e] += weight * addend[e];
+    for (int i = 0; i < kVectors; ++i) {
+      sums[i].clear();
+      // Expert parallel: the owner sums no partial of a rank none of whose experts has the token.
+      has[i] = p.groups.shares == nullptr && at.token[i] >= 0;
     }
+    const int topk = p.groups.topk;
+    for (int first = 0; first < topk; first += kChoices) {
+      int row[kVectors][kChoices];
+      float weight[kVectors][kChoices];
+      Vector product[kVectors][kChoices];
+      each([&](int i, int j) {
+        const std::int64_t pair = std::int64_t{at.token[i]} * topk + first + j;
+        const bool exists = at.token[i] >= 0 && first + j < topk;
+        row[i][j] = exists ? p.groups.positions[pair] : -1;
+        weight[i][j] = exists && p.groups.probs != nullptr ? p.groups.probs[pair] : 1.0f;
+      });
+      // Past L1, which is not coherent with what other blocks wrote.
+      each([&](int i, int j) {
+        if (row[i][j] < 0) return;
+        const auto* from = static_cast<const Element*>(p.d) + row[i][j] * p.ldd;
+        product[i][j] = load_past_l1<Vector>(from + at.column[i]);
+      });
+      each([&](int i, int j) {
+        if (row[i][j] < 0) return;
+        has[i] = true;
+        const auto addend = to_float(product[i][j]);
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) sums[i][e] += weight[i][j] * addend[e];
+      });
+    }
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if (has[i]) store(p, at.token[i], at.column[i], sums[i]);
+    }
+  }
+
+  template <class Each>
+  __device__ __forceinline__ static void each(Each with) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+      for (int j = 0; j < kChoices; ++j) with(i, j);
+    }
+  }
+
+  __device__ __forceinline__ static void store(GroupedParams const& p, int token, int column,
+                                               cutlass::Array<float, kWidth> const& sum) {
+    const ScatterTiling& s = p.targets.tiling;
+    const int owner = owner_of(s.m, s.world, token);
+    auto* to = static_cast<Element*>(p.targets.slots[owner]) +
+               (token - row_begin(s.m, s.world, owner)) * p.targets.ld + column;
     Vector result;
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) result[e] = Element(sum[e]);
-    return result;
+    *reinterpret_cast<Vector*>(to) = result;
   }
 };
 

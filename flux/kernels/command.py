@@ -115,6 +115,7 @@ def _archs(text: str) -> list[str]:
 
 
 def _chosen(arch: str, set_name: str, only: str | None, *, traced: bool) -> list[GemmConfig]:
+    from flux.kernels.config import GROUPED
     from flux.kernels.sets import FUSED, config_set
 
     try:
@@ -123,7 +124,7 @@ def _chosen(arch: str, set_name: str, only: str | None, *, traced: bool) -> list
         refuse(str(error))
     chosen = [config for config in configs if only is None or only in config.name]
     if traced:  # ops use no other kernels
-        chosen = [config for config in chosen if config.op in FUSED]
+        chosen = [config for config in chosen if config.op in (*FUSED, *GROUPED)]
     if not chosen:
         refuse(f"no kernel of the set {set_name} for {arch} has {only!r} in its name; see --list")
     return chosen

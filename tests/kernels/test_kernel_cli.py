@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from flux.cli.app import app
 from flux.doctor import examine as doctor
 from flux.kernels import GemmProblem, registry
+from flux.kernels.config import GROUPED
 from flux.kernels.registry import Registry
 from flux.kernels.sets import FUSED, config_set
 from kernel_sandbox import ROOT, Sandbox
@@ -263,7 +264,7 @@ def test_within_a_root_the_newest_counts(sandbox: Sandbox) -> None:
 
 
 def test_trace_builds_lie_beside_the_others(sandbox: Sandbox) -> None:
-    fused = [config for config in SM90 if config.op in FUSED]
+    fused = [config for config in SM90 if config.op in (*FUSED, *GROUPED)]
     sandbox.compile("--set", "minimal", "--arch", "90a")
     plain = set(sandbox.built())
     listed = sandbox.compile("--set", "minimal", "--arch", "90a", "--trace", "--list").stdout
@@ -305,14 +306,14 @@ def test_what_is_built_ahead_replaces_no_other_build(sandbox: Sandbox) -> None:
     assert {path for path in before if "_traced_" in path.name} <= set(after)
     assert len(after) == len(before), "of each build the old ones are gone, or none are"
     registry = Registry.load([out])
-    assert len(registry.kernels) == len(SM90) and not registry.traced and len(registry.stale) == 2
+    assert len(registry.kernels) == len(SM90) and not registry.traced and len(registry.stale) == 4
 
 
 def test_doctor_tells_trace_builds_apart(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "package_root", lambda: sandbox.root / "package")
     sandbox.compile("--set", "minimal", "--arch", "90a", "--trace")
     section = kernels_section()
-    assert section["libraries"].value == "none" and section["trace builds"].value == "2 configs"
+    assert section["libraries"].value == "none" and section["trace builds"].value == "4 configs"
 
 
 def test_libraries_are_not_stale_without_sources(sandbox: Sandbox) -> None:
