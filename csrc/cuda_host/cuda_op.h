@@ -319,10 +319,11 @@ class CudaOp {
   FluxGemmArgs partials_args(const Schedule& schedule, Stream stream, const Rows& x,
                              const Operand& operand, int owner) const;
   void put_partials(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand);
-  void await_partials(const Schedule& schedule, int n, int owner, int place);
+  void await_partials(const Schedule& schedule, int n, int owner, int place, Range rows);
   FluxMeetArgs own_flags(int first, int count) const;
   void await_own_flags(const FluxMeetArgs& args, Stream stream);
-  void send_partials(const Schedule& schedule, int owner);
+  void await_entry(int owner);
+  void send_partials(const Schedule& schedule, int owner, Range rows);
   Address partials_for(int owner) const;
 
   // cuda_op_exchange.cpp

@@ -7,7 +7,8 @@
 //   path fused    stream       entry -> all | GEMM, tiles: partial -> own memory, own flag | sum
 //                 copy stream  await own flags of d's rows, entry of d | partial -> slot at d, flag at d | ...
 //
-// A source raises one flag at an owner, behind the copy of all of its rows.
+// The rows of the first owner leave by communication tiles, so that the link begins early; those of others,
+// which are there before it is free, together. A source raises one flag at an owner, behind all of its rows.
 //
 // Reuse. Own memory for the rows of d is last read by the copy of call e - 1, which the call's stream has
 // joined before the sum. A slot at d is last read by d's sum of call e - 1, in front of its entry. Flags of
@@ -44,12 +45,22 @@ void CudaOp::scatter_by_copies(const Schedule& schedule, Stream stream, const Ro
   if (whole) join(copy_stream_, stream);
   {
     const Span stage("flux copies");
-    const int m = schedule.spec.problem.m;
+    const CommTiling& comm = schedule.spec.comm;
+    bool first = true;
     for (int place = 0; place < setup_.world; ++place) {
       const int owner = chunk_at(schedule.spec.tiles, place);
-      if (owner == setup_.rank || row_count(m, setup_.world, owner) == 0) continue;
-      if (!whole) await_partials(schedule, operand.n, owner, place);
-      send_partials(schedule, owner);
+      const Range all{row_begin(comm.m, setup_.world, owner), row_end(comm.m, setup_.world, owner)};
+      if (owner == setup_.rank || all.begin == all.end) continue;
+      const int step = first && !whole && !schedule.spec.split ? comm.rows : all.end - all.begin;
+      if (capture_ == 0) await_entry(owner);
+      for (int begin = all.begin; begin < all.end; begin += step) {
+        const Range rows{begin, std::min(begin + step, all.end)};
+        if (!whole) await_partials(schedule, operand.n, owner, place, rows);
+        send_partials(schedule, owner, rows);
+      }
+      const Address flag = words_->signals[owner] + setup_.rank * kWord;
+      driver_->memory_ops(copy_stream_, {{MemOp::kWrite, flag, number()}});
+      first = false;
     }
   }
   const Address own_flag = words_->signals[setup_.rank] + setup_.rank * kWord;
@@ -99,14 +110,14 @@ FluxGemmArgs CudaOp::partials_args(const Schedule& schedule, Stream stream, cons
   return args;
 }
 
-// Makes the copy stream wait until partials for the rows of `owner`, the place-th in order, are there.
-void CudaOp::await_partials(const Schedule& schedule, int n, int owner, int place) {
+// Makes the copy stream wait until partials for rows of `owner`, the place-th in order, are there.
+void CudaOp::await_partials(const Schedule& schedule, int n, int owner, int place, Range rows) {
   if (schedule.spec.split) return driver_->await_event(copy_stream_, parts_.at(place));
   const Kernel& kernel = *kernels_.at(0);
   const int m = schedule.spec.problem.m;
   const ScatterTiling s{m, n, setup_.world, kernel.tile_m(), kernel.tile_n()};
-  const Range tiles = tiles_of_owner(s, owner);
-  const FluxMeetArgs args = own_flags(owner * flag_rows(s) * flag_columns(s),
+  const Range tiles{rows.begin / s.tile_m, ceil_div(rows.end, s.tile_m)};
+  const FluxMeetArgs args = own_flags(flag_index(s, owner, owner, tiles.begin, 0),
                                       (tiles.end - tiles.begin) * flag_columns(s));
   const auto what = [&] { return record_of(Work::kWait, epoch_, setup_.rank, owner); };
   stamped(streams_.get(), copy_stream_, what, [&] { await_own_flags(args, copy_stream_); });
@@ -135,26 +146,26 @@ void CudaOp::await_own_flags(const FluxMeetArgs& args, Stream stream) {
   driver_->memory_ops(stream, flags);
 }
 
-// In captured calls all ranks have met.
-void CudaOp::send_partials(const Schedule& schedule, int owner) {
-  const int m = schedule.spec.problem.m;
-  const Range rows{row_begin(m, setup_.world, owner), row_end(m, setup_.world, owner)};
+// Makes the copy stream wait for the entry of an owner. In captured calls all ranks have met.
+void CudaOp::await_entry(int owner) {
+  const Address entry = words_->entries[setup_.rank] + owner * kWord;
+  const auto entered = [&] { return record_of(Work::kEntry, epoch_, owner); };
+  stamped(streams_.get(), copy_stream_, entered,
+          [&] { driver_->memory_ops(copy_stream_, {{MemOp::kWait, entry, epoch_}}); });
+}
+
+void CudaOp::send_partials(const Schedule& schedule, int owner, Range rows) {
   const auto bytes = static_cast<std::size_t>((rows.end - rows.begin) * setup_.row_bytes);
-  if (capture_ == 0) {
-    const Address entry = words_->entries[setup_.rank] + owner * kWord;
-    const auto entered = [&] { return record_of(Work::kEntry, epoch_, owner); };
-    stamped(streams_.get(), copy_stream_, entered,
-            [&] { driver_->memory_ops(copy_stream_, {{MemOp::kWait, entry, epoch_}}); });
-  }
   const auto what = [&] {
     return record_of(Work::kCopy, epoch_, owner, owner, 0, rows, owner, -1,
                      static_cast<std::int64_t>(bytes));
   };
+  const int first = row_begin(schedule.spec.comm.m, setup_.world, owner);
+  const std::int64_t at = (rows.begin - first) * setup_.row_bytes;
   stamped(streams_.get(), copy_stream_, what, [&] {
-    driver_->copy(copy_stream_, setup_.data[owner] + slot(setup_.rank), partials_for(owner), bytes);
+    driver_->copy(copy_stream_, setup_.data[owner] + slot(setup_.rank) + at,
+                  partials_for(owner) + at, bytes);
   });
-  const Address flag = words_->signals[owner] + setup_.rank * kWord;
-  driver_->memory_ops(copy_stream_, {{MemOp::kWrite, flag, number()}});
 }
 
 }  // namespace flux::host

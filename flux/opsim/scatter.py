@@ -20,7 +20,7 @@ path = medium: a tile is the GEMM of an owner's rows. A copy engine sends it whi
 multiplies, and the reduction follows the last one.
 
 sends = copies: tiles stay in own memory, and a copy engine sends an owner's rows when all of them
-are there, in the order of the GEMM.
+are there, in the order of the GEMM; those of the first owner by communication tiles.
 """
 
 from __future__ import annotations
@@ -73,16 +73,9 @@ class Scatter:
         medium = call.knobs.path == "medium"
         copies = [Stores(call, rank, copied=True) for rank in range(world)]
         self._stores = copies if medium else by_sums
-        # (rank, owner): tiles of the owner's rows that are not computed; sends = copies.
-        self._computed: dict[tuple[int, int], list[LinkPiece]] = defaultdict(list)
-        self._uncomputed: dict[tuple[int, int], Counter] = {}
+        # (rank, piece): it is computed; sends = copies.
+        self._computed: dict[tuple[int, LinkPiece], Flag] = defaultdict(Flag)
         self._by_chunk = call.copied and not medium
-        for rank in range(world if self._by_chunk else 0):
-            for visit in call.schedules[rank].visits:
-                for piece in self._split(visit):
-                    self._computed[rank, piece.owner].append(piece)
-            for owner in range(world):
-                self._uncomputed[rank, owner] = Counter(len(self._computed[rank, owner]))
         self._idle = [Flag() for _ in range(world)]
         self._gemm = count_ends(call, call.blocks)
         self._results = Results(call, by_sums, [len(pieces) for pieces in self._pieces])
@@ -167,8 +160,10 @@ class Scatter:
         stays = to == rank or call.hosts[to] != call.hosts[rank]
         done, start = Flag(at_us=machine.now_us), machine.now_us
         if stays or self._by_chunk:
-            copied = self._by_chunk and to != rank
-            machine.arrive(self._uncomputed[rank, to] if copied else self._missing[rank, piece])
+            if self._by_chunk and to != rank:
+                machine.raise_(self._computed[rank, piece])
+            else:
+                machine.arrive(self._missing[rank, piece])
             return done
         if call.knobs.reduce != "in_flight":
             done = self._stores[rank].put(to, self._nbytes(rank, piece))
@@ -178,18 +173,22 @@ class Scatter:
     def _copies(self, rank: int) -> Process:
         """Copy the rows of each owner, in the order in which the GEMM completes them."""
         call, machine = self._call, self._call.machine
-        visits = call.schedules[rank].visits
-        owners = list(dict.fromkeys(piece.owner for v in visits for piece in self._split(v)))
+        computed = [p for v in call.schedules[rank].visits for p in self._split(v)]
+        owners = [o for o in dict.fromkeys(piece.owner for piece in computed) if o != rank]
         yield LAUNCH_US
         for owner in owners:
-            pieces = self._computed[rank, owner]
-            if owner == rank or not pieces:
-                continue
-            start = machine.now_us
-            yield self._uncomputed[rank, owner].flag
-            yield RAISE_US
-            call.note_wait(rank, "copy", "waits for tiles", start)
-            yield from call.carry(rank, "copy", (rank, owner), call.problem.rows(owner))
+            pieces = [piece for piece in computed if piece.owner == owner]
+            first, last = call.problem.rows(owner)
+            step = call.schedules[rank].knobs.comm_tile_rows if owner == owners[0] else None
+            for begin in range(first, last, step or last - first):
+                end = min(begin + (step or last - first), last)
+                start = machine.now_us
+                for piece in pieces:
+                    if piece.row_begin < end and begin < piece.row_end:
+                        yield self._computed[rank, piece]
+                yield RAISE_US
+                call.note_wait(rank, "copy", "waits for tiles", start)
+                yield from call.carry(rank, "copy", (rank, owner), (begin, end))
             yield RAISE_US
             for piece in pieces:
                 machine.arrive(self._missing[owner, piece])

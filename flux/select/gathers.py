@@ -67,11 +67,13 @@ def sent_ms(problem: Problem, cluster: Cluster) -> float:
     return moved
 
 
-def copied_partials_ms(problem: Problem, cluster: Cluster, whole: float) -> float:
+def copied_partials_ms(
+    problem: Problem, cluster: Cluster, knobs: Knobs, kernel: GemmConfig, whole: float
+) -> float:
     """Return the time of a ReduceScatter by copy engines that its GEMM does not hide.
 
-    The first copy begins when the rows of an owner are computed. The reduction is a launch behind
-    the last.
+    The first copy begins when a communication tile is computed, and the bands that hold it, the
+    last when the rows of an owner are. The reduction is a launch behind it.
     """
     link, world = cluster.link, problem.world
     moved = (world - 1) * problem.chunk * problem.row_bytes / bytes_per_ms(link.gbs)
@@ -79,7 +81,12 @@ def copied_partials_ms(problem: Problem, cluster: Cluster, whole: float) -> floa
     if link.kind == "pcie" and link.numa_gbs and cluster.numa_domains == 2:
         crossing = world // 2 * ceil_div(world, 2) * problem.chunk * problem.row_bytes
         copies = max(copies, crossing / bytes_per_ms(link.numa_gbs * COPY_SHARE))
-    return max(0.0, whole / world + copies - whole) + 1e-3 * LAUNCH_US["cuda"]
+    band = (knobs.raster or 1) * kernel.cluster_tile.rows
+    rows = min(max(knobs.comm_tile_rows or problem.chunk, band), problem.chunk)
+    first = whole * rows / problem.m
+    last = copies / (world - 1) * (rows / problem.chunk if world == 2 else 1.0)
+    behind = max(first + copies, whole * (world - 1) / world + last)
+    return max(0.0, behind - whole) + 1e-3 * LAUNCH_US["cuda"]
 
 
 def pushed_ms(problem: Problem, cluster: Cluster) -> float:

@@ -29,6 +29,8 @@ rank, CPU time; `benchmarks/one_host.py --parts slabs`):
   on top: tiles are halves or quarters of 8 MiB or more there, and bands no higher than they. With
   bands of whole chunks smaller tiles win nothing (an H200, W = 4, M = 8192: 4.0 ms with whole
   chunks, 3.7 with quarters, 3.4 with bands of quarters; benchmarks/results/h200/loopback.json).
+* Partials that copy engines send over PCIe take as long: the rows of the first owner leave by
+  communication tiles, and bands are no higher than these.
 * Raster: with N = K = 12288 a wave of 132 tiles of 128 x 256 covers less than three rows of tiles.
   So with raster 1 all of B (302 MB) streams through in every wave of about 142 us: 2.2 TB/s, half
   of the memory bandwidth of an H200. Bands of 8 rows of clusters of 256 x 256 share columns of B:
@@ -448,7 +450,7 @@ def _gpu_defaults(
         least = GPU_RING_TILE_BYTES if ring else least
         comm_rows = chunk if whole else gpu_comm_tile_rows(chunk, row_bytes, cluster.rows, least)
     band = raster(op, m, chunk, cluster.rows, nodes, copied=knobs.sends == "copies")
-    if ring and m > FEW_GATHERED_ROWS:
+    if knobs.sends == "copies" or (ring and m > FEW_GATHERED_ROWS):
         band = min(band, max(1, min(comm_rows, chunk) // cluster.rows))
     # In a schedule with direct stores, each GEMM tile lies inside one owner's rows. The kernel
     # itself has no such limit: it stores a tile once per owner.
@@ -487,7 +489,7 @@ def raster(
     Bands within a chunk are equal, and at most 8 rows high: up to 8 rows the band covers the whole
     chunk, min(8, chunk // cluster_rows). 12 rows become two bands of 6: with bands of 8, every
     second band would reach into the next chunk. The module says where bands cover several chunks;
-    not where copies take whole chunks (``copied``), which the first band would hold up.
+    not where copies take an owner's rows (``copied``), which the first band would hold up.
     """
     if op.gathers and m <= FEW_GATHERED_ROWS:
         return ceil_div(m, cluster_rows)

@@ -123,7 +123,7 @@ def predict(
         if kernel is not None and problem.op.gathers:
             comm = copied_ms(comm, transfers, cluster.link)
         if kernel is not None and knobs.sends == "copies":
-            behind = copied_partials_ms(problem, cluster, whole) + latency * 1e-3
+            behind = copied_partials_ms(problem, cluster, knobs, kernel, whole) + latency * 1e-3
             bands = raster_ms(problem, cluster, kernel, knobs.raster)
             return Prediction(whole, behind + bands + _results_ms(problem, cluster))
         exposed = _fused_exposed_ms(problem, knobs, whole, comm, transfers)

@@ -13,6 +13,7 @@ import random
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,7 +98,8 @@ def test_partials_that_copies_take_to_their_owners(
     p = problem(op, 30, n=24, k=8)
     everything = [Inputs(p, m, 3, seed=m) for m in (30, 7, 1, 30, 29)]
     ranks = ApartWorld if apart else VirtualWorld
-    for knobs in (Knobs(sends="copies"), Knobs(path="medium")):
+    by_copies = Knobs(sends="copies")
+    for knobs in (by_copies, replace(by_copies, comm_tile_rows=4), Knobs(path="medium")):
         checked_calls(ranks(3, device), p, everything, tuning=knobs)
 
 

@@ -201,13 +201,15 @@ class _Session:
         gathers = name == "ag_gemm"
         n, k = (s.n or 4 * s.world, 4 * s.buffers) if gathers else (8, 2 * s.world)
         order = None if s.nodes > 1 and s.order == "direct" else s.order
-        sizes = {"comm_tile_rows": s.comm_tile_rows, "buffers": s.buffers}
-        knobs = Knobs(path=s.path, direction=s.direction, order=order, **sizes)
+        rows = s.comm_tile_rows
+        knobs = Knobs(
+            path=s.path, direction=s.direction, order=order, comm_tile_rows=rows, buffers=s.buffers
+        )
         margin = 0 if s.apart else None  # else the reduction would not begin early
         of_sums = Knobs(reduce="in_flight" if s.switch else "local", sm_margin=margin)
         if s.path != "fused" or s.sends or s.reduce:
             reduce = "in_flight" if s.switch else s.reduce
-            of_sums = Knobs(path=s.path, sends=s.sends, reduce=reduce)
+            of_sums = Knobs(path=s.path, sends=s.sends, reduce=reduce, comm_tile_rows=rows)
         tuning = knobs if gathers else of_sums
         op = OPS[name](
             self.world.rank(rank),

@@ -40,6 +40,7 @@ def standard() -> Iterator[Scenario]:
                 yield Scenario((op,), 2, (4, 1, 3), poison=poison, **way)
                 yield Scenario((op,), 3, (3, 5), poison=poison, captured=(1,), **way)
                 yield Scenario((op,), 3, (6, 4), poison=poison, apart=True, **way)
+        yield Scenario((op,), 2, (8, 3, 8), sends="copies", comm_tile_rows=2)
     for poison in (False, True):
         summed: dict[str, Any] = {"ops": ("gemm_rs",), "reduce": "in_kernel", "poison": poison}
         yield Scenario(world=2, rows=(4, 4, 4), **summed)
