@@ -69,7 +69,7 @@ def fuse_sharded(model: Any, mesh: Any) -> None:
     plan, fused = model.tp_plan or {}, 0
     for name, module in model.named_modules():
         key = _generic(name)
-        if plan.get(key) == "replicated_with_grad_allreduce" or _norm_of_own_heads(key, plan):
+        if plan.get(key) == "replicated_with_grad_allreduce" or _needs_sum(key, module, plan):
             _sum_gradients(module, model)
         if type(module) is nn.Linear and plan.get(key) in _registry():
             style = _fused(_registry()[plan[key]])
@@ -183,7 +183,7 @@ def styles_of(model: Any, plan: Mapping[str, Any]) -> dict[str, Any]:
                 if name in named:
                     of_parameters[parameter] = named[name]
                     break
-        if key not in named and _norm_of_own_heads(key, named):
+        if key not in named and _needs_sum(key, module, named):
             styles[module_name] = SumGradients()
         if key in named or of_parameters:
             style = _style_of(model, module_name, module, named.get(key), of_parameters)
@@ -214,12 +214,20 @@ def check_heads(model: Any, styles: Mapping[str, Any], world: int) -> None:
             )
 
 
-def _norm_of_own_heads(key: str, named: Mapping[str, str]) -> bool:
-    """Return whether a module is a norm of this rank's heads. Transformers 4 does not list them."""
-    if "replicated_with_grad_allreduce" in _registry():
+def _needs_sum(key: str, module: nn.Module, named: Mapping[str, str]) -> bool:
+    """Return whether a norm or activation has parameters for the features that a rank has.
+
+    Each rank then has a part of their gradients. Not every plan lists these modules.
+    """
+    above, _, own = key.rpartition(".")
+    head, _, tail = own.rpartition("_")
+    if tail in ("norm", "layernorm"):
+        own = f"{head}_proj"
+    elif own == "act_fn":
+        own = "up_proj"
+    else:
         return False
-    head, _, tail = key.rpartition("_")
-    return tail in ("norm", "layernorm") and named.get(f"{head}_proj") == "colwise"
+    return bool(module._parameters) and named.get(f"{above}.{own}") == "colwise"
 
 
 def _registry() -> Any:

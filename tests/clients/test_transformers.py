@@ -70,6 +70,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", GROUPED),
     "qwen3": ("Qwen3", HEADS),
     "qwen3_moe": ("Qwen3Moe", HEADS | ROUTED | {"num_experts": 4, "decoder_sparse_step": 2}),
+    "glm4_moe": ("Glm4Moe", HEADS | ROUTED | LATENT | {"use_qk_norm": True}),
+    "apertus": ("Apertus", GROUPED),
     "mistral": ("Mistral", HEADS | SLIDING),
     "mixtral": ("Mixtral", HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "phi3": ("Phi3", GROUPED),
@@ -96,7 +98,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-FUSED_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
+FUSED_EXPERTS = ("qwen3_moe", "glm4_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 
 
 def _major() -> int:
@@ -196,7 +198,7 @@ def sharded(rank: int, name: str, path: str, **options: Any) -> Any:
 
 
 def _sharded(rank: int, world: int, path: str) -> None:
-    for name in ("tied", "qwen3_moe", "phi3", "deepseek_v2"):
+    for name in ("tied", "glm4_moe", "apertus", "phi3", "deepseek_v2"):
         torch.manual_seed(1)
         tokens = torch.randint(101, (2, 12))
         expected = reference(name)
