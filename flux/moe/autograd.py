@@ -168,7 +168,8 @@ def _weight_grads(
 
 def _each(op: GroupedOp, weights: Tensors, transposed: bool) -> list[torch.Tensor]:
     """Return each expert's weight, [N, K] or with ``transposed`` [K, N]."""
-    each = list(weights[0].unbind()) if weights[0].dim() == 3 else list(weights)
+    stacked = len(weights) > 0 and weights[0].dim() == 3
+    each = list(weights[0].unbind()) if stacked else list(weights)
     return [w.t() for w in each] if transposed != op.spec.transpose_weight else each
 
 
@@ -288,7 +289,7 @@ def _scattered_back(
         return routed, dh
     full = op._unfused.gather_rows(dz, m) if op.kind.scatters else dz
     each = _each(op, weights, transposed=True)
-    dh = dz.new_empty(routing.rows, each[0].shape[0])
+    dh = dz.new_empty(routing.rows, op._checker.k)
     if not multiply:
         return full.index_select(0, routing.on(dz.device)[0]), dh
     routed = dz.new_empty(routing.rows, dz.shape[1])

@@ -120,9 +120,10 @@ class GroupedOp(TensorParallelOp):
         Computed where ``experts`` [M, topk] are: the host does not wait for them.
         """
         first, last = self.local_experts.start, self.local_experts.stop
+        experts = experts.reshape(-1).to(torch.int64)
         here = (experts >= first) & (experts < last)
         counts = torch.zeros(last - first + 1, dtype=torch.int64, device=experts.device)
-        numbers = torch.where(here, experts - first, last - first).view(-1).to(torch.int64)
+        numbers = torch.where(here, experts - first, last - first)
         return counts.scatter_add_(0, numbers, torch.ones_like(numbers))[:-1]
 
     @property

@@ -16,7 +16,7 @@ import torch
 
 from flux.core.backend import OverlapHooks
 from flux.core.call import rows_of_call
-from flux.moe.autograd import _bias_grad, _each, _op, _turned, _weight_grads, _where
+from flux.moe.autograd import _bias_grad, _columns, _each, _op, _turned, _weight_grads, _where
 from flux.moe.checks import GroupedChecker, Operands
 from flux.moe.ops import GroupedGemmAR, Weights
 from flux.moe.product import Experts, GatherProduct
@@ -104,9 +104,8 @@ def _expand(
     except (TypeError, ValueError) as error:
         op._guarded(op._refuse, error)
         raise
-    each = _each(op, weights, transposed=False)
-    out = x.new_empty(max_rows or routing.rows, each[0].shape[0])
-    product = GatherProduct(op.spec, Experts(each, bias, routing))
+    out = x.new_empty(max_rows or routing.rows, _columns(op, weights))
+    product = GatherProduct(op.spec, Experts(_each(op, weights, transposed=False), bias, routing))
     product(x, 0, x.shape[0], out, None)
     out[routing.rows :].zero_()
     return out
@@ -120,11 +119,10 @@ def _expand_fake(
     handle: int,
     max_rows: int | None,
 ) -> torch.Tensor:
-    columns = weights[0].shape[-1 if _op(handle).spec.transpose_weight else -2]
     rows: Any = max_rows
     if max_rows is None:
         rows = torch.library.get_ctx().new_dynamic_size()
-    return x.new_empty(rows, columns)
+    return x.new_empty(rows, _columns(_op(handle), weights))
 
 
 def _grads(

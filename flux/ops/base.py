@@ -481,9 +481,16 @@ class TensorParallelOp:
 
     # -- end ---------------------------------------------------------------------------------------
 
-    def __deepcopy__(self, memo: object) -> Self:
+    def __copy__(self, memo: object = None) -> Self:
         """Return this op: a copy of a layer shares it, as layers of one shape may."""
         return self
+
+    __deepcopy__ = __copy__
+
+    def __reduce__(self) -> NoReturn:
+        """Raise TypeError."""
+        text = "its memory is that of running ranks: save weights (state_dict), and build it again"
+        raise TypeError(f"{self.spec.label} cannot be pickled: {text}")
 
     def _release(self, failed: bool) -> None:
         """Give everything back. A call that a signal handler interrupts can be repeated."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
+import pickle
 import signal
 import threading
 import time
@@ -45,6 +47,19 @@ def warm_up() -> None:
     with AGGemm(max_m=8, n=dist.get_world_size(), k=8, tuning=THREADED) as op:
         op(torch.zeros(1, 8), torch.zeros(1, 8))
     dist.barrier()
+
+
+def _copied(rank: int, world: int) -> None:
+    """A copy of an op is that op, whose memory has one owner."""
+    with AGGemm(max_m=8, n=world, k=8) as op:
+        assert copy.copy(op) is op and copy.deepcopy(op) is op
+        with pytest.raises(TypeError, match="AGGemm cannot be pickled"):
+            pickle.dumps(op)
+        op(torch.zeros(8 // world, 8), torch.zeros(1, 8))
+
+
+def test_copies_of_an_op_share_it() -> None:
+    run_ranks(2, _copied)
 
 
 def workspace(rank: int, world: int) -> dict[str, tuple[int, int]]:

@@ -62,7 +62,8 @@ def _random(rank: int, world: int, op: str, cases: int, float8: bool = False) ->
                 inputs = MoeInputs(case, m, world, rng.choice(ROUTINGS), rng.randrange(1 << 20))
                 y = inputs.check(built, rank)
                 own = [len(inputs.chosen(expert)) for expert in inputs.part(rank)[0]]
-                assert built.rows_by_expert(inputs.experts).tolist() == own
+                chosen = inputs.experts.to(torch.int16).T.contiguous().T
+                assert built.rows_by_expert(chosen).tolist() == own
                 x, weights, experts, options = inputs.arguments(rank)
                 assert same_bits(y, built(x, weights, experts, **options))
                 calls += 2
@@ -133,7 +134,7 @@ def test_tokens_cross_to_a_host_once_if_it_has_one_of_their_experts(op: str, hos
 def _gradients(rank: int, world: int, ep: int, ends: str) -> None:
     """One layer of two ops beside the same layer in float64 on one rank, all gradients."""
     torch.manual_seed(world * 10 + ep)
-    m, experts, topk, n, k = 29, 7, 3, 12, 10
+    m, experts, topk, n, k = 29, 4 if world == ep else 7, 3, 12, 10  # of 4, rank 2 of 3 has none
     choices = torch.rand(m, experts).topk(topk).indices
     choices[torch.rand(m, topk) < 0.2] = -1
 
@@ -189,7 +190,8 @@ def _gradients(rank: int, world: int, ep: int, ends: str) -> None:
         grads = [x.grad[tokens], w1.grad[e, part], w2.grad[e, :, part].transpose(1, 2)]
         grads += [b1.grad[e, part], b2.grad[e], p.grad]
         for tensor, grad in zip(mine, grads, strict=True):
-            torch.testing.assert_close(tensor.grad, grad, rtol=1e-9, atol=1e-9)
+            if tensor.numel():  # an empty list of weights has no gradient
+                torch.testing.assert_close(tensor.grad, grad, rtol=1e-9, atol=1e-9)
     first.close()
     second.close()
 
@@ -208,6 +210,7 @@ def inputs_rows(m: int, world: int, rank: int) -> slice:
         (4, 2, "reduce"),
         (2, 1, "replicated"),
         (4, 2, "replicated"),
+        (3, 3, "replicated"),
         (1, 1, "combine"),
         (3, 3, "combine"),
         (4, 2, "combine"),
