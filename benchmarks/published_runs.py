@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ RECOMPUTATION = "arXiv 2205.05198, table 5"
 TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 LLAMA = "arXiv 2407.21783, table 4"
 TITAN_H200 = "torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"
+TITAN_TP = "torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md"
+MOSAIC = "llm-foundry, scripts/train/benchmarking/README.md"
 MIXTRAL = "Megatron-LM, megatron/core/transformer/moe/README.md"
 INTERLEAVED = ("interleaved", {"chunks": 2})
 _FSDP = ("centauri", {"operation": False, "model": False})
@@ -54,6 +57,8 @@ class Run:
         besides: GB that the source's programs move and the planner leaves out, by cause.
         like: another cluster, of the same multiprocessors and programs, whose shares of attention
             and of overlap hold.
+        shares: of the device's peaks, in place of the cluster file's.
+        unexplained: why a row that is off by more than 15% stays so.
     """
 
     name: str
@@ -69,6 +74,8 @@ class Run:
     assumed: str = ""
     besides: dict[str, float] = field(default_factory=dict)
     like: str = ""
+    shares: dict[str, float] = field(default_factory=dict)
+    unexplained: str = ""
 
     def step(self) -> TrainingStep:
         """Return the step."""
@@ -81,50 +88,83 @@ class Run:
 _UNFUSED = {"unfused_attention": True, "fp32_gradients": True}
 _22B = {"hidden": 6144, "intermediate": 24576, "heads": 64, "kv_heads": 64, "head_dim": 96}
 _FULL = {"recompute": "full", **_UNFUSED}
-_TITAN = {"micro_batch": 2, "zero": 3, "recompute": "ops", "fp32_gradients": True}
-_FULL_F8 = {"recompute": "full", "fp32_gradients": True, "gemm_dtype": "float8_e4m3fn"}
+_TITAN = {"micro_batch": 2, "sequence": 8192, "zero": 3, "recompute": "ops", "fp32_gradients": True}
+_F8 = {"gemm_dtype": "float8_e4m3fn"}
 _ASYNC_TP = ("intra_batch", {"chunks": 8})
+_WAITS = ("serial", {"overlap_grad_reduce": True})
+"""FSDP beside computation; tensor parallel collectives wait, as compiled code does."""
+_MPT = {
+    "7B": ((4096, 32, 32), 6.66),
+    "13B": ((5120, 40, 40), 12.85),
+    "30B": ((7168, 56, 48), 29.98),
+    "70B": ((8192, 64, 80), 64.86),
+}
+"""Width, heads and layers of a model, and its weights, 1e9."""
+_SCALE = "published runs lose 2% on 128 GPUs and 9% on 512, without checkpoints; plans 0.5%"
+_RING = "each step of the ring takes half as long again as on 2 ranks"
 _8B = 8.03
 """Weights of Llama 3.1 8B, 1e9."""
 
 
-def _titan(gpus: int, how: str, figure: float, **options: Any) -> Run:
-    """Return a run of torchtitan: FSDP2, local batch of 2.
+def _titan(
+    degrees: dict[str, int],
+    how: str,
+    figure: float,
+    *,
+    policy: tuple[str, dict[str, Any]] = _FSDP,
+    source: str = TITAN,
+    unexplained: str = "",
+    **options: Any,
+) -> Run:
+    """Return a run of torchtitan with Llama 3.1 8B.
 
     What it moves besides, as its sources and torch's have it: FSDP2 copies each gathered weight out
     of the buffer that it arrives in, twice a step, and each gradient into a float32 buffer, all on
     the stream that computes (_fsdp_collectives.py). Adam runs with foreach, which reads and writes
     80 bytes of an element in place of 28. Positions, and keys and values that are repeated for all
     query heads, are a kernel forward, again for backward, and backward; an eager step has the first
-    in its graph.
+    in its graph. Queries, keys and values are products of their own, and gate and up: gradients of
+    their inputs are summed, in 7 passes. With tensor parallelism of 8, those of keys and values
+    have 128 columns, and take the memory's time. In 2024, blocks alone were compiled: the last norm
+    and the loss are eager, which is 48 and 10 more passes.
     """
-    repeated = 3 * 32 * 16384 * 2 * (2 * 4096 + 2 * (1024 + 4096)) / 1e9
+    step = {**_TITAN, **options}
+    tp, gpus = degrees.get("tp", 1), prod(degrees.values())
+    tokens = step["micro_batch"] * step["sequence"] // degrees.get("cp", 1)
+    passed = 2 * tokens / 1e9  # GB of a pass over one number of each token
+    heads, kv, eager = 4096 / tp, 1024 / tp, bool(options.get("eager"))
+    products = 4096 + kv - kv * 4096 * (2208 / 0.6 / 989400)  # memory's time, less that to multiply
     besides = {
-        "copies of FSDP2": _8B * (2 * (2 + 2) + 2 + 4),
+        "copies of FSDP2": _8B / tp * (2 * (2 + 2) + 2 + 4),
         "Adam with foreach": _8B / gpus * (80 - 28),
-        "positions, repeated heads": 0.0 if options.get("eager") else repeated,
+        "positions, repeated heads": 0.0 if eager else 3 * 32 * passed * (4 * heads + 2 * kv),
+        "sums of gradients": 7 * 32 * passed * 4096,
     }
-    h200 = options.pop("h200", False)
+    if products > 0 and not step.get("gemm_dtype"):
+        besides["narrow products"] = 6 * 32 * passed * products
+    if source == TITAN and not eager:
+        besides["eager norm and loss"] = passed * (48 * 4096 + 10 * 128256 / tp)
+    h200 = source == TITAN_H200
     return Run(
-        f"Llama 3.1 8B, FSDP{how}",
-        TITAN_H200 if h200 else TITAN,
-        figure,
-        "tokens/s",
-        "llama3-8b",
-        "h200" if h200 else "grand-teton",
-        _FSDP,
-        {"dp": gpus},
-        {**_TITAN, **options},
+        *(f"Llama 3.1 8B, {how}", source, figure, "tokens/s", "llama3-8b"),
+        *("h200" if h200 else "grand-teton", policy, degrees, step),
         besides=besides,
         like="grand-teton" if h200 else "",
+        unexplained=unexplained,
     )
 
 
-def _titan_tp(
-    name: str, model: str, figure: float, policy: tuple[str, dict[str, Any]], **options: Any
+def _titan_large(
+    name: str,
+    model: str,
+    figure: float,
+    policy: tuple[str, dict[str, Any]],
+    cp: int = 1,
+    source: str = TITAN,
+    **options: Any,
 ) -> Run:
-    """Return a run of torchtitan with tensor parallelism of 8, compiled, in float8, checkpoints of
-    whole layers. With a pipeline: 8 micro-batches.
+    """Return a run of torchtitan with tensor parallelism of 8, compiled, checkpoints of whole
+    layers. With a pipeline: 8 micro-batches.
 
     torchtitan of that time cuts a local batch into as many micro-batches as pipeline ranks, unless
     an option says otherwise (parallelisms/pipelining_utils.py). With 32 of one sequence, the step
@@ -133,11 +173,75 @@ def _titan_tp(
     """
     pipeline = model == "llama3-405b"
     given = {"zero": 1, "micro_batches": 8} if pipeline else {"zero": 3, "micro_batch": 16}
-    degrees = {"tp": 8, "sequence": True, **({"pp": 8, "dp": 8} if pipeline else {"dp": 32})}
+    degrees = {"tp": 8, "sequence": True, **({"pp": 8, "dp": 8 // cp} if pipeline else {"dp": 32})}
+    if cp > 1:
+        degrees["cp"] = cp
+        given |= {"cp_kind": "torch", "sequence": 32768 * cp}
     return Run(
-        *(f"Llama 3.1 {name}", TITAN, figure, "tokens/s", model, "grand-teton", policy, degrees),
-        {**_FULL_F8, **given, **options},
+        *(f"Llama 3.1 {name}", source, figure, "tokens/s", model, "grand-teton", policy, degrees),
+        {"recompute": "full", "fp32_gradients": True, **given, **options},
         assumed="default number of micro-batches" if pipeline else "",
+    )
+
+
+def _mpt(
+    name: str,
+    gpus: int,
+    figure: float,
+    batch: tuple[int, int],
+    *,
+    sequence: int = 2048,
+    recompute: str = "full",
+    h100: bool = False,
+    unexplained: str = "",
+) -> Run:
+    """Return a run of MosaicML with an MPT model and FSDP.
+
+    Its attention was Triton's (``attn_impl``): 1.3 times slower than FlashAttention-2 at least
+    (arXiv 2307.08691, section 4.1). H100: FlashAttention-2 as in grand-teton.toml, and GEMMs at
+    the 663 TFLOPS that an H200 kept up at 700 W (results/h200/calibration.json, ``sustained``).
+    Besides: the optimizer of composer 0.16 is ten kernels, of 80 bytes an element in place of 28
+    (decoupled_weight_decay.py). FSDP casts gradients to float32 for DEFAULT, which H100 runs have,
+    and divides them, whole (_runtime_utils.py).
+
+    Args:
+        name: of the model.
+        gpus: of the run.
+        figure: tokens per second and GPU.
+        batch: sequences of a micro-batch, and micro-batches.
+        sequence: tokens of a sequence.
+        recompute: "none" without checkpoints.
+        h100: whether on H100; else A100 of 80 GB.
+        unexplained: see ``Run``.
+    """
+    sizes, weights = _MPT[name]
+    each, count = batch
+    shares = {"gemm_share": 0.67, "attention_share": 0.287 / 1.3} if h100 else {}
+    return Run(
+        *(
+            f"MPT {name}, {sequence:,} tokens, {'H100' if h100 else 'A100'}",
+            MOSAIC,
+            figure,
+            "tokens/s",
+            "gpt3-175b",
+        ),
+        *("llama3-h100" if h100 else "selene", _FSDP, {"dp": gpus}),
+        {
+            "sequence": sequence,
+            "micro_batch": each,
+            "micro_batches": count,
+            "zero": 3,
+            "recompute": recompute,
+            "fp32_gradients": h100,
+        },
+        _gpt(*sizes) | {"vocabulary": 50368, "dropout": False},
+        besides={
+            "optimizer of ten kernels": weights / gpus * (80 - 28),
+            "gradients cast, divided": weights * count * (6 + 8 if h100 else 4),
+        },
+        shares=shares or {"attention_share": 0.5 / 1.3},
+        assumed="network of the cluster file",
+        unexplained=unexplained,
     )
 
 
@@ -229,26 +333,90 @@ RUNS = (
         *("selene", INTERLEAVED, {"tp": 8, "pp": 8, "dp": 16}, {"micro_batches": 96, **_FULL}),
         assumed="degrees; 2 stages on each rank",
     ),
-    _titan(8, "", 5762, eager=True),
-    _titan(8, " + compile", 6667),
-    _titan(8, " + compile + float8", 8532, gemm_dtype="float8_e4m3fn"),
-    _titan(128, "", 5605, eager=True),
-    _titan(128, " + compile", 6514),
-    _titan(128, " + compile + float8", 8380, gemm_dtype="float8_e4m3fn"),
-    _titan_tp("70B, FSDP + TP", "llama3-70b", 829, _FSDP),
-    _titan_tp("70B, FSDP + AsyncTP", "llama3-70b", 876, _ASYNC_TP),
-    _titan_tp("405B, 1F1B + AsyncTP", "llama3-405b", 100, _ASYNC_TP, micro_batch=4),
-    _titan_tp("405B, interleaved + AsyncTP", "llama3-405b", 128, INTERLEAVED, micro_batch=4),
-    _titan_tp(
-        "405B, 1F1B + AsyncTP, 32,768 tokens",
-        "llama3-405b",
-        76,
-        _ASYNC_TP,
-        micro_batch=1,
-        sequence=32768,
+    _titan({"dp": 8}, "FSDP", 5762, eager=True),
+    _titan({"dp": 8}, "FSDP + compile", 6667),
+    _titan({"dp": 8}, "FSDP + compile + float8", 8532, **_F8),
+    _titan({"dp": 128}, "FSDP", 5605, eager=True),
+    _titan({"dp": 128}, "FSDP + compile", 6514),
+    _titan({"dp": 128}, "FSDP + compile + float8", 8380, **_F8),
+    *(
+        _titan(
+            {"dp": 8 // cp, "cp": cp},
+            f"FSDP {8 // cp} + CP {cp}, {32768 * cp:,} tokens",
+            figure,
+            **{**_F8, "micro_batch": 1, "sequence": 32768 * cp, "recompute": "full"},
+            cp_kind="torch",
+            unexplained=_RING if cp > 2 else "",
+        )
+        for cp, figure in ((1, 3890), (2, 2540), (4, 1071), (8, 548))
     ),
-    _titan(32, " + compile + float8, H200", 10938, gemm_dtype="float8_e4m3fn", h200=True),
-    _titan(64, " + compile + float8, H200", 10753, gemm_dtype="float8_e4m3fn", h200=True),
+    _titan_large("70B, FSDP + TP", "llama3-70b", 829, _WAITS, **_F8),
+    _titan_large("70B, FSDP + AsyncTP", "llama3-70b", 876, _ASYNC_TP, **_F8),
+    _titan_large("405B, 1F1B + AsyncTP", "llama3-405b", 100, _ASYNC_TP, micro_batch=4, **_F8),
+    _titan_large(
+        *("405B, interleaved + AsyncTP", "llama3-405b", 128, INTERLEAVED), micro_batch=4, **_F8
+    ),
+    *(
+        _titan_large(
+            f"405B, 1F1B + AsyncTP + CP {cp}, {32768 * cp:,} tokens",
+            *("llama3-405b", figure, _ASYNC_TP, cp),
+            **{"sequence": 32768 * cp, "micro_batch": 1, **_F8},
+        )
+        for cp, figure in ((1, 76), (2, 47), (4, 31), (8, 16))
+    ),
+    *(
+        _titan_large(
+            f"70B, {how}{' + float8' if of else ''}",
+            *("llama3-70b", figure, policy),
+            source=TITAN_TP,
+            **of,
+        )
+        for how, policy, of, figure in (
+            ("FSDP + TP", _WAITS, {}, 597.3),
+            ("FSDP + AsyncTP", _ASYNC_TP, {}, 652.4),
+            ("FSDP + TP", _WAITS, _F8, 809.8),
+            ("FSDP + AsyncTP", _ASYNC_TP, _F8, 942.4),
+        )
+    ),
+    *(
+        _titan(
+            {"tp": 8, "dp": 8, "sequence": True},
+            f"{how}{' + float8' if of else ''}",
+            figure,
+            policy=policy,
+            source=TITAN_TP,
+            micro_batch=12,
+            **of,
+        )
+        for how, policy, of, figure in (
+            ("FSDP + TP", _WAITS, {}, 4378),
+            ("FSDP + AsyncTP", _ASYNC_TP, {}, 4809.4),
+            ("FSDP + TP", _WAITS, _F8, 5078.1),
+            ("FSDP + AsyncTP", _ASYNC_TP, _F8, 5570.1),
+        )
+    ),
+    _titan({"dp": 32}, "FSDP + compile + float8, H200", 10938, source=TITAN_H200, **_F8),
+    _titan({"dp": 64}, "FSDP + compile + float8, H200", 10753, source=TITAN_H200, **_F8),
+    _mpt("7B", 8, 4641, (6, 2), recompute="none"),
+    _mpt("7B", 8, 3206, (8, 2), sequence=8192),
+    _mpt("7B", 8, 1672, (2, 2), sequence=32768),
+    _mpt("7B", 8, 1013, (1, 2), sequence=65536),
+    _mpt("13B", 8, 2262, (2, 3), recompute="none"),
+    _mpt("13B", 8, 2060, (10, 3), sequence=4096),
+    _mpt("13B", 8, 1016, (1, 3), sequence=32768),
+    _mpt("70B", 32, 373, (2, 16)),
+    _mpt("70B", 64, 410, (8, 4)),
+    _mpt("7B", 8, 10643, (6, 1), recompute="none", h100=True),
+    _mpt("7B", 128, 10475, (6, 1), recompute="none", h100=True, unexplained=_SCALE),
+    _mpt("7B", 512, 9670, (6, 1), recompute="none", h100=True, unexplained=_SCALE),
+    _mpt("7B", 8, 3318, (2, 2), sequence=32768, h100=True),
+    _mpt("7B", 8, 1956, (1, 2), sequence=65536, h100=True),
+    _mpt("13B", 8, 4792, (2, 1), recompute="none", h100=True),
+    _mpt("13B", 128, 5080, (16, 1), h100=True),
+    _mpt("30B", 128, 2199, (8, 1), h100=True),
+    _mpt("70B", 64, 1039, (8, 4), h100=True),
+    _mpt("70B", 128, 1058, (8, 1), h100=True),
+    _mpt("70B", 512, 1007, (8, 1), h100=True),
     Run(
         *("Mixtral 8x7B", MIXTRAL, 468, "TFLOPS", "mixtral-8x7b", "llama3-h100"),
         *(("interleaved", {"chunks": 8}), {"pp": 4, "dp": 16, "ep": 8}),
@@ -295,10 +463,12 @@ def entry_of(run: Run) -> dict[str, Any]:
     step, cluster = run.step(), load_cluster(run.cluster)
     if run.cluster == "h200":
         cluster = replace(cluster, hosts=8)
+    shares = run.shares
     if run.like:
         other = load_cluster(run.like)
-        device = replace(cluster.device, attention_share=other.device.attention_share)
-        cluster = replace(cluster, device=device, overlap=other.overlap)
+        shares = {"attention_share": other.device.attention_share}
+        cluster = replace(cluster, overlap=other.overlap)
+    cluster = replace(cluster, device=replace(cluster.device, **shares))
     ((_, timeline, reason),) = compared((run.policy,), step, cluster)
     assert timeline is not None, reason
     ms, gpus = timeline.iteration_ms, step.parallel.world

@@ -184,8 +184,7 @@ class _Step:
 
     def _send(self, part: str, role: str) -> None:
         self.layer = -1
-        shape = self.layers.own, self.step.layer.hidden
-        self._add(part, "send", shape, role=role, group="pp")
+        self._add(part, "send", (self.layers.own, self.step.layer.hidden), role=role, group="pp")
 
     # -- passes ------------------------------------------------------------------------------------
 

@@ -133,12 +133,15 @@ class Layers:
             up = layer.heads // self.tp * (layer.head_dim - latent.rope_dim + latent.value_dim)
             yield self.gemm("qkv", rows, up, latent.kv_rank)
         if step.eager:
-            width = self.inner + self.kv // 2
-            yield self.elementwise("rope", rows, width, 0.0)
+            yield self.elementwise("rope", rows, self.inner + self.kv // 2, 0.0)
         ring = self.cp > 1 and step.cp_kind == "ring"
         if self.cp > 1 and not ring:
-            shape = rows * self.cp, self.kv
-            yield LayerOp("ag_kv", "all_gather", shape, 0, shape, "cp")
+            width = back = self.kv
+            if step.cp_kind == "torch":
+                width = layer.heads // self.tp * (layer.head_dim + layer.value_dim)
+                back = width * (3 * self.cp - 1) // (self.cp - 1)  # again, and float32 sent on
+            tokens = rows * self.cp
+            yield LayerOp("ag_kv", "all_gather", (tokens, width), 0, (tokens, back), "cp")
         if isinstance(step, ServingStep) and step.decodes:
             yield self._cached_attention(step, keys)
         else:
@@ -157,6 +160,8 @@ class Layers:
                 kept = 2.5 * scores[0] * scores[1]
                 yield self.elementwise("softmax", *scores, kept, 6, 10)
         width = layer.heads * layer.value_dim // self.tp
+        if self.cp > 1 and step.cp_kind == "torch":  # sums of chunks in float32
+            yield self.elementwise("sums", rows, width, 0.0, 5 * self.cp, 15 * self.cp)
         if layer.gate:
             yield self.elementwise("gate", rows, width, 2 * rows * width, 3, 5)
         yield self.gemm("proj", rows, layer.hidden, width)

@@ -84,6 +84,7 @@ OPTIMIZERS = {
     "momentum": Optimizer(8.0, 5),
     "sgd": Optimizer(4.0, 3),
 }
+CP_KINDS = ("ring", "all_gather", "torch")
 RECOMPUTED: dict[str, frozenset[str]] = {
     "none": frozenset(),
     "selective": frozenset({"attention", "softmax"}),
@@ -93,9 +94,6 @@ RECOMPUTED: dict[str, frozenset[str]] = {
 """Parts of a layer that backward computes again: Megatron's ``selective``; torchtitan's selective
 checkpoints of operators, which keep every second product (of qkv and a gated fc1, half); the
 activation, as xformers' SwiGLU does. ``full`` and a number of layers compute whole layers again."""
-
-
-CP_KINDS = ("ring", "all_gather")
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,8 @@ class TrainingStep:
         gemm_dtype: of the layers' GEMMs, "" for that of activations; float8: with casts.
         cp_kind: how context parallel ranks get keys and values: "ring": in chunks, each beside
             attention with the one before it, as Megatron does by default; "all_gather": all of them
-            before attention.
+            before attention; "torch": those of all query heads before attention and its backward,
+            which sends float32 gradients, as torch.distributed's ring does if compiled.
         reduce_every: with zero=2: consecutive micro-batches whose gradients a stage sums up, whole,
             before it reduces them. Those in which an interleaved pipeline stays with a stage, as
             for Llama 3 (arXiv 2407.21783, section 3.3.2), cost no more memory than one.
@@ -174,7 +173,7 @@ class TrainingStep:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("gemm_dtype", self.gemm_dtype or self.dtype, DTYPES)
         check_choice("cp_kind", self.cp_kind, CP_KINDS)
-        if self.unfused_attention and self.parallel.cp > 1 and self.cp_kind == "ring":
+        if self.unfused_attention and self.parallel.cp > 1 and self.cp_kind != "all_gather":
             raise ValueError("a ring needs fused attention: take cp_kind = all_gather")
         stages = self.parallel.pp
         if self.layers < stages:

@@ -120,7 +120,7 @@ class RankStepOptions:
     eager: Annotated[bool, typer.Option(help="Kernels of PyTorch without compiler.")] = False
     unfused_attention: Annotated[bool, typer.Option(help="No FlashAttention.")] = False
     gemm_dtype: GemmDtype = ""
-    cp_kind: Annotated[str, typer.Option(help="With --cp: ring, or all_gather.")] = "ring"
+    cp_kind: Annotated[str, typer.Option(help="With --cp: ring, all_gather or torch.")] = "ring"
     given: frozenset[str] = frozenset()
 
 

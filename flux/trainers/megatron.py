@@ -121,6 +121,8 @@ def _check(plan: Planned) -> None:
         problem = f"dtype = {step.dtype}: it trains in bfloat16 and float16"
     elif p.cp > 1 and step.sequence % (2 * p.cp):
         problem = f"sequence = {step.sequence}: 2 cp = {2 * p.cp} must divide it"
+    elif p.cp > 1 and step.cp_kind == "torch":
+        problem = "cp_kind = torch: it has ring and all_gather"
     elif plan.policy == "interleaved" and step.micro_batches % p.pp:
         problem = f"interleaved: pp = {p.pp} must divide micro_batches = {step.micro_batches}"
     elif step.optimizer == "adam-bf16" and not step.zero:

@@ -158,6 +158,8 @@ def _differences(plan: Planned, config: str | None, converts: bool) -> list[str]
     notes = []
     if step.zero == 0 and p.cp > 1:
         notes.append("context parallel ranks share weights (FSDP): less memory")
+    if p.cp > 1 and step.cp_kind != "torch" and not step.eager:
+        notes.append("torch's ring, compiled, waits for keys and values: slower than planned")
     if step.zero in (1, 2) and p.dp * p.cp > 1:
         notes.append(
             f"torchtitan has no ZeRO-{step.zero}: this is FSDP that gathers weights once in each "
@@ -333,6 +335,7 @@ def imported(options: CommandOptions, gpus: int | None, model: str | None = None
     taken["fp32_gradients"] = True
     parts = options.get("compile.components", "model").split()
     taken["eager"] = "compile.enable" not in options or "model" not in parts
+    taken["cp_kind"] = "ring" if cp == 1 or taken["eager"] else "torch"
     states = options.get("optimizer.implementation")
     taken["optimizer"] = "adam-bf16" if states == "fused_opt_states_bf16" else "adam"
     taken["gemm_dtype"] = _gemm_dtype(options.get("model.converters", "").split(), notes)

@@ -116,7 +116,8 @@ def possible(trainer: str, plan: Planned) -> TrainingStep:
         changes |= {"split": (), "unfused_attention": False}
         changes |= {} if step.recompute == "full" else {"recompute": "none"}
     if trainer != "megatron" or (p.cp == 1 and not step.unfused_attention):
-        changes["cp_kind"] = "ring"
+        compiled = trainer == "torchtitan" and p.cp > 1 and not step.eager
+        changes["cp_kind"] = "torch" if compiled else "ring"
     return replace(step, **changes)
 
 
