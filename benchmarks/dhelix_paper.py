@@ -144,7 +144,7 @@ def _cases() -> list[Case]:
         others.append((by_name[_A40, model, 16384], {"sent_heads": 8}))
     for sequence in (16384, 32768):
         others.append((by_name[_A800, "llama-66b", sequence], {"sent_heads": 8}))
-    others.append((by_name[_A40, "phi-moe", 3072], {"experts": 2.5}))
+    others.append((by_name[_A40, "phi-moe", 3072], {"experts": 2.0}))
     for tp in (16, 32):
         degrees = {"tp": tp, "dp": 32 // tp}
         others.append((cases[-1], {"model": "llama-39b", "degrees": degrees}))
