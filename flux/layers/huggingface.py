@@ -66,6 +66,11 @@ def fuse_sharded(model: Any, mesh: Any) -> None:
     size = model._tp_size
     if mesh is not None and mesh.size() != size:
         raise ValueError(f"Transformers has sharded the model over {size} ranks, got {mesh}")
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
+            names = parameter.device_mesh.mesh_dim_names
+            how = "load the model whole, replace_linears(model, mesh=...), then fully_shard it"
+            raise ValueError(f"Transformers has sharded the model over {names}: {how}")
     plan, fused = model.tp_plan or {}, 0
     for name, module in model.named_modules():
         key = _generic(name)

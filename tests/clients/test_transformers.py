@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import harness
 from flux.layers import close_pools, eligible, replace_linears
@@ -205,6 +205,12 @@ def _sharded(rank: int, world: int, path: str) -> None:
         model = sharded(rank, name, f"{path}/{name}")
         with pytest.raises(ValueError, match="over 2 ranks"):
             replace_linears(model, mesh=DeviceMesh("cpu", [rank]))
+        norm = model.model.norm.weight
+        grid = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("fsdp", "tp"))
+        model.model.norm.weight = torch.nn.Parameter(distribute_tensor(norm.detach(), grid))
+        with pytest.raises(ValueError, match="then fully_shard it"):
+            replace_linears(model)
+        model.model.norm.weight = norm
         assert replace_linears(model) is model
         assert any(isinstance(m, ColwiseLinear) for m in model.modules())
         assert _major() < 5 or bool(_experts(model)) == (name in FUSED_EXPERTS)
