@@ -247,7 +247,7 @@ class GroupedChecker(CallChecker):
 
     def _expert_bias(self, bias: torch.Tensor, columns: int | None = None) -> torch.Tensor:
         bias = self._tensor("bias", bias, self.spec.out_dtype)
-        expected = [self.count, columns or self.rows_of_weight]
+        expected = [self.count, self.rows_of_weight if columns is None else columns]
         if list(bias.shape) != expected:
             raise ValueError(f"{self.spec.label}: bias must be {expected}, got {list(bias.shape)}")
         return bias

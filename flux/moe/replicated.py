@@ -80,7 +80,7 @@ def _check(op: GroupedGemmAR, x: torch.Tensor, operands: Operands) -> Routing:
     shape = list(weights[0].shape) if weights else []
     own = shape[-1 if spec.transpose_weight else -2] if len(shape) > 1 else 0
     equal = spec.k % (op.world // spec.ep) == 0
-    if own == 0 or (own % checker.k if equal else own != checker.k):
+    if own != checker.k and not (equal and own > 0 and own % checker.k == 0):
         text = f"{checker.k} columns" + (" or a multiple of them" if equal else "")
         raise ValueError(f"{label}: weights must have {text}, got {shape}")
     checker._weights(weights, (own, width))
