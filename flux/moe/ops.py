@@ -15,6 +15,7 @@ travel, and only the product of a slab of tokens is grouped (flux/moe/product.py
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -321,7 +322,10 @@ class AGGroupedGemm(GroupedOp):
         Raises:
             As for a call.
         """
-        rows = experts.shape[0] * self.world if m is None else m
+        for tensor in (experts, probs):
+            if not isinstance(tensor, torch.Tensor):
+                self._turn_away(TypeError, f"expected a tensor, got {type(tensor).__name__}")
+        rows = experts.shape[:1].numel() * self.world if m is None else m
         result: tuple[torch.Tensor, torch.Tensor]
         result = call("gather_choices", experts, probs, rows, self.handle)
         return result
@@ -347,7 +351,8 @@ class AGGroupedGemm(GroupedOp):
         self._begun = True
         if self._backend is None:
             return parts[0].clone(), parts[1].clone()
-        self._backend.meet(None, total * 16 + parts[1].itemsize)()
+        said = f"{total} {parts[1].dtype}".encode()
+        self._backend.meet(None, zlib.crc32(said) & 0x7FFFFFFF)()
         packed = torch.cat([part.view(torch.uint8) for part in parts], dim=1)
         full = self._unfused.gather_rows(packed, total)
         columns = parts[0].shape[1] * parts[0].itemsize

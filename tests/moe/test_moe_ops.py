@@ -299,6 +299,12 @@ def _refusals(rank: int, world: int) -> None:
             choices = wrong if rank == 0 else own
             with pytest.raises(ValueError, match=text if rank == 0 else "rank 0 refused"):
                 op.gather_choices(choices, choices.float(), 24)
+        kind = (torch.bfloat16, torch.float16)[rank]  # of one size
+        with pytest.raises(ValueError, match="ranks disagree"):
+            op.gather_choices(own, own.to(kind), 24)
+        said = "expected a tensor, got list" if rank == 0 else "rank 0 refused"
+        with pytest.raises((TypeError, ValueError), match=said):
+            op.gather_choices(own.tolist() if rank == 0 else own, own.float())
         said = "experts must be integers" if rank == 0 else "rank 0 refused"
         for bad_kind in (torch.float32, torch.bool):
             with pytest.raises((TypeError, ValueError), match=said):
