@@ -31,7 +31,6 @@ from flux.moe.checks import GroupedChecker, Operands
 from flux.moe.routing import Routing, check_integers
 from flux.ops.autocast import cast_once, casts_to
 from flux.ops.base import TensorParallelOp
-from flux.ops.transforms import call
 
 Weights = torch.Tensor | Sequence[torch.Tensor]
 
@@ -160,11 +159,7 @@ class GroupedOp(TensorParallelOp):
         *of_scales: torch.Tensor | None,
     ) -> list[torch.Tensor]:
         """Make a call, through the dispatcher where it has to see it."""
-        listed = [weights] if isinstance(weights, torch.Tensor) else weights
-        if not isinstance(listed, (list, tuple)):
-            text = f"weights must be a tensor or a sequence of them, got {type(weights).__name__}"
-            self._turn_away(TypeError, text)
-        x, listed, bias = self._as_autocast(x, listed, bias)
+        x, listed, bias = self._as_autocast(x, weights, bias)
         biases = [] if bias is None else [bias]
         of_choices = [] if probs is None else [probs]
         scales = [scale for scale in of_scales if scale is not None]
@@ -181,12 +176,16 @@ class GroupedOp(TensorParallelOp):
         return outs if self.kind.gathers else [outs]
 
     def _as_autocast(
-        self, x: torch.Tensor, weights: Sequence[torch.Tensor], bias: torch.Tensor | None
+        self, x: torch.Tensor, weights: Weights, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None]:
         """Return the operands as autocast would cast them, if its products have the op's dtype.
 
         As those of torch.nn.functional.linear: gradients have the dtypes of the parameters.
         """
+        weights = [weights] if isinstance(weights, torch.Tensor) else weights
+        if not isinstance(weights, (list, tuple)):
+            text = f"weights must be a tensor or a sequence of them, got {type(weights).__name__}"
+            self._turn_away(TypeError, text)
         dtype = self.spec.dtype
         if not casts_to(dtype, x):
             return x, weights, bias
@@ -327,7 +326,7 @@ class AGGroupedGemm(GroupedOp):
                 self._turn_away(TypeError, f"expected a tensor, got {type(tensor).__name__}")
         rows = experts.shape[:1].numel() * self.world if m is None else m
         result: tuple[torch.Tensor, torch.Tensor]
-        result = call("gather_choices", experts, probs, rows, self.handle)
+        result = self._dispatched(experts, probs, rows, self.handle, name="gather_choices")
         return result
 
     def share_choices(

@@ -56,11 +56,11 @@ def expand_tokens(
     Raises:
         ValueError, TypeError: illegal input; the peers hear of it in their next call of ``op``.
     """
-    listed = [weights] if isinstance(weights, torch.Tensor) else list(weights)
-    x, cast, bias = op._as_autocast(x, listed, bias)
+    x, cast, bias = op._as_autocast(x, weights, bias)
     listed, biases = list(cast), [] if bias is None else [bias]
     op._check_tensors(x, *listed, *biases, experts)
-    out: torch.Tensor = call("grouped_gemm", x, listed, biases, experts, op.handle, max_rows)
+    args = (x, listed, biases, experts, op.handle, max_rows)
+    out: torch.Tensor = op._dispatched(*args, name="grouped_gemm")
     return out
 
 

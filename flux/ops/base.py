@@ -300,16 +300,17 @@ class TensorParallelOp:
         again = self._backend.again(x, weight, bias, m)
         return None if again is None else self._guarded(again, begun=True)[0]
 
-    def _dispatched(self, *args: Any) -> Any:
+    def _dispatched(self, *args: Any, name: str = "") -> Any:
         """Call ``torch.ops.flux``, where modes, subclasses and autograd see the call.
 
         Their errors before the op itself is reached are told to the peers, as the op's own are.
         """
+        name = name or self.library_name
         if torch.compiler.is_compiling():
-            return call(self.library_name, *args)
+            return call(name, *args)
         runs = self._runs
         try:
-            return call(self.library_name, *args)
+            return call(name, *args)
         except Exception as error:
             if self._runs == runs:
                 why = f"{type(error).__name__}: {error}"

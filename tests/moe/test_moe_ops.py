@@ -364,8 +364,8 @@ def _refused_products(rank: int, world: int) -> None:
     x, up, down = torch.randn(m, k), torch.randn(6, 16, k), torch.randn(6, k, 8)
     with GroupedGemmAR(max_m=m, n=k, k=8 * world, experts=6, topk=2, timeout_s=20) as op:
 
-        def layer(x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-            gate, rows = expand_tokens(op, x, up, experts).chunk(2, dim=1)
+        def layer(x: torch.Tensor, up: torch.Tensor, most: Any = None) -> torch.Tensor:
+            gate, rows = expand_tokens(op, x, up, experts, max_rows=most).chunk(2, dim=1)
             return op(gate * rows, down, experts)
 
         for bad, text in (
@@ -373,10 +373,12 @@ def _refused_products(rank: int, world: int) -> None:
             ((x, up[:, 1:]), "8 columns or a multiple"),
             ((x, up[1:]), "weight must be"),
             ((x.double(), up), "x must be torch.float32"),
+            ((x, None), "weights must be a tensor"),
+            ((x, up, 24.5), "Expected a value of type"),
         ):
             arguments, said = (bad, text) if rank == 0 else ((x, up), "rank 0 refused")
-            with pytest.raises((TypeError, ValueError), match=said):
-                layer(*arguments)
+            with pytest.raises((TypeError, ValueError, RuntimeError), match=said):
+                layer(*arguments)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"chose 24 rows .* max_rows = 23"):  # on all ranks
             expand_tokens(op, x, up, experts, max_rows=23)
         with mock.patch.object(_C, "Routing", wraps=_C.Routing) as built:
