@@ -88,8 +88,8 @@ struct SumTokens {
 
  private:
   static constexpr int kWidth = kResultVector<C>;
-  static constexpr int kVectors = 4,
-                       kChoices = 2;  // of a thread, whose loads are under way together
+  // Of a thread, whose loads are under way together. sm_80 has no registers for more.
+  static constexpr int kVectors = C::kSchedule == Schedule::kMultistage ? 2 : 4, kChoices = 2;
   using Vector = cutlass::AlignedArray<Element, kWidth>;
 
   // Of each vector: its token, -1 behind the last one, and its column. A thread has every `step`-th.

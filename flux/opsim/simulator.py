@@ -236,7 +236,9 @@ def simulate(
         blocks = blocks_of(kernel, units, tiles)
         late = blocks - blocks_of(kernel, min(units, cluster.device.units - taken), tiles)
         waiting = blocks_of(kernel, gemm_units(problem, cluster, full), tiles)
-        alone *= slowdown(problem, cluster, full, kernel) * _filled(problem, kernel)
+        slower = slowdown(problem, cluster, full, kernel) * _filled(problem, kernel)
+        alone *= modelled_gemm_ms(problem, cluster, slower=slower)
+        alone /= modelled_gemm_ms(problem, cluster)
         if kernel.tile_scheduler == "dynamic" and kernel.arch == "80":  # others claim ahead
             start_us = 1e3 * CLAIM["80"] / CYCLES_PER_MS
     elif problem.world > 1:

@@ -73,20 +73,20 @@ def copied_partials_ms(
     """Return the time of a ReduceScatter by copy engines that its GEMM does not hide.
 
     The first copy begins when a communication tile is computed, and the bands that hold it, the
-    last when the rows of an owner are. The reduction is a launch behind it.
+    last when the rows of an owner are. A signal is in front of each copy, and one behind it.
     """
     link, world = cluster.link, problem.world
     moved = (world - 1) * problem.chunk * problem.row_bytes / bytes_per_ms(link.gbs)
-    copies = copied_ms(moved, world - 1, link) + 1e-3 * (world - 1) * SIGNAL_US["cuda"]
+    copies = copied_ms(moved, world - 1, link) + 2e-3 * (world - 1) * SIGNAL_US["cuda"]
     if link.kind == "pcie" and link.numa_gbs and cluster.numa_domains == 2:
         crossing = world // 2 * ceil_div(world, 2) * problem.chunk * problem.row_bytes
         copies = max(copies, crossing / bytes_per_ms(link.numa_gbs * COPY_SHARE))
     band = (knobs.raster or 1) * kernel.cluster_tile.rows
-    rows = min(max(knobs.comm_tile_rows or problem.chunk, band), problem.chunk)
+    rows = min(max(knobs.comm_tile_rows or problem.chunk, band), problem.m)
     first = whole * rows / problem.m
-    last = copies / (world - 1) * (rows / problem.chunk if world == 2 else 1.0)
+    last = copies / (world - 1) * (min(rows / problem.chunk, 1.0) if world == 2 else 1.0)
     behind = max(first + copies, whole * (world - 1) / world + last)
-    return max(0.0, behind - whole) + 1e-3 * LAUNCH_US["cuda"]
+    return max(0.0, behind - whole)
 
 
 def pushed_ms(problem: Problem, cluster: Cluster) -> float:
@@ -115,12 +115,13 @@ def summed_ms(
     sent = sent_ms(problem, cluster)
     last = 1.0 / (1 if kernel is None else waves(problem, cluster, kernel))
     late = max(sent * last, sent - whole * (1.0 - last))
-    signals_us = 2 * (cluster.link.latency_us + SIGNAL_US["cuda"])
+    signal = 1e-3 * (cluster.link.latency_us + SIGNAL_US["cuda"])
     steps_us = SUM_US if in_kernel else SIGNAL_US["cuda"] + 3 * LAUNCH_US["cuda"]
     if by_switch:
         late, sent = 0.0, (problem.world + 1) * _chunk_ms(problem, cluster)
-    sums = sent + 1e-3 * (signals_us + steps_us)
-    return late + sums
+    # Sums of tiles that came earlier leave meanwhile; on other paths behind the last one's signal.
+    sums = max(sent, signal) if in_kernel else sent + signal
+    return late + sums + signal + 1e-3 * steps_us
 
 
 def own_sums_ms(

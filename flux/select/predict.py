@@ -22,19 +22,21 @@ from typing import TYPE_CHECKING, NamedTuple
 from flux.core.knobs import Knobs
 from flux.core.problem import Problem, ceil_div
 from flux.machine.cluster import Cluster
-from flux.select.cost import gemm_ms, library_ms, raster_ms
+from flux.select.cost import gemm_ms, library_ms, memory_ms, raster_ms
 from flux.select.gathers import (
     copied_ms,
     copied_partials_ms,
     entered_ms,
     own_sums_ms,
     pushed_ms,
+    sent_ms,
     summed_ms,
     waves,
 )
 from flux.select.hardware import (
     ENGINE_US,
     LAUNCH_US,
+    MEMORY_COPY_SHARE,
     NETWORK_CALL_US,
     SIGNAL_US,
 )
@@ -92,6 +94,9 @@ def predict(
     transfers = (world - 1) * tiles
     comm = transfer_ms(problem, cluster, knobs.order) + transfers * SIGNAL_US[kind] * 1e-3
     latency = cluster.link.latency_us if problem.nodes == 1 else cluster.network.latency_us
+    stores = kernel is not None and knobs.path == "fused" and knobs.reduce != "in_flight"
+    if stores and problem.op.scatters and problem.nodes == 1:
+        comm = sent_ms(problem, cluster) + SIGNAL_US[kind] * 1e-3
     if kernel is not None and knobs.path == "medium":
         # Plans do without the model of kernels behind it.
         from flux.select.chunks import chunk_gemm_ms
@@ -124,11 +129,14 @@ def predict(
             comm = copied_ms(comm, transfers, cluster.link)
         if kernel is not None and knobs.sends == "copies":
             behind = copied_partials_ms(problem, cluster, knobs, kernel, whole) + latency * 1e-3
+            behind += own_sums_ms(problem, cluster, knobs, kernel, whole)
             bands = raster_ms(problem, cluster, kernel, knobs.raster)
             return Prediction(whole, behind + bands + _results_ms(problem, cluster))
         exposed = _fused_exposed_ms(problem, knobs, whole, comm, transfers)
         if kernel is not None:
             wave = whole / waves(problem, cluster, kernel)
+            band = _band_exposed_ms(problem, knobs, whole, comm)
+            exposed = exposed + band if problem.op.gathers else max(exposed, band)
             if problem.op.gathers:
                 exposed = max(exposed, comm + wave - whole)
                 overhead += entered_ms(problem, cluster, knobs, kernel)
@@ -137,14 +145,19 @@ def predict(
                 exposed = max(exposed, behind - latency * 1e-3)
             elif knobs.reduce != "in_flight":
                 overhead += own_sums_ms(problem, cluster, knobs, kernel, whole)
-            exposed += _band_exposed_ms(problem, knobs, whole, comm)
             overhead += raster_ms(problem, cluster, kernel, knobs.raster)
     return Prediction(whole, exposed + latency * 1e-3 + overhead)
 
 
 def _results_ms(problem: Problem, cluster: Cluster) -> float:
-    """Return the time in which the sums of an AllReduce go to all ranks, behind all partials."""
-    return transfer_ms(problem, cluster) / 2 if problem.op.all_reduces else 0.0
+    """Return the time in which the sums of an AllReduce go to all ranks, and to the result."""
+    if not problem.op.all_reduces:
+        return 0.0
+    copied = 2.0 * problem.m * problem.row_bytes
+    launches = 2e-3 * LAUNCH_US["cuda"] + 1e-3 * SIGNAL_US["cuda"]
+    return (
+        sent_ms(problem, cluster) + memory_ms(cluster.device, copied, MEMORY_COPY_SHARE) + launches
+    )
 
 
 def _fused_exposed_ms(

@@ -358,8 +358,8 @@ def test_an_untuned_gather_of_gpus_on_pcie_goes_round_a_ring(on: str, order: str
         # M = 512: one wave of the op's kernel on the H100, two on the A100.
         ("ag_gemm", "dhelix-h100", {1: "in_kernel", 64: "in_kernel", 512: "in_kernel"}),
         ("ag_gemm", "flux-a100-pcie", {1: "in_kernel", 64: "in_kernel", 512: "unfused"}),
-        ("gemm_ar", "dhelix-h100", {1: "in_kernel", 64: "in_kernel", 512: "fused"}),
-        ("gemm_ar", "flux-a100-pcie", {1: "fused", 64: "fused", 512: "fused"}),
+        ("gemm_ar", "dhelix-h100", {1: "in_kernel", 64: "in_kernel", 512: "in_kernel"}),
+        ("gemm_ar", "flux-a100-pcie", {1: "in_kernel", 64: "in_kernel", 512: "fused"}),
     ],
 )
 def test_few_rows_stay_in_a_kernel_where_that_is_clearly_faster(
@@ -374,8 +374,8 @@ def test_few_rows_stay_in_a_kernel_where_that_is_clearly_faster(
         few = replace(problem, m=m)
         if path == "in_kernel":
             pushed = simulate(few, cluster, Knobs(path="in_kernel"))
-            others = (unfused(few, cluster), simulate(few, cluster))
-            assert pushed.total_ms <= 0.9 * min(other.total_ms for other in others)
+            fused, library = simulate(few, cluster), unfused(few, cluster)
+            assert pushed.total_ms <= min(0.95 * fused.total_ms, 0.9 * library.total_ms)
 
 
 def test_what_no_kernel_can_push_is_not_chosen() -> None:
