@@ -23,6 +23,7 @@ WITHOUT = {
     "mixtral": "layers.0",
     "gpt_oss": "no row-parallel linear layer",
     "deepseek_v2": "layers.0.self_attn",
+    "glm4_moe": "layers.1.mlp.experts",
     "deepseek_v3": "experts",
     "llama4": "layers.",
 }
