@@ -67,15 +67,22 @@ static __global__ void __launch_bounds__(kAddresses)
   if (thread < p.count) p.to[thread] = p.from[thread];
 }
 
-// Zeros behind the routed rows, which are multiples of 16 bytes, as kernels want them.
+// Zeros behind the routed rows, 16 bytes at a time. Rows of kernels for any N begin anywhere: what is in front
+// of the first 16 bytes, and behind the last ones, is stored byte by byte.
 static __global__ void __launch_bounds__(kTailThreads)
     tail_kernel(char* to, std::int64_t row_bytes, int max_rows, const int* rows) {
-  const std::int64_t end = max_rows * row_bytes;
+  constexpr std::int64_t kBytes = sizeof(uint4);
+  const auto base = reinterpret_cast<std::int64_t>(to);
+  const std::int64_t begin = base + *rows * row_bytes, end = base + max_rows * row_bytes;
+  const std::int64_t up = (begin + kBytes - 1) / kBytes * kBytes, down = end / kBytes * kBytes;
+  const std::int64_t first = up < end ? up : end, last = down > first ? down : first;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kTailThreads;
-  const std::int64_t begin = *rows * row_bytes, first = blockIdx.x * kTailThreads + threadIdx.x;
-  for (std::int64_t at = begin + first * 16; at < end; at += step * 16) {
-    *reinterpret_cast<uint4*>(to + at) = make_uint4(0, 0, 0, 0);
+  const std::int64_t thread = blockIdx.x * kTailThreads + threadIdx.x;
+  for (std::int64_t at = first + thread * kBytes; at + kBytes <= last; at += step * kBytes) {
+    *reinterpret_cast<uint4*>(at) = make_uint4(0, 0, 0, 0);
   }
+  if (begin + thread < first) *reinterpret_cast<char*>(begin + thread) = 0;
+  if (last + thread < end) *reinterpret_cast<char*>(last + thread) = 0;
 }
 
 // Of the phases but kCut, which one block goes through.

@@ -268,9 +268,10 @@ Outcome move_pair(Context& c, const Op& op, Mask mask) {
 }
 
 Outcome select(Context& c, const Op& op, Mask mask) {
-  const Lanes& a = read(c, op, 0, mask);
-  const Lanes& b = read(c, op, 1, mask);
+  // What a lane does not choose need not have been written: nvcc turns branches into selections.
   const Mask which = read_predicate(c, op, op.values[2], mask);
+  const Lanes& a = read(c, op, 0, mask & which);
+  const Lanes& b = read(c, op, 1, mask & ~which);
   Lanes& d = write(c, op, 0, mask);
   const int bytes = bytes_of(op.type);
   each(mask, [&](int l) { d[l] = cut(which >> l & 1 ? a[l] : b[l], bytes); });

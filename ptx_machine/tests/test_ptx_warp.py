@@ -62,6 +62,16 @@ def test_a_lane_may_give_what_it_never_wrote(source: int) -> None:
             lanes(body)
 
 
+@pytest.mark.parametrize("chosen", ["%r1, %r2", "%r2, %r1"])
+def test_a_selection_may_leave_what_was_never_written(chosen: str) -> None:
+    body = f"mov.u32 %r1, 9; setp.lt.u32 %p1, %r10, 64; selp.u32 %r20, {chosen}, %p1;"
+    if chosen.startswith("%r1"):
+        assert set(lanes(body).tolist()) == {9}
+    else:
+        with pytest.raises(PtxError, match="%r20 is read but was never written, or was made from"):
+            lanes(body)
+
+
 def test_votes_and_reductions() -> None:
     ballot = "setp.lt.u32 %p1, %r10, 5; vote.sync.ballot.b32 %r20, %p1, -1;"
     assert set(lanes(ballot).tolist()) == {31}

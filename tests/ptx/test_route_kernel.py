@@ -108,6 +108,7 @@ class Case:
         self.max_rows = max(1, *self.rows) + rng.choice([0, 0, 1, 100])
         self.columns, self.ahead = rng.randint(0 if gathers else 1, 3), rng.randint(0, 5)
         self.dtype = rng.choice([torch.int32, torch.int64])
+        self.n = max(self.columns * TILE_N - rng.choice([0, 0, 1, 5]), 0)
         self.schedule = self._schedule(rng, m, world, rank)
 
     def _schedule(self, rng: random.Random, m: int, world: int, rank: int) -> TileSchedule:
@@ -115,7 +116,7 @@ class Case:
         topology = Topology(1, 1, 1) if world == 1 else topology_of(rng, world)
         if topology.nodes > 1:  # between which ops refuse to pull
             knobs = replace(knobs, direction="push")
-        op, sizes = "ag_gemm" if self.gathers else "gemm_rs", (m, TILE_N * self.columns or 1, 8)
+        op, sizes = "ag_gemm" if self.gathers else "gemm_rs", (m, self.n or 1, 8)
         options = {"itemsize": 2, "cluster": ClusterTile(self.tile_m, TILE_N)}
         return make_schedule(op, sizes, world, rank, topology, knobs, **options)
 
@@ -149,13 +150,13 @@ class Case:
             total=self.routing.total,
             ep=self.ep,
             max_rows=self.max_rows,
-            n=self.columns * TILE_N,
+            n=self.n,
             ahead=self.ahead,
             parallel=self.parallel,
         )
         more = MANY_WARPS * (count | 1) if blocks else 0  # than one block has
         room = torch.full((route.words + more,), -77, dtype=torch.int32)
-        tail = torch.ones(self.max_rows, self.columns * TILE_N, dtype=torch.bfloat16)
+        tail = torch.ones(self.max_rows, self.n, dtype=torch.bfloat16)
         status = torch.zeros(8, dtype=torch.int64)
         device.keep(room, chosen, tail, status)
         weights = [1000 + e for e in range(count)]
