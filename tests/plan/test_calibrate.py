@@ -115,7 +115,7 @@ def test_the_way_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(calibrate, "_SUSTAINED_S", 0.01)
     _detect_cuda.cache_clear()
     with _OnCpu():
-        run = CalibrationRun("cuda", "bfloat16", tmp_path / "gpu.json", seconds=60, small=True)
+        run = CalibrationRun("cuda", "bfloat16", tmp_path / "gpu.json", seconds=200, small=True)
         run.content["settings"]["small"] = False  # measure the lasting GEMM, too
         content = run.run()
     _detect_cuda.cache_clear()
