@@ -54,17 +54,21 @@ def _chunk_ms(problem: Problem, cluster: Cluster) -> float:
 
 
 def sent_ms(problem: Problem, cluster: Cluster) -> float:
-    """Return the time in which multiprocessors of all ranks store a chunk at each other rank.
+    """Return the time in which multiprocessors of all ranks store a chunk at each other rank."""
+    moved = (problem.world - 1) * _chunk_ms(problem, cluster)
+    return max(moved, _crossing_ms(problem, cluster, STORE_SHARE))
 
-    Over PCIe half of the ranks' rows cross between processors, once for each rank behind.
+
+def _crossing_ms(problem: Problem, cluster: Cluster, share: float) -> float:
+    """Return the time of what crosses between processors, at a share of that link's speed.
+
+    Over PCIe that is half of the ranks' rows, once for each rank behind.
     """
     link, world = cluster.link, problem.world
-    shard = problem.chunk * problem.row_bytes
-    moved = (world - 1) * _chunk_ms(problem, cluster)
-    if link.kind == "pcie" and link.numa_gbs and cluster.numa_domains == 2:
-        crossing = world // 2 * ceil_div(world, 2) * shard
-        moved = max(moved, crossing / bytes_per_ms(link.numa_gbs * STORE_SHARE))
-    return moved
+    if link.kind != "pcie" or not link.numa_gbs or cluster.numa_domains != 2:
+        return 0.0
+    crossing = world // 2 * ceil_div(world, 2) * problem.chunk * problem.row_bytes
+    return crossing / bytes_per_ms(link.numa_gbs * share)
 
 
 def copied_partials_ms(
@@ -78,9 +82,7 @@ def copied_partials_ms(
     link, world = cluster.link, problem.world
     moved = (world - 1) * problem.chunk * problem.row_bytes / bytes_per_ms(link.gbs)
     copies = copied_ms(moved, world - 1, link) + 2e-3 * (world - 1) * SIGNAL_US["cuda"]
-    if link.kind == "pcie" and link.numa_gbs and cluster.numa_domains == 2:
-        crossing = world // 2 * ceil_div(world, 2) * problem.chunk * problem.row_bytes
-        copies = max(copies, crossing / bytes_per_ms(link.numa_gbs * COPY_SHARE))
+    copies = max(copies, _crossing_ms(problem, cluster, COPY_SHARE))
     band = (knobs.raster or 1) * kernel.cluster_tile.rows
     rows = min(max(knobs.comm_tile_rows or problem.chunk, band), problem.m)
     first = whole * rows / problem.m

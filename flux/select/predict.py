@@ -134,17 +134,18 @@ def predict(
             return Prediction(whole, behind + bands + _results_ms(problem, cluster))
         exposed = _fused_exposed_ms(problem, knobs, whole, comm, transfers)
         if kernel is not None:
-            wave = whole / waves(problem, cluster, kernel)
             band = _band_exposed_ms(problem, knobs, whole, comm)
-            exposed = exposed + band if problem.op.gathers else max(exposed, band)
             if problem.op.gathers:
-                exposed = max(exposed, comm + wave - whole)
+                wave = whole / waves(problem, cluster, kernel)
+                exposed = max(exposed + band, comm + wave - whole)
                 overhead += entered_ms(problem, cluster, knobs, kernel)
             elif problem.op.all_reduces:
                 behind = summed_ms(problem, cluster, kernel, whole, in_kernel=False)
-                exposed = max(exposed, behind - latency * 1e-3)
-            elif knobs.reduce != "in_flight":
-                overhead += own_sums_ms(problem, cluster, knobs, kernel, whole)
+                exposed = max(exposed, band, behind - latency * 1e-3)
+            else:
+                exposed = max(exposed, band)
+                if knobs.reduce != "in_flight":
+                    overhead += own_sums_ms(problem, cluster, knobs, kernel, whole)
             overhead += raster_ms(problem, cluster, kernel, knobs.raster)
     return Prediction(whole, exposed + latency * 1e-3 + overhead)
 
