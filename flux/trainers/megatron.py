@@ -111,12 +111,14 @@ def exported(plan: Planned) -> Exported:
 
 
 def _check(plan: Planned) -> None:
-    step, p = plan.step, plan.step.parallel
+    step, p, heads = plan.step, plan.step.parallel, plan.step.layer.kv_heads
     problem = ""
     if step.layer.chunked and step.sequence > step.layer.window:
         problem = f"attention in chunks: sequence must be at most {step.layer.window}"
     elif step.layer.delta or step.layer.gate:
         problem = "linear attention and gates of attention: no options of a release's are known"
+    elif heads % p.tp and p.tp % heads:
+        problem = f"tp = {p.tp}: {heads} heads of keys must be a multiple or a divisor"
     elif step.dtype not in ("bfloat16", "float16"):
         problem = f"dtype = {step.dtype}: it trains in bfloat16 and float16"
     elif p.cp > 1 and step.sequence % (2 * p.cp):
@@ -166,6 +168,7 @@ def _model(step: TrainingStep) -> dict[str, str]:
         sizes["window-attn-skip-freq"] = layer.full_every
     if moe is not None:
         names.append("moe-grouped-gemm")
+        names += ["moe-router-pre-softmax"] if moe.top_k == 1 else []  # it takes no other
         texts |= {"moe-token-dispatcher-type": "alltoall", "expert-tensor-parallel-size": "1"}
         sizes |= {
             "num-experts": moe.experts,

@@ -108,26 +108,33 @@ def exported(plan: Planned) -> Exported:
     words += ["--training.disable_cuda_graphs"] if p.pp > 1 or p.ep > 1 else []
     words.append(f"--compile.{'no-' if step.eager else ''}enable")
     if not step.eager and "model" not in chosen.get("compile.components", "model"):
-        words.append("--compile.components model loss")
+        words.append("--compile.components model,loss")
     if step.optimizer == "adam-bf16":
         words.append("--optimizer.implementation fused_opt_states_bf16")
     words.append(f"activation-checkpoint:{_RECOMPUTE.get(step.recompute, 'full')}")
     if config is not None:
         words.insert(0, f"--module {chosen['module']} --config {config}")
-    notes += _differences(plan, config, bool(chosen.get("model.converters")))
+    notes += _differences(plan, config, chosen.get("model.converters", ""))
     return Exported(" \\\n  ".join([plan.launch("-m torchtitan.train"), *words]), notes)
 
 
 def _config_of(step: TrainingStep) -> tuple[str | None, dict[str, str]]:
-    """Return torchtitan's first configuration of these sizes, and what it chooses."""
-    same: dict[str, bool] = {}
+    """Return torchtitan's configuration of these sizes, and what it chooses.
+
+    Of several, the first one that multiplies as planned, else in bfloat16.
+    """
+    sizes = {name for name in torchtitan_models() if _same(name, step)}
+    order = [*dict.fromkeys((_converter(step), ""))]
+    found: dict[str, tuple[str, dict[str, str]]] = {}
     for config, chosen in torchtitan_configs().items():
-        flavor = f"{chosen['module']}_{chosen['flavor']}"
-        if flavor not in same:
-            same[flavor] = _same(flavor, step)
-        if same[flavor]:
-            return config, chosen
-    return None, {}
+        if f"{chosen['module']}_{chosen['flavor']}".lower() in sizes:
+            found.setdefault(chosen.get("model.converters", ""), (config, chosen))
+    best = [*(converter for converter in order if converter in found), *found]
+    return found[best[0]] if found else (None, {})
+
+
+def _converter(step: TrainingStep) -> str:
+    return "float8" if step.gemm_dtype else ""
 
 
 def _same(name: str, step: TrainingStep) -> bool:
@@ -153,7 +160,7 @@ def _check(plan: Planned) -> None:
         raise ValueError(f"torchtitan cannot run {problem}")
 
 
-def _differences(plan: Planned, config: str | None, converts: bool) -> list[str]:
+def _differences(plan: Planned, config: str | None, converter: str) -> list[str]:
     step, p = plan.step, plan.step.parallel
     notes = []
     if step.zero == 0 and p.cp > 1:
@@ -176,8 +183,8 @@ def _differences(plan: Planned, config: str | None, converts: bool) -> list[str]
         notes.append(f"inputs of column-parallel layers {kept}")
     if not step.fp32_gradients:
         notes.append("gradients are summed and reduced in float32: more memory and traffic")
-    if bool(step.gemm_dtype) != converts:
-        kind = f"{config} multiplies in float8" if converts else "float8 is chosen in code"
+    if converter != _converter(step):
+        kind = f"{config} multiplies in {converter}" if converter else "float8 is chosen in code"
         notes.append(
             f"{kind}: model_registry(..., converters=) in a configuration of your own changes it"
         )
@@ -333,7 +340,7 @@ def imported(options: CommandOptions, gpus: int | None, model: str | None = None
     taken["zero"] = _zero(options, shard * cp, pp) if dp * cp > 1 else 1
     taken["shard"] = shard if replicas > 1 and taken["zero"] == 3 else 0
     taken["fp32_gradients"] = True
-    parts = options.get("compile.components", "model").split()
+    parts = options.get("compile.components", "model").replace(",", " ").split()
     taken["eager"] = "compile.enable" not in options or "model" not in parts
     taken["cp_kind"] = "ring" if cp == 1 or taken["eager"] else "torch"
     states = options.get("optimizer.implementation")

@@ -178,6 +178,36 @@ def test_a_compiled_plan_is_compiled_where_a_configuration_compiles_the_loss_alo
     for eager in (False, True):
         plan = Planned(replace(step, eager=eager), "serial", {})
         assert taken("torchtitan", plan, tmp_path)[0].eager is eager
+        commas = "--compile.components model,loss" in exported("torchtitan", plan).text
+        assert commas is not eager
+
+
+@pytest.mark.parametrize(
+    "model, dtype, config",
+    [
+        ("qwen3_8B", "", "sft_qwen3_8b_math"),  # not the first one, which has NVFP4
+        ("deepseek_v3_671B", "float8_e4m3fn", "deepseek_v3_671b_float8"),
+        ("llama3_8B", "float8_e4m3fn", "llama3_8b"),
+        ("llama3_405B", "", "llama3_405b"),
+    ],
+)
+def test_a_configuration_of_torchtitan_multiplies_as_planned_or_a_note_says_it(
+    model: str, dtype: str, config: str
+) -> None:
+    step = step_of(model, Parallel(dp=8), sequence=4096, zero=3, gemm_dtype=dtype)
+    text, notes = exported("torchtitan", Planned(step, "serial", {}))
+    assert f"--config {config} " in text
+    note = any("float8" in note for note in notes)
+    assert note == (config in ("llama3_8b", "llama3_405b"))
+
+
+def test_megatron_needs_another_softmax_for_one_expert_and_heads_that_fit() -> None:
+    step = step_of("llama-4-maverick", Parallel(dp=8, ep=8), sequence=4096)
+    assert "--moe-router-pre-softmax" in exported("megatron", Planned(step, "serial", {})).text
+    dense = step_of("llama3-8b", Parallel(tp=4))
+    step = replace(dense, layer=replace(dense.layer, heads=40, kv_heads=10))
+    with pytest.raises(ValueError, match="tp = 4: 10 heads of keys must be a multiple"):
+        exported("megatron", Planned(step, "serial", {}))
 
 
 @pytest.mark.parametrize("trainer", RELEASES)
