@@ -20,17 +20,21 @@ DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo"),
     *("olmo2", "granite", "cohere", "cohere2", "stablelm", "smollm3", "glm", "glm4", "seed_oss"),
     *("ernie4_5", "hunyuan_v1_dense", "olmo3", "exaone4", "helium", "hyperclovax", "vaultgemma"),
-    *("ministral", "minicpm3", "youtu", "qwen3_5_text"),
+    *("ministral", "minicpm3", "youtu", "qwen3_5_text", "internlm2", "baichuan"),
 )
 """Kinds of config.json whose layers have attention and a gated MLP."""
 _DROPOUT = ("gpt2", "gpt_neox", "gpt_bigcode", "starcoder2", "phi", "opt", "bloom", "gptj")
 _DROPPED = ("resid_pdrop", "hidden_dropout", "residual_dropout", "dropout")
-UNGATED = (*_DROPOUT, "nemotron", "apertus", "arcee", "falcon")
+UNGATED = (*_DROPOUT, "nemotron", "apertus", "arcee", "falcon", "mpt")
 """Those with a plain MLP; the first ones train with dropout, unless the file has 0 for it."""
+_WIDE_EXPERTS = (
+    *("mixtral", "phimoe", "gpt_oss", "olmoe", "granitemoe", "granitemoeshared", "minimax_m2"),
+    *("llama4_text", "flex_olmo", "dbrx"),
+)
+"""Kinds whose intermediate_size is that of an expert."""
 EXPERTS = (
-    *("mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"),
-    *("olmoe", "granitemoe", "glm4_moe", "kimi_k2", "ernie4_5_moe", "minimax_m2", "llama4_text"),
-    *("dots1", "flex_olmo", "solar_open", "granitemoeshared", "glm4_moe_lite", "exaone_moe"),
+    *(*_WIDE_EXPERTS, "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
+    *("kimi_k2", "ernie4_5_moe", "dots1", "solar_open", "glm4_moe_lite", "exaone_moe"),
     *("qwen3_next", "qwen3_5_moe_text"),
 )
 """Those with experts."""
@@ -45,7 +49,7 @@ _PARTS = {
 TIED = (
     *("gemma", "gemma2", "gemma3_text", "gpt2", "opt", "bloom", "gpt_bigcode", "cohere"),
     *("cohere2", "smollm3", "starcoder2", "ernie4_5_moe", "ernie4_5", "vaultgemma", "minicpm3"),
-    *("youtu", "falcon"),
+    *("youtu", "falcon", "mpt"),
 )
 """Those whose head is the embedding if the file does not say it."""
 ALTERNATING = {
@@ -89,11 +93,11 @@ _ALIASES = {
     "hidden_size": ("n_embd", "n_embed", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
-    "num_key_value_heads": ("num_kv_heads",),
+    "num_key_value_heads": ("num_kv_heads", "kv_n_heads"),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
-    "max_position_embeddings": ("n_positions", "seq_length"),
+    "max_position_embeddings": ("n_positions", "seq_length", "max_seq_len"),
     "num_local_experts": ("num_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("moe_k", "num_experts_per_token", "moe_topk"),
+    "num_experts_per_tok": ("moe_k", "num_experts_per_token", "moe_topk", "moe_top_k"),
     "n_shared_experts": ("moe_num_shared_experts", "num_shared_experts"),
     "shared_expert_intermediate_size": ("shared_intermediate_size",),
     "first_k_dense_replace": ("moe_layer_start_index",),
@@ -171,6 +175,8 @@ def _from_keys(content: Any, file: Path) -> Model:
     """Return the model that keys of Transformers describe."""
     what = "a config.json of Transformers"
     if isinstance(content, dict):
+        for part in (content.get("attn_config"), content.get("ffn_config")):  # of MPT and DBRX
+            content = (part if isinstance(part, dict) else {}) | content
         for key, others in _ALIASES.items():
             used = [other for other in others if other in content]
             if key not in content and used:
@@ -233,11 +239,11 @@ def _layer_of(top: Table, content: dict[str, Any], kind: str, layers: int) -> tu
     if heads % kv_heads:
         top.fail("num_key_value_heads", f"must divide {heads} heads, got {kv_heads}")
     moe, dense_layers = _moe(top, content, kind, layers)
-    intermediate = top.integer("intermediate_size", 4 * hidden)
-    if kind == "llama4_text":
-        intermediate = top.integer("intermediate_size_mlp")
-    if moe is not None and not dense_layers and moe.every == 1:
-        intermediate = 0
+    plain = hidden * top.integer("expansion_ratio", 4) if kind in UNGATED else None
+    intermediate = 0
+    if moe is None or dense_layers or moe.every > 1:
+        name = "intermediate_size_mlp" if kind == "llama4_text" else "intermediate_size"
+        intermediate = top.integer(name, plain)
     window, full_every = _window(top, content, kind, layers)
     return (
         Layer(
@@ -276,9 +282,6 @@ def _moe(top: Table, content: dict[str, Any], kind: str, layers: int) -> tuple[M
     experts, top_k = top.integer("num_local_experts"), top.integer("num_experts_per_tok")
     if top_k > experts:
         top.fail("num_experts_per_tok", f"must be at most {experts} experts, got {top_k}")
-    width = top.integer("moe_intermediate_size", content.get("intermediate_size"))
-    shared = top.integer("shared_expert_intermediate_size", 0, least=0)
-    shared += top.integer("n_shared_experts", 0, least=0) * width
     for key in ("moe_layer_freq", "moe_layer_interval"):
         if top.integer(key, 1) != 1:
             top.fail(key, "expected 1: the first of so many layers with experts is not known")
@@ -295,6 +298,10 @@ def _moe(top: Table, content: dict[str, Any], kind: str, layers: int) -> tuple[M
     usual = [*range(every - 1, layers, every)]
     if "moe_layers" in content and top.values("moe_layers") != usual:
         top.fail("moe_layers", f"expected the last of every {every} layers")
+    wide = content.get("intermediate_size") if kind in _WIDE_EXPERTS else None
+    width = top.integer("moe_intermediate_size", wide)
+    shared = top.integer("shared_expert_intermediate_size", 0, least=0)
+    shared += top.integer("n_shared_experts", 0, least=0) * width
     return Moe(experts, top_k, width, shared, every), dense
 
 

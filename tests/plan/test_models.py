@@ -125,6 +125,11 @@ def config(tmp_path: Path, **changes: Any) -> str:
              "moe_layers": [1, 3]}, "moe_layers: expected the last of every 1 layers",
         ),
         ({"model_type": "youtu"}, "kv_lora_rank: missing"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2},
+            "moe_intermediate_size: missing",
+        ),
+        ({"intermediate_size": None}, "intermediate_size: missing"),
         ({"sliding_window": 8, "sliding_window_pattern": "GL"}, "expected a pattern as LLLG"),
         ({"model_type": "nobody"}, "'nobody' is not known; known are apertus"),
         ({"num_key_value_heads": 5}, "must divide 32 heads, got 5"),
@@ -166,6 +171,11 @@ QWEN3_NEXT = {
     [
         (3.880e9, {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
                    "num_hidden_layers": 34, "sliding_window": 1024}),
+        (6.65e9, {"model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32,
+                  "expansion_ratio": 4, "vocab_size": 50432, "attn_config": {"alibi": True}}),
+        (131.6e9, {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40,
+                   "vocab_size": 100352, "attn_config": {"kv_n_heads": 8}, "ffn_config": {
+                       "ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}}),
         (3.075e9, {"model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11008,
                    "num_attention_heads": 16, "num_hidden_layers": 36, "vocab_size": 128256}),
         (7.242e9, {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336,
