@@ -44,6 +44,7 @@ CONFIG = json.dumps(
     {
         "model_type": "qwen3_next",
         "hidden_size": 64,
+        "intermediate_size": 96,
         "num_hidden_layers": 4,
         "head_dim": 16,
         "num_attention_heads": 4,
