@@ -164,6 +164,7 @@ class ControlPad(CpuBackend):
             PeerTimeoutError: a peer did not come.
         """
         self._what, self.timeout_s = what, timeout_s
+        self._diagnosis.label = what.partition("(")[0]
         self.meet(None, zlib.crc32(what.encode()) & 0x7FFFFFFF)()
 
     def _mismatch_text(self, f: _C.FailureDict) -> str:

@@ -416,7 +416,9 @@ def _killed(rank: int, world: int, op: str) -> float:
     case = replace(SMALL, op=op, ep=3 if MOE_OPS[op].dispatches else 1)
     inputs = MoeInputs(case, 24, world, "random", 2)
     built = case.build(timeout_s=60)
-    inputs.check(built, rank)
+    x, weights, experts, options = inputs.arguments(rank)
+    total = built(x.requires_grad_(), weights, experts, **options).sum()
+    total.backward(retain_graph=True)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -424,6 +426,10 @@ def _killed(rank: int, world: int, op: str) -> float:
     with pytest.raises(PeerTimeoutError, match="rank 1"):
         for _ in range(2):
             inputs.check(built, rank)
+    said = rf"the backward of {type(built).__name__}: rank {rank}, .*rank 1"
+    if op != "reduce":  # the gradient of x is local there
+        with pytest.raises(PeerTimeoutError, match=said):
+            total.backward()
     took = time.monotonic() - began
     assert took < BUSY
     return took

@@ -216,3 +216,15 @@ def _earlier_calls(rank: int, world: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["sharded", "replicated"])
 def test_a_backward_outlives_its_op(kind: str) -> None:
     run_ranks(2, _earlier_calls, kind)
+
+
+def _slabs(rank: int, world: int) -> None:
+    sizes = {"max_m": 4096, "n": 8, "k": 128, "topk": 2}
+    for experts, wanted in ((8, [1024, 2048]), (64, [2048, 2048])):
+        with GroupedGemmRS(experts=experts, **sizes) as op:
+            assert [op.schedule(m).knobs.tile[0] for m in (2048, 4096)] == wanted
+
+
+def test_few_rows_of_many_experts_are_multiplied_at_once() -> None:
+    """Each slab would pack all weights again."""
+    run_ranks(2, _slabs)

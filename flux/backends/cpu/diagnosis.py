@@ -51,6 +51,9 @@ class Diagnosis:
         engine: of this rank.
         pids: by rank: the process of a rank on this host, else 0.
         network: the connections to ranks on other hosts, if there are any.
+
+    Attributes:
+        label: what errors begin with, the op's name.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Diagnosis:
         pids: Sequence[int],
         network: Network | None,
     ) -> None:
-        self._label = spec.label
+        self.label = spec.label
         self._engine = engine
         self._rank = rank
         self._pids = pids
@@ -72,7 +75,7 @@ class Diagnosis:
         """Return the error for a wait of the engine that failed, and the rank that caused it."""
         peer = f["peer"]
         tile = f"tile {f['tile']} of chunk {f['chunk']}" if f["tile"] >= 0 else "the call to begin"
-        where = f"{self._label}: rank {self._rank}, call {self._engine.epoch}, waiting for {tile}"
+        where = f"{self.label}: rank {self._rank}, call {self._engine.epoch}, waiting for {tile}"
         if f["kind"] != "timeout":
             return self._lost(where, f["kind"], peer, f["culprit"])
         what = f"rank {peer} did not deliver within {timeout_s:g} s"
@@ -94,7 +97,7 @@ class Diagnosis:
         for kind in ("peer_died", "peer_failed"):
             for fate, culprit, peer in fates:
                 if fate == kind:
-                    where = f"{self._label}: rank {self._rank}, in a collective of path=unfused"
+                    where = f"{self.label}: rank {self._rank}, in a collective of path=unfused"
                     if culprit in (*UNKNOWN, peer, self._rank):
                         culprit = self.silent_peer()
                     return self._lost(where, fate, peer, culprit)[0]
