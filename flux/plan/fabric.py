@@ -52,8 +52,8 @@ class Fabric:
         devices = cluster.hosts * cluster.devices
         if world > devices:
             raise ValueError(
-                f"{cluster.name} has {devices} devices ({cluster.hosts} hosts of "
-                f"{cluster.devices}), and tp * cp * dp * pp = {world}; more hosts can be assumed"
+                f"{cluster.name} has {devices} devices ({cluster.hosts} hosts of {cluster.devices})"
+                f", and tp * cp * dp * pp = {world}; more hosts can be assumed (--hosts)"
             )
         for group in GROUPS:
             span = self.span(group)

@@ -106,7 +106,7 @@ class Query:
         if self.gpus > devices:
             raise ValueError(
                 f"{self.cluster.name} has {devices} devices, and {self.gpus} are asked for; more "
-                "hosts can be assumed"
+                "hosts can be assumed (--hosts)"
             )
 
 

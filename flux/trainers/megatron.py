@@ -85,6 +85,8 @@ def exported(plan: Planned) -> Exported:
         flags["sequence-parallel"] = ""
         if not step.regather:
             notes.append("Megatron gathers inputs of column-parallel layers again: less memory")
+    if step.eager:
+        notes.append("Megatron fuses norms, activations and the loss: faster than planned")
     if step.layer.chunked:
         notes.append(f"one chunk has {step.sequence} tokens: attention is planned without chunks")
     flags |= _data_parallel(plan) | _recompute(plan, notes) | _pipeline(plan)
@@ -353,7 +355,7 @@ def _stages(options: CommandOptions, layers: int, pp: int) -> tuple[int, tuple[i
             sum(int(count or 1) for count in re.findall(r"t(?:\*(\d{1,4}))?", part))
             for part in text.split("|")
         ]
-        if sum(counts) != layers or not min(counts[1:-1], default=1):
+        if sum(counts) != layers:
             raise ValueError(
                 f"{where}: --pipeline-model-parallel-layout: {shown(layout)} is not known"
             )

@@ -201,10 +201,12 @@ def test_a_configuration_of_torchtitan_multiplies_as_planned_or_a_note_says_it(
     assert note == (config in ("llama3_8b", "llama3_405b"))
 
 
-def test_megatron_needs_another_softmax_for_one_expert_and_heads_that_fit() -> None:
+def test_megatron_takes_one_expert_by_another_softmax_and_only_heads_that_fit() -> None:
     step = step_of("llama-4-maverick", Parallel(dp=8, ep=8), sequence=4096)
     assert "--moe-router-pre-softmax" in exported("megatron", Planned(step, "serial", {})).text
     dense = step_of("llama3-8b", Parallel(tp=4))
+    _, notes = exported("megatron", Planned(replace(dense, eager=True), "serial", {}))
+    assert any(note.startswith("Megatron fuses norms") for note in notes)
     step = replace(dense, layer=replace(dense.layer, heads=40, kv_heads=10))
     with pytest.raises(ValueError, match="tp = 4: 10 heads of keys must be a multiple"):
         exported("megatron", Planned(step, "serial", {}))
@@ -416,6 +418,9 @@ def test_what_other_files_say_becomes_a_plan(tmp_path: Path) -> None:
     ):
         script.write_text(text + more)
         assert read_plan(str(script)).options["split"] == "2,4,4,4"
+    # A stage of layers for several tokens, of which plans have none.
+    script.write_text(text + "--pipeline-model-parallel-layout 'Ett|(ttt|)*4|m|L'")
+    assert read_plan(str(script)).policy[0] == "interleaved"
     config = tmp_path / "ds.json"
     config.write_text('{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}')
     with pytest.raises(ValueError, match="has no train_batch_size: give --gpus"):
