@@ -9,7 +9,7 @@ from flux.bench.scripts import options_in
 from flux.core.datafile import Table
 from flux.plan.files import FilePlan
 from flux.trainers import deepspeed, megatron, torchtitan
-from flux.trainers.common import Exported, Planned
+from flux.trainers.common import Exported, Planned, split_of
 
 
 def exported(trainer: str, plan: Planned) -> Exported:
@@ -23,6 +23,10 @@ def exported(trainer: str, plan: Planned) -> Exported:
         raise ValueError(f"--to must be one of {', '.join(makers)}, got {trainer!r}")
     if plan.chunks > 1 and plan.step.parallel.pp == 1:
         raise ValueError(f"{plan.policy} is a pipeline, and cannot run with pp = 1")
+    if plan.chunks > 1 and split_of(plan.step.stages):
+        raise ValueError(
+            f"{plan.policy} cannot run split: it cuts the model into stages of its own"
+        )
     return makers[trainer](plan)
 
 

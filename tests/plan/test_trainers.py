@@ -213,6 +213,13 @@ def test_megatron_takes_one_expert_by_another_softmax_and_only_heads_that_fit() 
 
 
 @pytest.mark.parametrize("trainer", RELEASES)
+def test_a_pipeline_with_stages_of_its_own_is_not_exported_with_others(trainer: str) -> None:
+    step = step_of("llama3-8b", Parallel(pp=4), micro_batches=8, zero=0, split=(7, 8, 8, 9))
+    with pytest.raises(ValueError, match="interleaved cannot run split: it has"):
+        exported(trainer, Planned(step, "interleaved", {}))
+
+
+@pytest.mark.parametrize("trainer", RELEASES)
 def test_options_are_those_of_the_release(trainer: str, tmp_path: Path) -> None:
     known: dict[str, Any] = json.loads(FACTS.read_text())[trainer]
     assert RELEASES[trainer] in known.pop("release")
