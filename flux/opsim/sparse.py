@@ -6,6 +6,7 @@ experts that have a row. Unfused, the busiest rank's counts.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from flux.core.knobs import Knobs
@@ -34,8 +35,7 @@ def simulate_sparse(
 ) -> tuple[Simulated, Simulated]:
     """Return the unfused path and path fused, of one routing. Pure: see ``simulate``.
 
-    ``gemm_ms``: time of the busiest rank's whole GEMM; None: the roofline's. ``seed``: of the
-    routing.
+    ``gemm_ms``: of the busiest rank's whole GEMM; None: the roofline's. ``seed``: of the routing.
     """
     simulator.check(problem, cluster, gemm_ms)
     if knobs.path != "fused":
@@ -70,6 +70,6 @@ def simulate_sparse(
         of_call = {"kernel": kernel, "schedules": orders, "blocks": blocks}
         of_call |= {"tile_us": [1e3 * busy / waves] * world, "pieces": len(problem.heads)}
     comm = parts.get("AllToAll", 0.0)
-    library = simulator.one_by_one(problem, parts, comm, gathers=gathers)
+    library = replace(simulator.one_by_one(problem, parts, comm, gathers=gathers), gemm_ms=whole)
     call = call_of(waiting=of_call["blocks"], **of_call)
     return library, simulator.finished(call, kind, full, whole, comm, waves)
