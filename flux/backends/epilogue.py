@@ -36,7 +36,8 @@ def spoil(tensor: torch.Tensor) -> torch.Tensor:
 def pack(call: Call) -> torch.Tensor:
     """Return the rows of x as they travel with their scales: bytes [rows, K + 4]."""
     assert call.scale_x is not None
-    scales = call.scale_x.contiguous().view(-1, 1).view(torch.uint8)
+    dense = call.scale_x.clone(memory_format=torch.contiguous_format)  # of one row, too
+    scales = dense.view(-1, 1).view(torch.uint8)
     return torch.cat([call.x.view(torch.uint8), scales], dim=1)
 
 

@@ -363,14 +363,14 @@ class AGGroupedGemm(GroupedOp):
                     text = f"{name} must be [rows, topk = {self.spec.topk}], got"
                     raise ValueError(f"{self.spec.label}: {text} {list(tensor.shape)}")
                 total, own = rows_of_call(self.spec, self.world, self.rank, tensor.shape[0], m)
-                parts.append(tensor[:own].contiguous())
+                parts.append(_dense(tensor[:own]))
         except (TypeError, ValueError) as error:
             self._refuse(error)
             raise
         parts[0] = parts[0].to(torch.int64)
         self._begun = True
         if self._backend is None:
-            return parts[0].clone(), parts[1].clone()
+            return parts[0], parts[1]
         said = f"{total} {parts[1].dtype}".encode()
         self._backend.meet(None, zlib.crc32(said) & 0x7FFFFFFF)()
         packed = torch.cat([part.view(torch.uint8) for part in parts], dim=1)
@@ -378,9 +378,17 @@ class AGGroupedGemm(GroupedOp):
         columns = parts[0].shape[1] * parts[0].itemsize
         of_ranks = full[:, :columns], full[:, columns:]
         experts, probs = (
-            mine.contiguous().view(part.dtype) for mine, part in zip(of_ranks, parts, strict=True)
+            _dense(mine).view(part.dtype) for mine, part in zip(of_ranks, parts, strict=True)
         )
         return experts, probs
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that may be viewed as another dtype.
+
+    ``contiguous`` keeps any stride of an extent of one, or of a tensor without elements.
+    """
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class GroupedGemmRS(GroupedOp):

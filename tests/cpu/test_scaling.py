@@ -90,6 +90,13 @@ def _shapes(rank: int, world: int) -> None:
             for shape in shapes:
                 out = op(x, weight, bias, scale_x.view(shape), scale_weight.view(shape))
                 inputs.check([out], rank)
+    p = Problem("ag_gemm", 2, (6,), 4, FP8, scaling="row")
+    with p.build() as op:
+        inputs = Inputs(p, 2, world, seed=2)
+        x, weight, bias = inputs.local(rank)
+        scales = inputs.scales(rank, 1)
+        scales["scale_x"] = scales["scale_x"].repeat(2)[::2]  # of one row, with a stride of two
+        inputs.check([op(x, weight, bias, **scales)], rank)
 
 
 def test_scales_in_a_row_or_a_column() -> None:
