@@ -409,6 +409,8 @@ def from_megatron(file: Path) -> Model:
     grouped = "group-query-attention" in options
     latent = None
     head_dim = size("kv-channels", hidden // heads)
+    if "kv-channels" not in options and hidden % heads:
+        raise ValueError(f"{file}: --num-attention-heads: must divide {hidden}, got {heads}")
     if "multi-latent-attention" in options:
         latent = Latent(
             query_rank=size("q-lora-rank", 0),

@@ -319,6 +319,9 @@ def test_options_of_megatron_and_torchtitan_are_models(tmp_path: Path) -> None:
         "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --quick-geglu"
     )
     assert model_of(script).layer == Layer(64, 256, 4, 4, 16, True)
+    script.write_text("--num-layers 4 --hidden-size 64 --num-attention-heads 5 --seq-length 8")
+    with pytest.raises(ValueError, match="--num-attention-heads: must divide 64, got 5"):
+        model_of(script)
     script.write_text("--num-layers 4 --hidden-size x --num-attention-heads 4 --seq-length 8")
     with pytest.raises(ValueError, match="--hidden-size: expected a size, got 'x'"):
         model_of(script)
