@@ -225,7 +225,10 @@ class Calibration:
             ValueError: none of this dtype was measured.
         """
         if dtype not in self.gemms:
-            raise ValueError(f"{self.source} has GEMMs of {', '.join(self.gemms)}, not of {dtype}")
+            raise ValueError(
+                f"{self.source} has GEMMs of {', '.join(self.gemms)}, not of {dtype}: measure with "
+                f"flux plan calibrate --dtype {dtype}"
+            )
         return 1e-3 * self.gemms[dtype].us(shape, variant)
 
     def attention_ms(self, shape: Sequence[int], backward: bool) -> float:

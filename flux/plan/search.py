@@ -428,7 +428,9 @@ def _third_round(
 
     Of those that do not fit after all, the next ones take the places.
     """
-    waiting = sorted((c for c in candidates if _may_fit(c, query)), key=_order)
+    waiting = [candidate for candidate in candidates if _may_fit(candidate, query)]
+    # Of equally fast ones the order does not depend on others.
+    waiting.sort(key=lambda candidate: (candidate.rating.iteration_ms, str(candidate.job)))
     plans: list[SearchedPlan] = []
     refused: list[str] = []
     limit = 1e9 * query.memory_gb
@@ -474,11 +476,6 @@ def _ops(step: TrainingStep) -> int:
 
 def _may_fit(candidate: PlanCandidate, query: Query) -> bool:
     return candidate.rating.peak_memory_bytes <= 1e9 * query.memory_gb * (1 + MEMORY_MARGIN)
-
-
-def _order(candidate: PlanCandidate) -> tuple[float, str]:
-    """Return a sort key; of equally fast candidates the order does not depend on the others."""
-    return candidate.rating.iteration_ms, str(candidate.job)
 
 
 def _rank(plan: SearchedPlan) -> tuple[float, float, str]:

@@ -197,6 +197,11 @@ def test_a_file_that_cannot_be_used_says_why(change: Any, words: str, tmp_path: 
         load_cluster("domino-dgx-h100", file)
 
 
+def test_a_file_of_another_dtype_says_how_to_measure_this_one() -> None:
+    with pytest.raises(ValueError, match="not of bfloat16: measure with flux plan calibrate --d"):
+        read_calibration(CPU).gemm_ms((64, 64, 64), "bfloat16", "fwd")
+
+
 def test_commands_and_clusters_take_a_file(modelled: Path, tmp_path: Path) -> None:
     text = Path("tuning/clusters/domino-dgx-h100.toml").read_text()
     named = tmp_path / "cluster.toml"
