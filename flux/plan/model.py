@@ -304,10 +304,12 @@ class TrainingStep:
         # An expert's states are on fewer ranks than other weights'.
         shared = (whole - experts) / (self.shard or p.dp) / p.cp + experts / p.expert_ranks[1]
         gradient = 4.0 if self.fp32_gradients else self.itemsize
+        copy = 4.0 if self.itemsize >= 4 else 0.0  # weights that need none
+        states = OPTIMIZERS[self.optimizer].state_bytes - copy
         return {
             "weights": (shared if self.zero == 3 else whole) * self.itemsize,
             "gradients": (shared if self.zero >= 2 else whole) * gradient,
-            "optimizer": (shared if self.zero else whole) * OPTIMIZERS[self.optimizer].state_bytes,
+            "optimizer": (shared if self.zero else whole) * states,
         }
 
     @property

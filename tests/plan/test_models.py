@@ -93,6 +93,12 @@ def test_a_config_has_the_parameters_of_its_model_and_is_planned(name: str) -> N
     assert sum(row["memory_bytes"].values()) == pytest.approx(row["peak_memory_bytes"])
 
 
+def test_weights_in_float32_have_no_copy() -> None:
+    whole, half = (step_with(dtype=dtype).resident(0) for dtype in ("float32", "bfloat16"))
+    assert whole["weights"] == 2 * half["weights"]
+    assert whole["optimizer"] == 2 * whole["weights"] == half["optimizer"] * 2 / 3
+
+
 def test_a_title_says_parameters_and_active_ones() -> None:
     assert model_of("deepseek-v3").size == "671B parameters (36.6B active)"
     assert model_of("gpt2").size == "0.124B parameters"
