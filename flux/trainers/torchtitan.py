@@ -39,7 +39,8 @@ _RENAMED = {
 _PLANNED = (
     *("module", "config", "model.name", "model.flavor", "model.converters", "compile.components"),
     *("training.global-batch-size", "training.local-batch-size", "training.seq-len"),
-    *("compile.enable", "compile.enable-async-tensor-parallel", "optimizer.implementation"),
+    *(f"compile.{no}enable-async-tensor-parallel" for no in ("", "no-")),
+    *("compile.enable", "optimizer.implementation"),
     *("activation-checkpoint", "activation-checkpoint.selective-ac-option"),
     *(f"parallelism.{word}-parallel-degree" for word in _DEGREES.values()),
     *(f"parallelism.data-parallel-{word}-degree" for word in ("shard", "replicate")),
@@ -104,7 +105,10 @@ def exported(plan: Planned) -> Exported:
     words = [f"--{name} {value}" for name, value in options.items()]
     words += ["--parallelism.no-enable_sequence_parallel"] if p.tp > 1 and not p.sequence else []
     fused = plan.options.get("fused", "none") != "none" and p.sequence and p.tp > 1
-    words += ["--compile.enable_async_tensor_parallel"] if fused and not step.eager else []
+    if fused and not step.eager:
+        words.append("--compile.enable_async_tensor_parallel")
+    elif "compile.enable-async-tensor-parallel" in chosen:
+        words.append("--compile.no-enable_async_tensor_parallel")
     words += ["--training.disable_cuda_graphs"] if p.pp > 1 or p.ep > 1 else []
     words.append(f"--compile.{'no-' if step.eager else ''}enable")
     if not step.eager and "model" not in chosen.get("compile.components", "model"):
@@ -385,7 +389,7 @@ def _pipeline(options: CommandOptions, taken: dict[str, Any], notes: list[str]) 
     pp, where = taken["pp"], options.where
     hides = taken["dp"] * taken["cp"] > 1
     _, policy = serial_policy(hides_tp=hides and taken["tp"] == 1, hides_dp=hides)
-    if any(name.endswith("enable-async-tensor-parallel") for name in options):
+    if any(name.endswith(".enable-async-tensor-parallel") for name in options):
         policy["fused"] = "auto"
     if pp == 1:
         return FilePlan(taken, ("serial", policy), notes)

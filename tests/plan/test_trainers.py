@@ -182,6 +182,14 @@ def test_a_compiled_plan_is_compiled_where_a_configuration_compiles_the_loss_alo
         assert commas is not eager
 
 
+def test_a_configuration_with_async_tp_runs_without_it_if_planned_so(tmp_path: Path) -> None:
+    step = step_of("llama3_405B", Parallel(tp=8, dp=8, sequence=True), sequence=8192, zero=3)
+    for eager, fused in ((True, "none"), (False, "none"), (False, "auto")):
+        plan = Planned(replace(step, eager=eager), "serial", {"fused": fused})
+        again = taken("torchtitan", plan, tmp_path)[1]
+        assert hides(again, "fused") == hides(plan, "fused")
+
+
 @pytest.mark.parametrize(
     "model, dtype, config",
     [
