@@ -135,8 +135,8 @@ def model_of(name: str | Path) -> Model:
 
     Args:
         name: of a file in `tuning/shapes` or `tuning/hub`, or of a flavor of torchtitan, such as
-            llama3_8B; or a file: with a [layer] as there, a config.json of Transformers, a
-            configuration of torchtitan, or Megatron's options.
+            llama3_8B; or a file: with a [layer] as there, a config.json of Transformers or the
+            folder that it is in, a configuration of torchtitan, or Megatron's options.
 
     Raises:
         ValueError: no such file, wrong contents, or something that plans do not know; the message
@@ -147,6 +147,9 @@ def model_of(name: str | Path) -> Model:
     known = shipped or str(name) in {file.stem for file in (hub.parent / "shapes").glob("*.toml")}
     if not known and flavor in torchtitan_models():
         return torchtitan_model(flavor, str(name))
+    saved = Path(name) / "config.json"
+    if not known and saved.is_file():  # a folder of Transformers
+        return from_config(saved)
     file = hub / f"{name}.json" if shipped else find("shapes", name)
     if file.suffix == ".json":
         return from_config(file)
@@ -220,7 +223,9 @@ def _defaults(kind: object) -> dict[str, Any]:
 
 def _name(content: dict[str, Any], file: Path) -> str:
     name = content.get("_name_or_path")
-    return name if isinstance(name, str) and name and name.isprintable() else file.stem
+    if isinstance(name, str) and name and name.isprintable():
+        return name
+    return (file.name == "config.json" and file.resolve().parent.name) or file.stem
 
 
 def _layer_of(top: Table, content: dict[str, Any], kind: str, layers: int) -> tuple[Layer, int]:

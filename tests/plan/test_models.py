@@ -111,6 +111,11 @@ def config(tmp_path: Path, **changes: Any) -> str:
     return str(path)
 
 
+def test_a_model_may_be_the_folder_of_its_config(tmp_path: Path) -> None:
+    of_file = model_of(config(tmp_path, _name_or_path=None))
+    assert model_of(tmp_path) == of_file and of_file.name == tmp_path.name
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
