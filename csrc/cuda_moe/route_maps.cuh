@@ -403,9 +403,9 @@ struct Router {
     }
   }
 
-  // put(item's number, tile, column) for all tiles of the GEMM; done(tile, number of its last item).
-  template <class Put, class Done>
-  __device__ void each_product(Put put, Done done) const {
+  // visit(number of the item, tile, column), for all items of the GEMM: a tile's columns in order.
+  template <class Visit>
+  __device__ void each_product(Visit visit) const {
     const RouteMaps& m = p.maps;
     by_thread(verdict.tiles, [&](int tile) {
       const int e = m.expert[tile], number = tile - scratch.first_tile[e];
@@ -416,9 +416,8 @@ struct Router {
       const int beside = tiles_with(before_place(e, place + 1), all) - before;
       const int first = scratch.group[place * m.experts + e] * m.columns + number - before;
       for (int column = 0; column < m.columns; ++column) {
-        put(first + column * beside, tile, column);
+        visit(first + column * beside, tile, column);
       }
-      done(tile, first + (m.columns - 1) * beside);
     });
   }
 
@@ -426,8 +425,7 @@ struct Router {
     const RouteMaps& m = p.maps;
     by_thread(m.pushes, [&](int i) { m.item[i] = -2 - i; });
     each_product(
-        [&](int at, int tile, int column) { m.item[m.pushes + at] = tile * m.columns + column; },
-        [](int, int) {});
+        [&](int at, int tile, int column) { m.item[m.pushes + at] = tile * m.columns + column; });
     const int all = m.pushes + verdict.tiles * m.columns;
     if (thread_of() != 0) return;
     m.item[all] = -1;
@@ -435,7 +433,10 @@ struct Router {
   }
 
   __device__ void note_last() const {
-    each_product([](int, int, int) {}, [&](int tile, int last) { p.maps.of_tile[tile] = last; });
+    const RouteMaps& m = p.maps;
+    each_product([&](int at, int tile, int column) {
+      if (column == m.columns - 1) m.of_tile[tile] = at;
+    });
   }
 
   // The rows of sums, and the last product that each awaits.
@@ -473,11 +474,9 @@ struct Router {
   // Between the sums.
   __device__ void list_products() const {
     const RouteMaps& m = p.maps;
-    each_product(
-        [&](int at, int tile, int column) {
-          m.item[at + sums_before(at) * m.columns] = tile * m.columns + column;
-        },
-        [](int, int) {});
+    each_product([&](int at, int tile, int column) {
+      m.item[at + sums_before(at) * m.columns] = tile * m.columns + column;
+    });
   }
 
   // Sums that are claimed before a product.
