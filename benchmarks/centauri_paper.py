@@ -155,9 +155,9 @@ class Fixed(Centauri):
         super().__init__(layer="auto", model=False)
         self.ways = ways
 
-    def _operation_tier(self, graph: Graph, *_: Any) -> dict[Key, Partition]:
+    def _operation_tier(self, graph: Graph, *_: Any) -> list[dict[Key, Partition]]:
         moving = [op for op in graph.ops if op.moves_weights and op.kind in self.ways]
-        return {(op.part, op.role): self.ways[op.kind] for op in moving}
+        return [{(op.part, op.role): self.ways[op.kind] for op in moving}]
 
 
 class Waiting(Centauri):
