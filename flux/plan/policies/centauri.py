@@ -56,8 +56,6 @@ list schedule for better links can make a slower step."""
 _WORSE = 2
 """Numbers of these that are tried after the best one."""
 
-
-_WHOLE: dict[Key, Partition] = {}
 Options = tuple[bool, int]
 """Whether gradients of weights go first, and micro-batches that run together."""
 _Variant = tuple[int, bool, int, Options]
@@ -136,9 +134,8 @@ class Centauri:
 
         Substitution and partitions are compared with none: gathers at the beginning of the step
         delay a pipeline, and what is best for the first layers may not be so for all. Partitions
-        are chosen under the order that is best without them, too. Chosen under another one, they
-        made steps up to 3% slower, and by chance: some better links 1% slower than worse ones. So
-        they are for slower links: without, one of 240 steps was 10% slower.
+        are chosen under the order that is best without them, and for slower links, too. Without the
+        first, steps were up to 3% slower; without the second one of 240 was, by 10%.
         """
         ranks, large = graph.stages, self._is_large(graph)
         if chunks > 1:
@@ -151,8 +148,8 @@ class Centauri:
             whole = substituted(graph, fabric, cost) if less else graph
             base, part = self._limited(whole), self._limited(window(whole))
             shown, tiers = part if large else base, self.model and not large
-            plans.append((*self._best(shown, cost, tiers), base, _WHOLE))
-            (first, together), tried = plans[-1][1], [_WHOLE]
+            plans.append((*self._best(shown, cost, tiers), base, dict[Key, Partition]()))
+            (first, together), tried = plans[-1][1], [plans[-1][-1]]
             # A window has two micro-batches.
             orders = sorted({(self.layer == "t2", 1), (first, min(together, 2))})
             every = [cost, _Slower(graph, cost), _Slower(graph, cost, 1.0)]
@@ -185,8 +182,8 @@ class Centauri:
     ) -> list[dict[Key, Partition]]:
         """Return how a window's collectives are partitioned: one by one, each the best way.
 
-        First to last and last to first: a choice may shut out better ones behind it, and by chance
-        did on the better one of two links. Steps with the first way alone were up to 10% slower.
+        First to last and last to first: a choice may shut out better ones behind it. Steps with the
+        first way alone were up to 10% slower, some of them on the better one of two links.
         Steps of one layout that differ in their number of micro-batches have equal windows.
         """
         asked, options = ([op[1:] for op in graph.ops], graph.deps), variant[-1]
