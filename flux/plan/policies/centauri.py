@@ -50,9 +50,9 @@ layers, and two micro-batches."""
 _TOGETHER = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64)
 """Micro-batches that run together at both ends of the step. Eq. 2 asks for fewer the faster links
 are, so with its numbers a better link could make a plan slower; candidates are all alike for it."""
-_OCTAVES, _SLOWER = (0.0, 0.5, 1.0), (("intra",), ("inter",), RESOURCES)
-"""The best plan is ordered for links that are slower, too, by so much, within hosts or between: a
-list schedule for better links can make a slower step."""
+_FIRST, _OCTAVES, _SLOWER = 3, (0.0, 0.5, 1.0), (("intra",), ("inter",), RESOURCES)
+"""The first plans are ordered for links that are slower, too, by so much, within hosts or between:
+a list schedule for better links can make a slower step."""
 _WORSE = 2
 """Numbers of these that are tried after the best one."""
 
@@ -159,13 +159,15 @@ class Centauri:
                     tried.append(how)
                     parts = partitioned(shown, how, fabric)
                     plans.append((*self._best(parts, cost, tiers), base, how))
-        rating, options, best, base, how = min(plans, key=lambda plan: plan[0])
+        plans.sort(key=lambda plan: plan[0])
+        rating, options, best, base, how = plans[0]
         if large:
             return rating, self._ordered(partitioned(base, how, fabric), cost, *options)[0]
-        for octaves, which in product(_OCTAVES, _SLOWER):
-            links = _Slower(best.graph, cost, octaves, which)
-            schedule, _ = self._ordered(best.graph, links, *options)
-            if schedule.lanes != best.lanes:
+        orders = product(plans[:_FIRST], _OCTAVES, _SLOWER)
+        for (_, options, first, *_), octaves, which in orders:
+            links = _Slower(first.graph, cost, octaves, which)
+            schedule, _ = self._ordered(first.graph, links, *options)
+            if schedule.lanes != first.lanes:
                 rated = self._rating(simulate(schedule, cost), cost)
                 rating, best = min((rating, best), (rated, schedule), key=lambda plan: plan[0])
         return rating, best
