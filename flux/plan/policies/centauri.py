@@ -163,13 +163,12 @@ class Centauri:
         rating, options, best, base, how = plans[0]
         if large:
             return rating, self._ordered(partitioned(base, how, fabric), cost, *options)[0]
-        orders = product(plans[:_FIRST], _OCTAVES, _SLOWER)
-        for (_, options, first, *_), octaves, which in orders:
-            links = _Slower(first.graph, cost, octaves, which)
-            schedule, _ = self._ordered(first.graph, links, *options)
-            if schedule.lanes != first.lanes:
+        for plan, octaves, which in product(plans[:_FIRST], _OCTAVES, _SLOWER):
+            links = _Slower(plan[2].graph, cost, octaves, which)
+            schedule, _ = self._ordered(plan[2].graph, links, *plan[1])
+            if schedule.lanes != plan[2].lanes:
                 rated = self._rating(simulate(schedule, cost), cost)
-                rating, best = min((rating, best), (rated, schedule), key=lambda plan: plan[0])
+                rating, best = min((rating, best), (rated, schedule), key=lambda pair: pair[0])
         return rating, best
 
     def _limited(self, graph: Graph) -> Graph:
