@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -55,11 +55,7 @@ plan.command("calibrate")(calibrate_command)
 def title_of(step: TrainingStep, cluster: str) -> str:
     """Return what stands above the table of a step."""
     p = step.parallel
-    degrees = ", ".join(
-        f"{name}={getattr(p, name)}"
-        for name in ("tp", "cp", "dp", "pp", "ep")
-        if getattr(p, name) > 1
-    )
+    degrees = ", ".join(f"{name}={ranks}" for name, ranks in asdict(p).items() if ranks > 1)
     batch = f"{step.micro_batches} x {step.micro_batch} sequences of {step.sequence}"
     where = f"{p.world} ranks of {cluster}{', ' + degrees if degrees else ''}"
     size = f"{step.model.size}, " if step.vocabulary else ""  # else layers alone

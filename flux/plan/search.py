@@ -7,7 +7,7 @@ Three rounds, each on fewer candidates:
        Of the best ones, and of some that fit so alone, also other layers of each stage
     2  every policy on the best layouts, and on those with nothing but data parallelism: time and
        memory from steps with few layers and micro-batches (flux/plan/sample.py)
-    3  all that round 2 has within MARGIN of its fifth, simulated with all layers; of steps with
+    3  all within MARGIN of round 2's fifth, and what is usual, with all layers; of steps with
        more than MOST_OPS operators, two shorter ones; the first five of these at their whole length
 
 What round 2 says of a candidate depends on no other candidate. So further policies take candidates
@@ -21,14 +21,14 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product, repeat
 from math import inf, isqrt
 from operator import le
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from flux.bench.model_files import model_of
 from flux.launch.spawn import use_short_socket_paths
@@ -48,6 +48,7 @@ from flux.plan.sample import (
 )
 from flux.plan.simulate import Timeline
 
+T = TypeVar("T")
 VARIANTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "serial": ({"wgrad_overlap": True}, {"fused": "auto"}),
     "domino": ({"slices": 2}, {"slices": 4}, {"slices": 2, "fused": "auto"}),
@@ -379,8 +380,7 @@ def _best(rated: Sequence[tuple[Rating, TrainingStep]], count: int) -> list[Trai
     other ZeRO, experts, or inputs kept: near copies of one layout took beams that a better link
     then left another one out of.
 
-    Besides, what everybody tries first is always compared: of those with data parallelism alone the
-    best with each kind of ZeRO, and the best pipeline, computing again what does not fit.
+    Besides, what everybody tries first is always compared.
     """
     alike: dict[tuple[Parallel, int], list[tuple[float, ...]]] = {}
     for rating, step in rated:
@@ -396,13 +396,20 @@ def _best(rated: Sequence[tuple[Rating, TrainingStep]], count: int) -> list[Trai
         for which in range(3)
     ]
     layouts = dict.fromkeys(step for pair in zip(*orders, strict=True) for _, step in pair)
-    plain: dict[int, TrainingStep] = {}
-    for _, step in sorted(rated, key=lambda pair: pair[0].serial_ms):
-        if step.parallel.dp == step.parallel.world:
-            plain.setdefault(step.zero, step)
-        elif step.parallel.pp > 1:
-            plain.setdefault(-1, step)
-    return list(dict.fromkeys([*list(layouts)[:count], *plain.values()]))
+    plain = usual((step, step) for _, step in sorted(rated, key=lambda pair: pair[0].serial_ms))
+    return list(dict.fromkeys([*list(layouts)[:count], *plain]))
+
+
+def usual(pairs: Iterable[tuple[TrainingStep, T]]) -> list[T]:
+    """Return what belongs to the first step of each kind that everybody tries.
+
+    That is data parallelism alone, that with ZeRO-3 (FSDP), and a pipeline.
+    """
+    first: dict[tuple[bool, bool], T] = {}
+    for step, its in pairs:
+        if step.parallel.dp == step.parallel.world or step.parallel.pp > 1:
+            first.setdefault((step.parallel.pp > 1, step.parallel.pp == 1 and step.zero == 3), its)
+    return list(first.values())
 
 
 # -- third round -----------------------------------------------------------------------------------
@@ -426,11 +433,13 @@ def _third_round(
 ) -> tuple[list[SearchedPlan], list[str]]:
     """Return plans, the fastest first, and why others cannot be used.
 
-    Of those that do not fit after all, the next ones take the places.
+    Of those that do not fit after all, the next ones take the places. What everybody tries first is
+    simulated, however slow.
     """
     waiting = [candidate for candidate in candidates if _may_fit(candidate, query)]
     # Of equally fast ones the order does not depend on others.
     waiting.sort(key=lambda candidate: (candidate.rating.iteration_ms, str(candidate.job)))
+    plain = usual((one.job[0], one) for one in waiting if one.job[1] == "serial")
     plans: list[SearchedPlan] = []
     refused: list[str] = []
     limit = 1e9 * query.memory_gb
@@ -439,11 +448,10 @@ def _third_round(
         if missing <= 0:
             break
         last = waiting[min(missing, len(waiting)) - 1].rating.iteration_ms * (1 + MARGIN)
-        count = sum(candidate.rating.iteration_ms <= last for candidate in waiting)
-        jobs = [candidate.job for candidate in waiting[:count]]
-        del waiting[:count]
-        ended = pool.map(partial(plan_of, query.cluster, False), jobs)
-        for candidate in _followed(ended, "best", count, progress):
+        now = [one for one in waiting if one.rating.iteration_ms <= last or one in plain]
+        waiting = [one for one in waiting if one not in now]
+        ended = pool.map(partial(plan_of, query.cluster, False), [one.job for one in now])
+        for candidate in _followed(ended, "best", len(now), progress):
             (refused if isinstance(candidate, str) else plans).append(candidate)
     return _settled(plans, query, pool, progress), refused
 

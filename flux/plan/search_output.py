@@ -12,17 +12,22 @@ from flux.machine.cluster import Cluster
 from flux.plan import page
 from flux.plan.model import TrainingStep
 from flux.plan.report import document, mfu, tokens_per_s
-from flux.plan.search import Query, SearchedPlan, SearchOutcome, plan_of, planned_again
+from flux.plan.search import Query, SearchedPlan, SearchOutcome, plan_of, planned_again, usual
 
 _DEGREES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep": "expert"}
+_MEANINGS = {
+    "sequence parallel": "norms are split over tensor parallel ranks too",
+    "regather": "backward gathers inputs again in place of keeping them",
+    "zero=3": "weights, gradients and optimizer are sharded (FSDP)",
+    "split": "layers of each stage, else as even as possible",
+}
 _AS_THEY_ARE = ("micro_batch", "micro_batches", "zero", "regather", "recompute")
 
 
 def layout_of(step: TrainingStep) -> str:
     """Return degrees and micro-batches of a step, as they are shown."""
     p = step.parallel
-    degrees = [f"{name}={getattr(p, name)}" for name in _DEGREES]
-    words = [word for word in degrees if not word.endswith("=1")] or ["1 GPU"]
+    words = [f"{name}={getattr(p, name)}" for name in _DEGREES if getattr(p, name) > 1] or ["1 GPU"]
     words.append(f"{step.micro_batches} x {step.micro_batch}")
     if p.sequence:
         words.append("sequence parallel" + (", regather" if step.regather else ""))
@@ -42,25 +47,14 @@ def title_of(plan: SearchedPlan) -> str:
 
 def legend(plans: list[SearchedPlan]) -> str:
     """Return what the words in the layouts of these plans mean."""
-    steps = [plan.step for plan in plans]
-    degrees = [
-        f"{name} {word}"
-        for name, word in _DEGREES.items()
-        if any(getattr(step.parallel, name) > 1 for step in steps)
-    ]
-    count, size = steps[0].micro_batches, steps[0].micro_batch
-    words = [
-        *([f"ranks by kind of parallelism ({', '.join(degrees)})"] if degrees else []),
-        f"{count} x {size}: micro-batches of a data parallel rank, and sequences of each",
-    ]
-    if any(step.parallel.sequence for step in steps):
-        words.append("sequence parallel: norms are split over tensor parallel ranks too")
-    if any(step.parallel.sequence and step.regather for step in steps):
-        words.append("regather: backward gathers inputs again in place of keeping them")
-    if any(step.zero == 3 for step in steps):
-        words.append("zero=3: weights, gradients and optimizer are sharded (FSDP)")
-    if any(step.split for step in steps):
-        words.append("split: layers of each stage, else as even as possible")
+    layouts, first = ", ".join(layout_of(plan.step) for plan in plans), plans[0].step
+    degrees = [f"{name} {word}" for name, word in _DEGREES.items() if f"{name}=" in layouts]
+    words = [f"ranks by kind of parallelism ({', '.join(degrees)})"] if degrees else []
+    words.append(
+        f"{first.micro_batches} x {first.micro_batch}: micro-batches of a data parallel rank, and "
+        "sequences of each"
+    )
+    words += [f"{word}: {meaning}" for word, meaning in _MEANINGS.items() if word in layouts]
     return f"layout: {'; '.join(words)}"
 
 
@@ -156,7 +150,9 @@ def _difference(plan: SearchedPlan, winner: SearchedPlan) -> str:
 
 
 def show(query: Query, outcome: SearchOutcome, top: int, why: list[str], console: Console) -> None:
-    """Print the first plans as a table, its legend, and where the winner's time goes."""
+    """Print the first plans, and what everybody tries first, and where the winner's time goes."""
+    plain = usual((plan.step, plan) for plan in outcome.ranked if plan.policy == "serial")
+    shown = [plan for at, plan in enumerate(outcome.ranked) if at < top or (top and plan in plain)]
     title = (
         f"{query.model} on {query.gpus} GPUs of {query.cluster.name}: {query.batch} sequences of "
         f"{query.sequence}, {query.memory_gb:g} GB"
@@ -166,7 +162,7 @@ def show(query: Query, outcome: SearchOutcome, top: int, why: list[str], console
     table.add_column("layout", overflow="fold")
     for head in ("step\nms", "ratio", "exposed\nms", "MFU\n%", "GB"):
         table.add_column(head, justify="right", no_wrap=True)
-    for plan in outcome.ranked[:top]:
+    for plan in shown:
         share = mfu(plan.step, query.cluster, plan.iteration_ms)
         table.add_row(
             plan.label,
@@ -178,14 +174,14 @@ def show(query: Query, outcome: SearchOutcome, top: int, why: list[str], console
             f"{plan.peak_memory_bytes / 1e9:.1f}",
         )
     console.print(table)
-    if top > 0:
-        console.print(legend(list(outcome.ranked[:top])), **PLAIN)
+    if shown:
+        console.print(legend(shown), **PLAIN)
     for line in why:
         console.print(line, **PLAIN)
     short = sum(plan.scaled for plan in outcome.ranked)
     console.print(
         f"{outcome.layouts} layouts fit; {outcome.simulated} candidates were simulated with few "
-        f"layers, the best {len(outcome.ranked)} with all"
+        f"layers, {len(outcome.ranked)} of them with all"
         + (f", {short} of these with fewer micro-batches, and scaled" if short else "")
         + f"; {outcome.too_large} need more memory.",
         **PLAIN,

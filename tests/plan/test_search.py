@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from flux.cli.app import app
@@ -29,7 +31,7 @@ from flux.plan.search import (
     layouts,
     search,
 )
-from flux.plan.search_output import layout_of
+from flux.plan.search_output import layout_of, show
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -253,6 +255,21 @@ def test_near_copies_of_a_layout_take_no_beam(tmp_path: Path) -> None:
         assert any(
             (step.parallel.tp, step.parallel.ep, step.micro_batch) == (2, 16, 1) for step in best
         )
+
+
+def test_what_everybody_tries_first_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain data parallelism, FSDP and 1F1B, however much slower than the first."""
+    monkeypatch.setattr(searching, "FIRST", 1)
+    policies = (("serial", {}), ("centauri", {}))
+    asked = query(batch=32, sequence=2048, beam=2, policies=policies)
+    outcome = search(asked, silent, workers=1)
+    console = Console(width=200, record=True, file=io.StringIO())
+    show(asked, outcome, 1, [], console)
+    printed = [line for line in console.export_text().splitlines() if line.startswith("│ ")]
+    assert printed[0].startswith("│ centauri") and len(printed) == 4
+    assert sum("│ serial" in line and "pp=" in line for line in printed) == 1
+    of_data = ["zero=3" in line for line in printed if "│ serial" in line and " dp=8 " in line]
+    assert sorted(of_data) == [False, True]
 
 
 def check(plan: SearchedPlan, cluster: Any) -> None:
