@@ -1,6 +1,6 @@
 """The experiments of the Centauri paper, simulated: clusters A and B, models of its Table 4.
 
-    python benchmarks/centauri_paper.py        # four minutes; nothing is run
+    python benchmarks/centauri_paper.py        # nine minutes; nothing is run
 
 C. Chen et al., ASPLOS 2024, section 5. Its figures are pictures; what can be compared is what its
 text says in numbers. Baselines:
