@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flux.bench.shapes import Delta, Latent, Layer, Model, Moe, model_in
-from flux.core.datafile import Table, data_root, find, load_json, shown
+from flux.core.datafile import Table, data_root, find, load_json, one_line, shown
 
 DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo"),
@@ -143,14 +143,21 @@ def model_of(name: str | Path) -> Model:
             says what.
     """
     hub, flavor = data_root() / "hub", str(name).lower()
-    shipped = str(name) in {file.stem for file in hub.glob("*.json")}
+    of_hub = sorted(file.stem for file in hub.glob("*.json"))
+    shipped = str(name) in of_hub
     known = shipped or str(name) in {file.stem for file in (hub.parent / "shapes").glob("*.toml")}
     if not known and flavor in torchtitan_models():
         return torchtitan_model(flavor, str(name))
     saved = Path(name) / "config.json"
-    if not known and saved.is_file():  # a folder of Transformers
-        return from_config(saved)
-    file = hub / f"{name}.json" if shipped else find("shapes", name)
+    try:
+        if not known and saved.is_file():  # a folder of Transformers
+            file = saved
+        else:
+            file = hub / f"{name}.json" if shipped else find("shapes", name)
+    except OSError as error:
+        raise ValueError(f"{one_line(str(name))}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{error}; models of the hub: {', '.join(of_hub)}") from None
     if file.suffix == ".json":
         return from_config(file)
     if file.suffix in SCRIPTS:

@@ -114,6 +114,10 @@ def config(tmp_path: Path, **changes: Any) -> str:
 def test_a_model_may_be_the_folder_of_its_config(tmp_path: Path) -> None:
     of_file = model_of(config(tmp_path, _name_or_path=None))
     assert model_of(tmp_path) == of_file and of_file.name == tmp_path.name
+    with pytest.raises(ValueError, match=r"no file nothing; shapes .*; models of the hub: .*gpt2"):
+        model_of("nothing")
+    with pytest.raises(ValueError, match=r"^a{300}: File name too long$"):
+        model_of("a" * 300)
 
 
 @pytest.mark.parametrize(
