@@ -135,7 +135,7 @@ class Centauri:
         Substitution and partitions are compared with none: gathers at the beginning of the step
         delay a pipeline, and what is best for the first layers may not be so for all. Partitions
         are chosen under the order that is best without them, and for slower links, too. Without the
-        first, steps were up to 3% slower; without the second one of 240 was, by 10%.
+        first, steps were up to 3% slower; without the second 7 of 240 were, by up to 10%.
         """
         ranks, large = graph.stages, self._is_large(graph)
         if chunks > 1:
