@@ -24,7 +24,7 @@ from flux.machine.cluster import Cluster, group_parts, world_shape
 from flux.machine.detection import detect
 from flux.select.all_to_all import ModelledPath
 from flux.select.cache import look_up
-from flux.select.dispatching import predict_sparse
+from flux.select.dispatching import on_cpus, predict_sparse
 from flux.select.heuristic import IN_KERNEL_ROWS, dispatching, untuned
 from flux.select.in_kernel import FewRows, reason_not_in_kernel
 from flux.select.one_shot import ALL_ROWS, ONE_SHOTS
@@ -196,7 +196,7 @@ def choose(
         return ModelledPath(problem, cluster)
     if kind == "cuda":
         return untuned_on_gpus(spec, problem, cluster)
-    problem = problem.dense
+    problem = on_cpus(problem)
     if apart:
         cluster = with_measured_network(cluster, exchange, placement)
     return modelled(problem, cluster, apart, spec.dispatches)

@@ -53,13 +53,24 @@ def needed_share(problem: SparseProblem) -> float:
     return 1.0 - share
 
 
+def on_cpus(problem: Problem) -> Problem:
+    """Return the dense op that a CPU takes as long for, with E / topk weights in place of one.
+
+    The dense weight has as many elements as those of a token's experts, and tokens of a slab have
+    all of them: each slab packs E / topk times as much (``cut_ms``).
+    """
+    return replace(problem.dense, experts=ceil_div(problem.experts, problem.topk))
+
+
 def predict_sparse(
     problem: Problem, cluster: Cluster, knobs: Knobs, kernel: GemmConfig | None = None
 ) -> Prediction:
     """Return the predicted time of a call: see ``predict``, which does all but what is here."""
     on_gpus = cluster.device.kind == "cuda" and problem.world > 1
-    if not (on_gpus and isinstance(problem, SparseProblem)):
-        return predict(problem.dense, cluster, knobs, kernel)
+    if not isinstance(problem, SparseProblem):
+        return predict(problem, cluster, knobs, kernel)
+    if not on_gpus:
+        return predict(on_cpus(problem), cluster, knobs, kernel)
     if knobs.comm_tile_rows is not None:
         knobs = replace(knobs, comm_tile_rows=knobs.comm_tile_rows * problem.topk)
     routed = with_rows(problem)

@@ -83,6 +83,9 @@ four loads of 8 bytes under way in each lane, and 0.8 us to memory and back; our
 SLAB_COST_ROWS = 50.0
 """A GEMM cut into slabs packs its weight again for each slab. The cost equals that of this many
 more rows (5% of 1024 rows, 10% of 512, 20% of 256: flux/select/heuristic.py)."""
+EXPERT_COST_ROWS = 25.0
+"""The same of each weight of a grouped GEMM: 16 to 36 rows with weights of 1024 x 1024 and 64 to
+512 rows of each, on a Zen 4."""
 FEW_ROWS = 64
 """Rows up to which a GEMM of a CPU takes as long as reading its weight, which slabs read again."""
 SIGNAL_US = {"cpu": 3.0, "cuda": 1.6}

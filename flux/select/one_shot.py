@@ -7,7 +7,13 @@ from math import isqrt
 from flux.core.knobs import SLOT_BYTES, Knobs, Op
 from flux.core.problem import Problem, ceil_div
 from flux.machine.cluster import Cluster, bytes_per_ms
-from flux.select.hardware import FEW_ROWS, NETWORK_CPU_MS_PER_MB, ONE_SHOT_US, SLAB_COST_ROWS
+from flux.select.hardware import (
+    EXPERT_COST_ROWS,
+    FEW_ROWS,
+    NETWORK_CPU_MS_PER_MB,
+    ONE_SHOT_US,
+    SLAB_COST_ROWS,
+)
 
 ALL_ROWS = 2**31 - 1
 ONE_SHOTS = (
@@ -96,8 +102,12 @@ def one_shot_exposed_ms(
 
 
 def cut_ms(problem: Problem, whole: float, slabs: int) -> float:
-    """Return the cost of cutting a GEMM of a CPU into slabs: each packs the weights again."""
-    return whole * (slabs - 1) * SLAB_COST_ROWS * problem.experts / max(problem.m, 1)
+    """Return the cost of cutting a GEMM of a CPU into slabs: each packs the weights again.
+
+    No slab takes longer than the GEMM.
+    """
+    rows = max(SLAB_COST_ROWS, EXPERT_COST_ROWS * problem.experts)
+    return whole * (slabs - 1) * min(rows / max(problem.m, 1), 1.0)
 
 
 def network_cpu_ms(problem: Problem) -> float:

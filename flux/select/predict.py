@@ -197,11 +197,22 @@ def _cut_ms(problem: Problem, cluster: Cluster, knobs: Knobs, whole: float) -> f
     """Return the cost of cutting the GEMM."""
     assert knobs.tile is not None
     if cluster.device.kind == "cpu":
-        slabs = ceil_div(problem.m, knobs.tile[0]) * ceil_div(problem.local[0], knobs.tile[1])
+        slabs = _slabs(problem, knobs.tile[0]) * ceil_div(problem.local[0], knobs.tile[1])
         return cut_ms(problem, whole, slabs)
     if knobs.path != "medium":
         return 0.0  # a fused kernel runs the same tiles in any case
     return max(0.0, problem.world * gemm_ms(problem, cluster, problem.chunk) - whole)
+
+
+def _slabs(problem: Problem, rows: int) -> int:
+    """Return how many slabs a CPU multiplies: see ``merge_visits`` (flux/backends/cpu/slabs.py)."""
+    if problem.nodes == 1 or not problem.op.gathers or rows > problem.chunk:
+        return ceil_div(problem.m, rows)
+    lanes, hosts = problem.lanes, problem.nodes
+    near = 1 if problem.experts > 1 else min(lanes, 2)
+    if rows < problem.chunk:
+        return near + (hosts - 1) * 2 * lanes
+    return near + (1 if hosts == 2 else (hosts - 1) * lanes)  # chunks of several hosts take turns
 
 
 def choose(problem: Problem, cluster: Cluster, candidates: Sequence[Knobs] | None = None) -> Knobs:

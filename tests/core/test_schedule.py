@@ -128,9 +128,8 @@ def test_slabs_are_the_tiles_in_order_and_own_rows_are_one(op: str, hosts: str) 
         )
         for first, last, v in slabs:
             visits = schedule.visits[first:last]
-            assert [row for u in visits for row in range(u.row_begin, u.row_end)] == list(
-                range(v.row_begin, v.row_end)
-            )
+            rows = sorted(row for u in visits for row in range(u.row_begin, u.row_end))
+            assert rows == list(range(v.row_begin, v.row_end))
         if m == 16 * world:
             sizes = {
                 owner: [last - first for first, last, v in slabs if v.owner == owner]
@@ -139,8 +138,43 @@ def test_slabs_are_the_tiles_in_order_and_own_rows_are_one(op: str, hosts: str) 
             far = [owner for owner in range(world) if hosts[owner] != hosts[rank]]
             assert sizes[rank] == [16 // tile]
             for owner in set(range(world)) - {rank}:
-                merged = op == "ag_gemm" and owner in far
-                assert sizes[owner] == ([16 // tile - 1, 1] if merged else [1] * (16 // tile))
+                cut = [1] * (16 // tile)
+                if op == "ag_gemm" and far:
+                    cut = [16 // tile - 1, 1] if owner in far else [16 // tile]
+                assert sizes[owner] == cut
+
+
+TURNS = [(64, 80), (32, 48), (80, 96), (48, 64)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rank", "dense", "grouped"),
+    [
+        ("aabb", 1, [(16, 32), (0, 16), (32, 64)], [(0, 32), (32, 64)]),
+        ("aabb", 3, [(48, 64), (32, 48), (0, 32)], [(32, 64), (0, 32)]),
+        ("abbb", 0, [(0, 16), (16, 64)], [(0, 16), (16, 64)]),
+        ("abab", 0, [(0, 16), (32, 48), (16, 32), (48, 64)], None),
+        # Chunks of two other hosts take turns.
+        ("aabbcc", 0, [(0, 16), (16, 32), *TURNS], [(0, 32), *TURNS]),
+        ("ab", 0, [(0, 16), (16, 32)], None),
+        ("aaaa", 1, [(16, 32), (0, 16), (48, 64), (32, 48)], None),
+    ],
+)
+def test_chunks_that_come_together_are_multiplied_at_once(
+    hosts: str,
+    rank: int,
+    dense: list[tuple[int, int]],
+    grouped: list[tuple[int, int]] | None,
+) -> None:
+    """A grouped product has own rows in place, so that those of its host are one slab."""
+    world = len(hosts)
+    shape = (16 * world, 8, 8)
+    topology = Topology.of_hosts(hosts)
+    schedule = make_schedule("ag_gemm", shape, world, rank, topology, Knobs(tile=(16, 8)))
+    for in_place, slabs in ((False, dense), (True, grouped or dense)):
+        merged = merge_visits(schedule, in_place)
+        assert [(v.row_begin, v.row_end) for _, _, v in merged] == slabs
+        assert [i for first, last, _ in merged for i in range(first, last)] == list(range(world))
 
 
 @pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])

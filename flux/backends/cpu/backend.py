@@ -243,6 +243,8 @@ class CpuBackend:
         )
         if self.network is not None:
             self._begin_network(self.network, schedule, call.digest, selection=selection, x=x)
+        if plan.own_place is not None:
+            plan.own_place.copy_(x)
         if not plan.threaded:
             self._await(engine.finish)
         if hooks is not None and plan.first_foreign < 0:
@@ -368,7 +370,8 @@ class CpuBackend:
             return plan
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
-        plan = make_plan(schedule, self._columns, self.gathered, self.slots)
+        grouped = bool(self.spec.experts)
+        plan = make_plan(schedule, self._columns, self.gathered, self.slots, grouped)
         self._plans[schedule.shape[0]] = plan
         return plan
 

@@ -21,31 +21,54 @@ if TYPE_CHECKING:
     from flux.select.choose import Choice
 
 
-def merge_visits(schedule: TileSchedule) -> list[tuple[int, int, Visit]]:
+def merge_visits(
+    schedule: TileSchedule, own_in_place: bool = False
+) -> list[tuple[int, int, Visit]]:
     """Merge neighbouring GEMM tiles, since every cut of a GEMM costs packing of the weight.
 
-    Tiles of the own rows wait for nobody, and nobody waits for them. Tiles of an AllGather from
-    another host come over a wire that is slower than memory: all of a chunk but the last tile are
-    one, so that little is left to compute when the last byte arrives (what the own rows take to
-    compute, the wire has for the others).
+    Tiles of the own rows wait for nobody, and nobody waits for them. Between hosts, tiles of an
+    AllGather are merged by what they wait for:
+
+        same host       come through memory, at once
+        another host    all of a chunk but the last tile, so that little is left to compute when
+                        the last byte arrives; chunks of one tile come together, as their ranks
+                        share the wire, and are one
+
+    ``own_in_place``: own rows lie among those that arrive, and are one with those of the host.
     """
     m, world, rank = schedule.shape[0], schedule.world, schedule.rank
-    tail_only = Op[schedule.op].gathers and schedule.topology.nodes > 1
-    hosts = schedule.topology.hosts if tail_only else ()
+    gathers = Op[schedule.op].gathers and schedule.topology.nodes > 1
+    hosts = schedule.topology.hosts if gathers else ()
 
-    def joins(v: Visit) -> bool:
-        if v.owner == rank:
-            return True
-        far = tail_only and v.owner >= 0 and hosts[v.owner] != hosts[rank]
-        return far and v.row_end < _C.core.row_end(m, world, v.owner)
+    def is_whole(v: Visit) -> bool:
+        first, last = (_C.core.owner_of(m, world, row) for row in (v.row_begin, v.row_end - 1))
+        begins = v.row_begin == _C.core.row_begin(m, world, first)
+        return begins and v.row_end == _C.core.row_end(m, world, last)
+
+    def joins(last: Visit, v: Visit) -> bool:
+        if v.owner == rank or not hosts or v.owner < 0:
+            return v.owner == last.owner == rank
+        near = hosts[v.owner] == hosts[rank]
+        if last.owner == v.owner:
+            return near or v.row_end < _C.core.row_end(m, world, v.owner)
+        owners = (_C.core.owner_of(m, world, row) for row in (last.row_begin, last.row_end - 1))
+        if any(hosts[owner] != hosts[v.owner] for owner in owners):
+            return False
+        if near:
+            return own_in_place or last.owner != rank
+        return is_whole(last) and is_whole(v)
 
     slabs: list[tuple[int, int, Visit]] = []
     for index, v in enumerate(schedule.visits):
         if slabs:
             first, _, last = slabs[-1]
             columns = (last.col_begin, last.col_end) == (v.col_begin, v.col_end)
-            if last.owner == v.owner and columns and last.row_end == v.row_begin and joins(v):
-                slabs[-1] = (first, index + 1, last._replace(row_end=v.row_end))
+            touches = last.row_end == v.row_begin or last.row_begin == v.row_end
+            if columns and touches and joins(last, v):
+                begin, end = min(last.row_begin, v.row_begin), max(last.row_end, v.row_end)
+                owner = v.owner if last.owner == v.owner else -1
+                merged = last._replace(row_begin=begin, row_end=end, owner=owner)
+                slabs[-1] = (first, index + 1, merged)
                 continue
         slabs.append((index, index + 1, v))
     return slabs
@@ -87,6 +110,7 @@ class SlabPlan:
         slabs: in the order in which they are multiplied.
         first_foreign: index of the first slab of other ranks' rows, and of the last; -1: none.
         last_foreign: see ``first_foreign``.
+        own_place: where a slab reads own rows among those that arrive, [own rows, K]; None: none.
         hops: the ranks behind each transfer, once a call has needed them.
     """
 
@@ -97,6 +121,7 @@ class SlabPlan:
     slabs: list[Slab]
     first_foreign: int
     last_foreign: int
+    own_place: torch.Tensor | None = None
     hops: _C.Hops | None = None
 
     def selection(self, needed: NeededTokens, ep: int) -> _C.Selection:
@@ -107,12 +132,17 @@ class SlabPlan:
 
     def forget_memory(self) -> None:
         """Drop the views of symmetric memory."""
+        self.own_place = None
         for slab in self.slabs:
             slab.shared = None
 
 
 def make_plan(
-    schedule: TileSchedule, n: int | None, gathered: torch.Tensor, slots: Sequence[torch.Tensor]
+    schedule: TileSchedule,
+    n: int | None,
+    gathered: torch.Tensor,
+    slots: Sequence[torch.Tensor],
+    grouped: bool = False,
 ) -> SlabPlan:
     """Return the plan of a schedule.
 
@@ -122,6 +152,8 @@ def make_plan(
             computed whole.
         gathered: rows that an AllGather receives, [max_m, K].
         slots: by rank: its blocks for partial results, [blocks, rows of a chunk, N].
+        grouped: whether rows go to experts, so that a slab packs the weights of them all: more than
+            a copy of the own rows costs.
     """
     m, world, rank = schedule.shape[0], schedule.world, schedule.rank
     gathers = Op[schedule.op].gathers
@@ -129,7 +161,8 @@ def make_plan(
     scattered = Op[schedule.op].scatters and direct
     begin, own = _C.core.row_begin(m, world, rank), _C.core.row_count(m, world, rank)
     slabs = []
-    for first, last, v in merge_visits(schedule):
+    in_place = grouped and not schedule.native.publishes_own
+    for first, last, v in merge_visits(schedule, in_place):
         # An AllGather's x, and what GemmRS with store = direct returns, begin at the own rows.
         rows = _part(v.row_begin, v.row_end, 0, m)
         own_part = _part(v.row_begin, v.row_end, begin, own)
@@ -146,6 +179,8 @@ def make_plan(
             shared = shared if columns is None else shared[:, columns]
         slabs.append(Slab(first, last, v, own_part if gathers else rows, both, columns, shared))
     foreign = [number for number, slab in enumerate(slabs) if slab.visit.owner != rank]
+    owns = [i for slab in slabs for i in range(slab.first, slab.last) if slab.visit.owner < 0]
+    copies = gathers and any(schedule.visits[i].owner == rank for i in owns)
     return SlabPlan(
         schedule,
         threaded=schedule.knobs.copy_streams == 1,
@@ -154,6 +189,7 @@ def make_plan(
         slabs=slabs,
         first_foreign=foreign[0] if foreign else -1,
         last_foreign=foreign[-1] if foreign else -1,
+        own_place=gathered[begin : begin + own] if copies else None,
     )
 
 
