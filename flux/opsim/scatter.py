@@ -248,8 +248,6 @@ class Scatter:
         base, _ = self._call.problem.rows(owner)
         return range(base + (piece.row_begin - base) // rows * rows, piece.row_end, rows)
 
-    # -- between hosts -----------------------------------------------------------------------------
-
     def _network(self, rank: int) -> Process:
         """Send the sums of this host's partials to owners on other hosts."""
         call, machine = self._call, self._call.machine

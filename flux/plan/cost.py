@@ -26,7 +26,7 @@ from typing import ClassVar, Protocol
 from flux.core.knobs import Op as FusedOp
 from flux.core.problem import Problem
 from flux.plan.fabric import Fabric
-from flux.plan.graph import FUSED, RING, Operator
+from flux.plan.graph import FUSED, RING, Graph, Operator
 from flux.plan.model import OPTIMIZERS
 from flux.select.cost import (
     all_to_all_ms,
@@ -51,8 +51,8 @@ _LIBRARY = {
 class CostModel(Protocol):
     """What the simulator and the policies ask for.
 
-    One with an attribute ``by_kind`` that is true has equal factors for operators of one kind
-    (``Graph.kinds``).
+    One with an attribute ``by_kind`` that is true has equal times and factors for operators of one
+    kind (``Graph.kinds``).
     """
 
     def solo(self, op: Operator) -> float:
@@ -63,6 +63,14 @@ class CostModel(Protocol):
 
         They occupy different resources; the first one may be a collective, too.
         """
+
+
+def solo_times(graph: Graph, cost: CostModel) -> list[float]:
+    """Return the time of each operator by itself."""
+    if not getattr(cost, "by_kind", False):
+        return [cost.solo(op) for op in graph.ops]
+    times = [cost.solo(op) for op in graph.examples]
+    return [times[kind] for kind in graph.kinds]
 
 
 @dataclass

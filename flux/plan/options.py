@@ -38,18 +38,10 @@ Hosts = Annotated[
     int | None, typer.Option("--hosts", help="Hosts to assume, in place of the cluster's own.")
 ]
 Tp = Annotated[int, typer.Option(help="Tensor parallel ranks.")]
-Dp = Annotated[int, typer.Option(help="Data parallel ranks.")]
-Pp = Annotated[int, typer.Option(help="Pipeline stages.")]
-Ep = Annotated[int, typer.Option(help="Expert parallel ranks, of tp, cp and dp.")]
-SequenceParallel = Annotated[
-    bool, typer.Option(help="AllGather and ReduceScatter in place of AllReduce.")
-]
 Layers = Annotated[
     int | None, typer.Option(help="So many layers alone, without embedding and head.")
 ]
 Sequence = Annotated[int | None, typer.Option(help="Tokens of a sequence.")]
-GemmDtype = Annotated[str, typer.Option(help="float8_e4m3fn: with casts.")]
-Headroom = Annotated[float, typer.Option(help="Share of memory that stays free.")]
 TraceFile = Annotated[
     str | None, typer.Option("--trace", metavar="FILE", help="Write timelines for ui.perfetto.dev.")
 ]
@@ -67,24 +59,44 @@ PlanFile = Annotated[
         help="Take step and policy from a file of flux plan search, or a trainer's (plan.md).",
     ),
 ]
-MemoryGb = Annotated[
-    float | None, typer.Option(help="GB of a device that a plan may use (default: the device's).")
-]
 
 
 @dataclass(frozen=True)
-class RankStepOptions:
-    """A step that ranks share, and the policies that plan it."""
+class SharedModelOptions:
+    """A model that ranks share, and the policies that plan it."""
 
     policy: Policy = None
     model: Model = "gpt3-175b"
     tp: Tp = 8
-    dp: Dp = 1
-    pp: Pp = 1
-    cp: Annotated[int, typer.Option(help="Context parallel ranks.")] = 1
-    ep: Ep = 1
-    sequence_parallel: SequenceParallel = False
+    dp: Annotated[int, typer.Option(help="Data parallel ranks.")] = 1
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1
+    ep: Annotated[int, typer.Option(help="Expert parallel ranks, of tp, cp and dp.")] = 1
+    sequence_parallel: Annotated[
+        bool, typer.Option(help="AllGather and ReduceScatter in place of AllReduce.")
+    ] = False
     layers: Layers = None
+    gemm_dtype: Annotated[str, typer.Option(help="float8_e4m3fn: with casts.")] = ""
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """A cluster, and the memory of its devices."""
+
+    cluster: ClusterName = "flux-h800"
+    calibration: CalibrationFile = None
+    hosts: Hosts = None
+    memory_gb: Annotated[
+        float | None,
+        typer.Option(help="GB of a device that a plan may use (default: the device's)."),
+    ] = None
+    headroom: Annotated[float, typer.Option(help="Share of memory that stays free.")] = 0.05
+
+
+@dataclass(frozen=True)
+class RankStepOptions(SharedModelOptions):
+    """A step that ranks share, and the policies that plan it."""
+
+    cp: Annotated[int, typer.Option(help="Context parallel ranks.")] = 1
     sequence: Sequence = None
     micro_batch: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 2
     micro_batches: Annotated[
@@ -119,20 +131,14 @@ class RankStepOptions:
     fp32_gradients: Annotated[bool, typer.Option(help="Gradients in float32.")] = False
     eager: Annotated[bool, typer.Option(help="Kernels of PyTorch without compiler.")] = False
     unfused_attention: Annotated[bool, typer.Option(help="No FlashAttention.")] = False
-    gemm_dtype: GemmDtype = ""
     cp_kind: Annotated[str, typer.Option(help="With --cp: ring, all_gather or torch.")] = "ring"
     given: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
-class StepOptions(RankStepOptions):
+class StepOptions(DeviceOptions, RankStepOptions):
     """A step on a cluster."""
 
-    cluster: ClusterName = "flux-h800"
-    calibration: CalibrationFile = None
-    hosts: Hosts = None
-    memory_gb: MemoryGb = None
-    headroom: Headroom = 0.05
     plan: PlanFile = None
     row: Annotated[int, typer.Option(help="With --plan: which of a search's plans.")] = 1
     gpus: Annotated[
@@ -141,28 +147,15 @@ class StepOptions(RankStepOptions):
 
 
 @dataclass(frozen=True)
-class ServeOptions:
+class ServeOptions(DeviceOptions, SharedModelOptions):
     """A model on a cluster, and the requests that it serves."""
 
-    policy: Policy = None
     model: Model = "llama2-70b"
-    cluster: ClusterName = "flux-h800"
-    calibration: CalibrationFile = None
-    hosts: Hosts = None
-    tp: Tp = 8
-    dp: Dp = 1
-    pp: Pp = 1
-    ep: Ep = 1
-    sequence_parallel: SequenceParallel = False
-    layers: Layers = None
     batch: Annotated[int, typer.Option(help="Sequences that a replica decodes at a time.")] = 64
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 2048
     output: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256
     prompts: Annotated[int, typer.Option(help="Prompts of a prefill.")] = 1
-    gemm_dtype: GemmDtype = ""
     kv_dtype: Annotated[str, typer.Option(help="Of the cache (default: the model's).")] = ""
-    memory_gb: MemoryGb = None
-    headroom: Headroom = 0.05
 
 
 def step_with(options: Any, dtype: str | None = None) -> TrainingStep:

@@ -266,9 +266,6 @@ def _followed(
         yield result
 
 
-# -- first round -----------------------------------------------------------------------------------
-
-
 def layouts(query: Query) -> Iterator[TrainingStep]:
     """Yield every step that the model, the cluster and the batch allow.
 
@@ -410,9 +407,6 @@ def usual(pairs: Iterable[tuple[TrainingStep, T]]) -> list[T]:
         if step.parallel.dp == step.parallel.world or step.parallel.pp > 1:
             first.setdefault((step.parallel.pp > 1, step.parallel.pp == 1 and step.zero == 3), its)
     return list(first.values())
-
-
-# -- third round -----------------------------------------------------------------------------------
 
 
 Job = tuple[TrainingStep, str, Mapping[str, Any]]

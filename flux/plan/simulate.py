@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from flux.core.collector import paused_collector
 from flux.core.spans import Span, covered
-from flux.plan.cost import CostModel
+from flux.plan.cost import CostModel, solo_times
 from flux.plan.graph import FUSED, RING, GraphError
 from flux.plan.schedule import StepSchedule
 
@@ -143,7 +143,7 @@ def simulate(schedule: StepSchedule, cost: CostModel) -> Timeline:
     with paused_collector():
         _ = schedule.is_whole  # raises otherwise
         graph, ops = schedule.graph, schedule.graph.ops
-        solo, lanes = [cost.solo(op) for op in ops], list(schedule.lanes.values())
+        solo, lanes = solo_times(graph, cost), list(schedule.lanes.values())
         kinds = graph.kinds if getattr(cost, "by_kind", False) else range(len(ops))
         times = graph.native.run_in_order(solo, lanes, kinds, lambda a, b: cost.oef(ops[a], ops[b]))
         if times.ended < len(ops):

@@ -290,8 +290,6 @@ class Executor:
         self._groups = self._make_groups()
         self._calls = self._make_calls()
 
-    # -- set-up ------------------------------------------------------------------------------------
-
     def _make_groups(self) -> dict[tuple[str, str], dist.ProcessGroup | None]:
         """Make a process group for each kind of group and stream; all ranks in the same order."""
         ops = self.schedule.graph.ops
@@ -340,8 +338,6 @@ class Executor:
         peer = self.rank + (other - self.stage) * self.stride
         move: Callable[..., Any] = dist.send if sends else dist.recv
         return lambda: move(tensor, peer, group=group)
-
-    # -- a step ------------------------------------------------------------------------------------
 
     def run(self) -> dict[int, tuple[float, float]]:
         """Run the step; return begin and end of this stage's operators, in ms, by number.

@@ -64,9 +64,6 @@ def _attribute(module: str, name: str) -> _Value | None:
     return _Value(functools.partial(getattr, owner, name), functools.partial(setattr, owner, name))
 
 
-# -- values of the thread --------------------------------------------------------------------------
-
-
 def _write_function_stack(modes: Sequence[Any]) -> None:
     for _ in range(_C._len_torch_function_stack()):
         _C._pop_torch_function_stack()
@@ -176,9 +173,6 @@ def _of_thread() -> list[_Value]:
     return [value for value in values if value]
 
 
-# -- values of the process -------------------------------------------------------------------------
-
-
 def _write_filters(state: tuple[int, Any]) -> None:
     warnings.filters = state[1]
     if (mutated := getattr(warnings, "_filters_mutated", None)) is not None:
@@ -259,9 +253,6 @@ def seed_generators(seed: int) -> None:
     """Begin a stream of random numbers in torch's generators."""
     for generator in _generators():
         generator.manual_seed(seed)
-
-
-# -- changing from one to another ------------------------------------------------------------------
 
 
 def _read(values: Sequence[_Value]) -> list[Any]:

@@ -179,7 +179,7 @@ def test_a_graph_ends_with_its_last_user() -> None:
     layout = StepLayout(load_cluster("centauri-a"), step_with(dp=8))
     part = partitioned(layout.graph, {("grads", "step"): Partition()}, layout.fabric)
     with paused_collector():
-        Centauri()._ordered(part, layout.cost, False, 1)
+        Centauri()._ordered(part, layout.cost, (False, 1))
         assert part.memo
         ended = weakref.ref(part)
         del part
@@ -326,6 +326,19 @@ def test_partitions_are_chosen_from_both_ends() -> None:
         link = replace(cluster.link, gbs=cluster.link.gbs * speed)
         network = replace(cluster.network, gbits=cluster.network.gbits * speed)
         layout = StepLayout(replace(cluster, link=link, network=network), step)
+        times.append(layout.timeline(Centauri()).iteration_ms)
+    assert times[1] < times[0]
+
+
+def test_the_best_plan_tries_partitions_and_orders_of_the_others() -> None:
+    """Without, devices' links that were a fifth better made this step 1.4 or 1.9% slower."""
+    cluster = replace(load_cluster("h200"), hosts=4)
+    sizes = {"layers": 8, "sequence": 8192, "micro_batch": 2, "recompute": "selective", "zero": 1}
+    step = step_of("qwen3-30b-a3b", Parallel(tp=2, dp=16), **sizes)
+    times = []
+    for speed in (1.0, 1.2013):
+        link = replace(cluster.link, gbs=cluster.link.gbs * speed)
+        layout = StepLayout(replace(cluster, link=link), step)
         times.append(layout.timeline(Centauri()).iteration_ms)
     assert times[1] < times[0]
 

@@ -14,9 +14,10 @@ closed forms, those are candidates among others, and the simulator takes the bes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, product
 from math import ceil, inf, log2
-from typing import cast
+from typing import NamedTuple, cast
 
 from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel
@@ -50,9 +51,9 @@ layers, and two micro-batches."""
 _TOGETHER = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64)
 """Micro-batches that run together at both ends of the step. Eq. 2 asks for fewer the faster links
 are, so with its numbers a better link could make a plan slower; candidates are all alike for it."""
-_FIRST, _OCTAVES, _SLOWER = 3, (0.0, 0.5, 1.0), (("intra",), ("inter",), RESOURCES)
-"""The first plans are ordered for links that are slower, too, by so much, within hosts or between:
-a list schedule for better links can make a slower step."""
+_OCTAVES, _FIRST, _FINER = (0.0, 1.0, 2.0), 8, (0.0, 0.5, 1.0, 1.5, 2.0)
+"""Octaves by which links are slower for which schedules are ordered, too: one for better links can
+make a slower step. The first plans' are ordered for pairs of them, in hosts and between hosts."""
 _WORSE = 2
 """Numbers of these that are tried after the best one."""
 
@@ -62,6 +63,20 @@ _Variant = tuple[int, bool, int, Options]
 """Stages of a rank, whether gathers are substituted, number of the links, options of the order."""
 Rating = tuple[float, float, float]
 """Bytes that a plan needs, or the memory of a device if they fit; time; bytes."""
+_How = dict[Key, Partition]
+_Links = Sequence[CostModel]
+"""How collectives are cut; links for which operators are ordered, those that there are first."""
+
+
+class _Plan(NamedTuple):
+    """A schedule: its rating, options and links of the order, and partitions of its graph."""
+
+    rating: Rating
+    options: Options
+    links: CostModel
+    schedule: StepSchedule
+    base: Graph  # before collectives are partitioned
+    how: _How
 
 
 class Centauri:
@@ -105,6 +120,7 @@ class Centauri:
         if type(memory_gb) not in (int, float) or not memory_gb >= 0:
             raise ValueError(f"centauri: memory_gb must be at least 0, got {memory_gb!r}")
         self.operation, self.layer, self.model = operation, layer, model
+        self._modes = (False, True) if layer == "auto" else (layer == "t2",)
         self.substitute, self.memory_gb = substitute, memory_gb
         self._known: StepSchedule | None = None  # the best one that rewrite compared
         self._tiers: dict[_Variant, tuple[object, list[dict[Key, Partition]]]] = {}
@@ -134,7 +150,7 @@ class Centauri:
 
         Substitution and partitions are compared with none: gathers at the beginning of the step
         delay a pipeline, and what is best for the first layers may not be so for all. Partitions
-        are chosen under the order that is best without them, and for slower links, too. Without the
+        are chosen under the order that is best without them, and for slower links, too: without the
         first, steps were up to 3% slower; without the second 7 of 240 were, by up to 10%.
         """
         ranks, large = graph.stages, self._is_large(graph)
@@ -142,45 +158,61 @@ class Centauri:
             if ranks == 1:
                 raise ValueError(f"centauri: chunks = {chunks} needs a pipeline, and pp is 1")
             graph = placed(graph, chunks * ranks, lambda stage: stage % ranks)
-        plans = []
+        links = [cost, *(_Slower(graph, cost, octaves, octaves) for octaves in _OCTAVES)]
+        plans: list[_Plan] = []
         substitutes = self.substitute and any(map(is_substituted, graph.ops))
         for less in (True, False) if substitutes else (False,):
             whole = substituted(graph, fabric, cost) if less else graph
             base, part = self._limited(whole), self._limited(window(whole))
             shown, tiers = part if large else base, self.model and not large
-            plans.append((*self._best(shown, cost, tiers), base, dict[Key, Partition]()))
-            (first, together), tried = plans[-1][1], [plans[-1][-1]]
-            # A window has two micro-batches.
-            orders = sorted({(self.layer == "t2", 1), (first, min(together, 2))})
-            every = [cost, _Slower(graph, cost), _Slower(graph, cost, 1.0)]
-            for options, (at, links) in product(orders, enumerate(every if self.operation else ())):
-                hows = self._operation_tier(part, (chunks, less, at, options), fabric, links)
-                for how in (how for how in hows if how not in tried):
-                    tried.append(how)
-                    parts = partitioned(shown, how, fabric)
-                    plans.append((*self._best(parts, cost, tiers), base, how))
-        plans.sort(key=lambda plan: plan[0])
-        rating, options, best, base, how = plans[0]
+            plans.append(self._best(shown, base, {}, links, tiers))
+            (first, together), tried = plans[-1].options, [plans[-1].how]
+            orders = sorted({(self.layer == "t2", 1), (first, min(together, 2))})  # windows have 2
+            for options, at in product(orders, (0, 2) if self.operation else ()):
+                variant = chunks, less, at, options
+                for how in self._operation_tier(part, variant, fabric, links[at], links):
+                    if how not in tried:
+                        tried.append(how)
+                        parts = partitioned(shown, how, fabric)
+                        plans.append(self._best(parts, base, how, links, tiers))
+        plans.sort(key=lambda plan: plan.rating)
+        best = plans[0]
         if large:
-            return rating, self._ordered(partitioned(base, how, fabric), cost, *options)[0]
-        for plan, octaves, which in product(plans[:_FIRST], _OCTAVES, _SLOWER):
-            links = _Slower(plan[2].graph, cost, octaves, which)
-            schedule, _ = self._ordered(plan[2].graph, links, *plan[1])
-            if schedule.lanes != plan[2].lanes:
-                rated = self._rating(simulate(schedule, cost), cost)
-                rating, best = min((rating, best), (rated, schedule), key=lambda pair: pair[0])
-        return rating, best
+            parts = partitioned(best.base, best.how, fabric)
+            return best.rating, self._ordered(parts, best.links, best.options)
+        best = self._crossed(plans, fabric, links)
+        finer = [cost, *(_Slower(graph, cost, *octaves) for octaves in product(_FINER, repeat=2))]
+        for plan in [best, *plans][:_FIRST]:
+            best = self._better(best, plan.schedule.graph, plan.how, plan.options, finer)
+        return best.rating, best.schedule
+
+    def _crossed(self, plans: Sequence[_Plan], fabric: Fabric, links: _Links) -> _Plan:
+        """Return the first plan with partitions of the others, one by one, where that is faster.
+
+        On the whole step: windows know no other stages and few micro-batches. Without it steps were
+        up to 2% slower, some of them on the better one of two links.
+        """
+        best = plans[0]
+        moved = {(op.part, op.role) for op in best.base.ops if op.moves_weights}
+        keys = {key for plan in plans for key in plan.how}
+        seen = {(key, plan.how.get(key, Partition())) for plan, key in product(plans, keys)}
+        seen |= {(key, replace(of, by_gemm=not of.by_gemm)) for key, of in seen if key in moved}
+        for key, candidate in sorted(seen, key=str):
+            if candidate != best.how.get(key, Partition()):
+                how = {**best.how, key: candidate}
+                parts = partitioned(best.base, how, fabric)
+                for mode in self._modes:
+                    best = self._better(best, parts, how, (mode, best.options[1]), links)
+        return best
 
     def _limited(self, graph: Graph) -> Graph:
         """Return the graph whose ZeRO-3 gathers are as far ahead as they may be under 1F1B."""
         passes = [list(chain.from_iterable(of)) for of in _blocks(graph, 1)]
         return limited(graph, passes, graph.stages * chunks_of(graph), self.prefetch)
 
-    # -- operation tier ----------------------------------------------------------------------------
-
     def _operation_tier(
-        self, graph: Graph, variant: _Variant, fabric: Fabric, cost: CostModel
-    ) -> list[dict[Key, Partition]]:
+        self, graph: Graph, variant: _Variant, fabric: Fabric, cost: CostModel, links: _Links
+    ) -> list[_How]:
         """Return how a window's collectives are partitioned: one by one, each the best way.
 
         First to last and last to first: a choice may shut out better ones behind it. Steps with the
@@ -191,7 +223,7 @@ class Centauri:
         if variant in self._tiers and self._tiers[variant][0] == asked:
             return self._tiers[variant][1]
         chosen: dict[Key, Partition] = {}
-        least = self._time(graph, cost, options)
+        least = self._time(graph, options, cost, links)
         examples: dict[Key, int] = {}
         for number in graph.order:
             op = graph.ops[number]
@@ -209,7 +241,7 @@ class Centauri:
                 for candidate in candidates
                 if candidate.by_gemm == by_gemm and candidate.is_single(grouped)
             }
-            time = self._time(partitioned(graph, alike, fabric), cost, options, least)
+            time = self._time(partitioned(graph, alike, fabric), options, cost, links)
             if time < least * (1 - 1e-6):
                 least, chosen = time, alike
         changes = [(key, candidate) for key, several in choices.items() for candidate in several]
@@ -220,7 +252,7 @@ class Centauri:
                 if candidate == how.get(key, Partition()):
                     continue
                 parts = partitioned(graph, {**how, key: candidate}, fabric)
-                time = self._time(parts, cost, options, best * (1 - 1e-6))
+                time = self._time(parts, options, cost, links)
                 if time < best * (1 - 1e-6):
                     best, how[key] = time, candidate
         self._tiers[variant] = asked, hows
@@ -229,10 +261,10 @@ class Centauri:
     def _is_large(self, graph: Graph) -> bool:
         return len(graph.ops) > _MOST_OPS * self.share
 
-    def _time(self, graph: Graph, cost: CostModel, options: Options, most: float = inf) -> float:
-        """Return the time of a step; if it is not below ``most``, one that is not either."""
-        schedule, least = self._ordered(graph, cost, *options)
-        return least if least >= most else simulate(schedule, cost).iteration_ms
+    def _time(self, graph: Graph, options: Options, cost: CostModel, links: _Links) -> float:
+        """Return the time of a step, ordered for any of the links."""
+        schedules = (self._ordered(graph, link, options) for link in links)
+        return min(simulate(schedule, cost).iteration_ms for schedule in schedules)
 
     def _candidates(
         self, graph: Graph, number: int, fabric: Fabric, cost: CostModel
@@ -264,31 +296,40 @@ class Centauri:
             for by_gemm in (False, True) if weights else (False,):
                 yield Partition(pieces, by_gemm, cut)
 
-    # -- layer and model tier ----------------------------------------------------------------------
-
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return the schedule."""
         assert self._known is not None and self._known.graph is graph
         return self._known
 
-    def _best(
-        self, graph: Graph, cost: CostModel, model: bool
-    ) -> tuple[Rating, Options, StepSchedule]:
-        """Return the best order of both tiers: what it takes, its options, and the schedule."""
-        modes = [False, True] if self.layer == "auto" else [self.layer == "t2"]
-        best, worse = None, 0
-        for together in self._together(graph, cost) if model else (1,):
+    def _best(self, graph: Graph, base: Graph, how: _How, links: _Links, model: bool) -> _Plan:
+        """Return the plan with the best order of both tiers."""
+        worst, worse = (inf, inf, inf), 0
+        best = _Plan(worst, (False, 1), links[0], StepSchedule(graph), base, how)
+        for together in self._together(graph, links[0]) if model else (1,):
             before = best
-            for options in ((mode, together) for mode in modes):
-                schedule, least = self._ordered(graph, cost, *options)
-                if best is None or best[0] >= (1e9 * self._memory_gb(cost), least, 0.0):
-                    rating = self._rating(simulate(schedule, cost), cost)
-                    if best is None or rating < best[0]:
-                        best = rating, options, schedule
+            for mode in self._modes:
+                best = self._better(best, graph, how, (mode, together), links)
             worse = 0 if best is not before else worse + 1
             if worse == _WORSE:
                 break
-        assert best is not None  # the first one
+        return best
+
+    def _better(
+        self, best: _Plan, graph: Graph, how: _How, options: Options, links: _Links
+    ) -> _Plan:
+        """Return the best plan, or a better one: another graph, ordered for any of the links."""
+        least, tried = 1e9 * self._memory_gb(links[0]), []
+        for link in links:
+            schedule = self._ordered(graph, link, options)
+            if schedule.lanes in tried:
+                continue
+            tried.append(schedule.lanes)
+            timeline = simulate(schedule, links[0])
+            # Of a slower one, peak memory takes longer to find than all else.
+            if best.rating[0] > least or timeline.iteration_ms <= best.rating[1]:
+                rating = self._rating(timeline, links[0])
+                if rating < best.rating:
+                    best = _Plan(rating, options, link, schedule, best.base, how)
         return best
 
     def _rating(self, timeline: Timeline, cost: CostModel) -> Rating:
@@ -296,10 +337,8 @@ class Centauri:
         peak = timeline.peak_memory_bytes
         return max(peak, 1e9 * self._memory_gb(cost)), timeline.iteration_ms, peak
 
-    def _ordered(
-        self, graph: Graph, cost: CostModel, weights_first: bool, together: int
-    ) -> tuple[StepSchedule, float]:
-        options = weights_first, together
+    def _ordered(self, graph: Graph, cost: CostModel, options: Options) -> StepSchedule:
+        weights_first, together = options
         if options not in graph.memo:
             graph.memo[options] = ListSchedule(graph, _blocks(graph, together), weights_first)
         return cast(ListSchedule, graph.memo[options]).schedule(graph, cost, self.name)
@@ -345,24 +384,20 @@ class _Slower:
     links themselves, partitions for a better link could make a slower step.
     """
 
-    def __init__(
-        self, graph: Graph, cost: CostModel, octaves: float = 0.0, slower: Sequence[str] = RESOURCES
-    ) -> None:
+    def __init__(self, graph: Graph, cost: CostModel, intra: float, inter: float) -> None:
         self.cost, self.oef, self.by_kind = cost, cost.oef, getattr(cost, "by_kind", False)
         sums = dict.fromkeys(RESOURCES, 0.0)
         for op in window(graph).ops:
             sums[op.resource] += cost.solo(op)
         shares = {name: time / sums["comp"] if sums["comp"] else 0.0 for name, time in sums.items()}
         self.longer = {
-            name: 2.0 ** (ceil(log2(share)) + octaves) / share
-            if share and name != "comp" and name in slower
-            else 1.0
-            for name, share in shares.items()
+            name: 2.0 ** (ceil(log2(share)) + octaves) / share if (share := shares[name]) else 1.0
+            for name, octaves in (("intra", intra), ("inter", inter))
         }
 
     def solo(self, op: Operator) -> float:
         """Return the time of an operator by itself."""
-        return self.cost.solo(op) * self.longer[op.resource]
+        return self.cost.solo(op) * self.longer.get(op.resource, 1.0)
 
 
 def _blocks(graph: Graph, together: int) -> list[list[Block]]:

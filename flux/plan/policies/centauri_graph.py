@@ -211,8 +211,6 @@ class _Rewriter:
                 self._add_compute(number, op)
         return self.builder.build(self.graph.resident)
 
-    # -- which operators are cut -------------------------------------------------------------------
-
     def _cut_chain(self, number: int, op: Operator, partition: Partition) -> None:
         if len(partition.fractions) < 2:
             return
@@ -241,8 +239,6 @@ class _Rewriter:
         a, b = self.graph.ops[here], self.graph.ops[other]
         same = (a.layer, a.micro, a.role) == (b.layer, b.micro, b.role)
         return same and not b.is_collective and b.kind in ("gemm", "elementwise")
-
-    # -- new operators -----------------------------------------------------------------------------
 
     def _needs(self, number: int, chunk: int | None) -> list[int]:
         """Return new operators that a chunk of an old one, or all of it, waits for."""

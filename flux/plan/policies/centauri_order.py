@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from flux.plan.cost import CostModel
+from flux.plan.cost import CostModel, solo_times
 from flux.plan.graph import RESOURCES, Graph, GraphError
 from flux.plan.policies.folding import layers_of, stage_of
 from flux.plan.policies.passes import Action, Block, one_f_one_b
@@ -136,15 +136,14 @@ class ListSchedule:
             urgent = min((self.priority[other] for other in same), default=float(len(ops)))
             self.priority[number] = urgent
 
-    def schedule(self, graph: Graph, cost: CostModel, policy: str) -> tuple[StepSchedule, float]:
-        """Return the schedule of the graph, and the time below which no simulation of it can be."""
-        ops = self.ops
+    def schedule(self, graph: Graph, cost: CostModel, policy: str) -> StepSchedule:
+        """Return the schedule of the graph."""
         times, order = graph.native.run_most_urgent(
-            [cost.solo(op) for op in ops], self.lane_of, self.priority, self.block, self.left
+            solo_times(graph, cost), self.lane_of, self.priority, self.block, self.left
         )
-        if times.ended < len(ops):
-            raise GraphError(f"{len(ops) - times.ended} operators wait for passes that come later")
+        if waiting := len(self.ops) - times.ended:
+            raise GraphError(f"{waiting} operators wait for passes that come later")
         names = [(stage, name) for stage in range(graph.stages) for name in RESOURCES]
         filled = {name: tuple(of) for name, of in sorted(zip(names, order, strict=True)) if of}
         rows = self.rows if self.stages > graph.stages else ()
-        return StepSchedule(graph, filled, policy, rows), max(times.end, default=0.0)
+        return StepSchedule(graph, filled, policy, rows)

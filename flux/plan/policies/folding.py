@@ -32,9 +32,6 @@ def fold(stage: int, p: int) -> int:
     return min(stage, 2 * p - 1 - stage)
 
 
-# -- passes of a pipeline --------------------------------------------------------------------------
-
-
 def w_blocks(p: int, m: int) -> list[list[Block]]:
     """Return the blocks of each rank.
 
@@ -62,9 +59,6 @@ class UnevenStages(ValueError):
     def __str__(self) -> str:
         """Return both numbers."""
         return f"{self.stages} stages must divide {self.layers} layers"
-
-
-# -- layers on ranks -------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=64)

@@ -66,9 +66,6 @@ class Channel:
         return [tensor for _, tensor in pending]
 
 
-# -- the nodes of autograd -------------------------------------------------------------------------
-
-
 def _not_twice(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a backward so that it raises where autograd would record it, to differentiate it again.
 
@@ -179,9 +176,6 @@ class _RowOutput(torch.autograd.Function):
         if ctx.channel.sequence_parallel:
             grad = ctx.channel.gather("backward", grad)
         return None, *grad.split(ctx.sizes, -1)
-
-
-# -- for layers ------------------------------------------------------------------------------------
 
 
 def column_linear(

@@ -19,8 +19,6 @@ from torch.utils import _pytree as pytree
 
 HOWS = ("mean", "sum", "same")
 
-# -- containers ------------------------------------------------------------------------------------
-
 
 class _Node(NamedTuple):
     """A container, taken apart."""
@@ -144,8 +142,6 @@ def leaves(tree: Any) -> Iterator[Any]:
         for child in node.children.values():
             yield from leaves(child)
 
-
-# -- joining ---------------------------------------------------------------------------------------
 
 _Path = tuple[str, ...]
 
