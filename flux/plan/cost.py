@@ -40,7 +40,7 @@ from flux.select.cost import (
 )
 from flux.select.hardware import LAUNCH_US
 
-_LIBRARY = {
+LIBRARY = {
     "all_gather": FusedOp.ag_gemm,
     "reduce_scatter": FusedOp.gemm_rs,
     "all_reduce": FusedOp.gemm_ar,
@@ -213,7 +213,7 @@ class AnalyticCost:
         ports_gbs = self.fabric.port_gbs * span.per_host
         if op.kind == "all_to_all":
             return all_to_all_ms(payload, span.size, span.per_host, cluster, ports_gbs)
-        kind, shard = _LIBRARY[op.kind], payload / span.size
+        kind, shard = LIBRARY[op.kind], payload / span.size
         return collective_ms(
             *(kind, shard, span.size, span.per_host, cluster, ports_gbs), low_latency=self.serves
         )

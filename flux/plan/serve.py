@@ -29,7 +29,7 @@ from flux.core.problem import checked_integer
 from flux.machine.cluster import Cluster
 from flux.opsim.simulator import legal_knobs, simulate
 from flux.plan.compare import HEADROOM, usable_gb
-from flux.plan.cost import AnalyticCost
+from flux.plan.cost import LIBRARY, AnalyticCost
 from flux.plan.graph import Operator
 from flux.plan.model import ServingStep, TrainingStep, serving_step
 from flux.plan.policies import Policies, label_of, policy_of
@@ -39,8 +39,6 @@ from flux.plan.simulate import Timeline
 
 FORWARD = ("serial", "domino", "intra_batch")
 """Policies that schedule forward alone."""
-_LIBRARY = {"ag_gemm": "all_gather", "gemm_rs": "reduce_scatter", "gemm_ar": "all_reduce"}
-"""The collective of a fused op."""
 DEFAULT: Policies = (("serial", {}), ("serial", {"fused": "auto"}))
 
 
@@ -50,7 +48,8 @@ class ServingCost(AnalyticCost):
     def _exposed_ms(self, op: Operator) -> float:
         """Return what a fused op takes beyond its GEMM: at most the library's collective."""
         problem, cluster = self.problem_of(op), self.fabric.cluster
-        kind, width = _LIBRARY[op.kind], int(problem.row_bytes // self.itemsize)
+        kind = next(kind for kind, fused in LIBRARY.items() if fused is problem.op)
+        width = int(problem.row_bytes // self.itemsize)
         library = self.solo(op._replace(kind=kind, shape=(problem.m, width)))
         if cluster.device.kind != "cuda":
             return min(library, super()._exposed_ms(op))

@@ -181,8 +181,9 @@ class Centauri:
             parts = partitioned(best.base, best.how, fabric)
             return best.rating, self._ordered(parts, best.links, best.options)
         best = self._crossed(plans, fabric, links)
-        finer = [cost, *(_Slower(graph, cost, *octaves) for octaves in product(_FINER, repeat=2))]
-        for plan in [best, *plans][:_FIRST]:
+        slower = (_Slower(graph, cost, *octaves) for octaves in product(_FINER, repeat=2))
+        finer = [cost, *{str(link.longer): link for link in slower}.values()]
+        for plan in [best, *(plan for plan in plans[: _FIRST - 1] if plan is not best)]:
             best = self._better(best, plan.schedule.graph, plan.how, plan.options, finer)
         return best.rating, best.schedule
 
