@@ -97,6 +97,7 @@ enum {
   FLUX_STATUS_SIGNAL = 2,   /* index of the signal, flag or entry that was not reached */
   FLUX_STATUS_EXPECTED = 3, /* epoch */
   FLUX_STATUS_OBSERVED = 4,
+  FLUX_STATUS_CLAIM = 5, /* taken by the thread of a kernel that writes the others */
   FLUX_STATUS_WORDS = 8
 };
 enum {

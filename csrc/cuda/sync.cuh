@@ -36,7 +36,7 @@ __device__ __forceinline__ void store_release_sys(std::uint32_t* word, std::uint
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// Writes the words of a failure for the host, its code last: a host that sees the code sees the rest.
+// Writes the words of a failure, its code last: a host that sees the code sees the rest.
 // Plain stores, no atomics: the host's memory is behind PCIe, and has no contention.
 __device__ inline void write_report(std::uint64_t* report, std::uint64_t code, std::uint64_t tile,
                                     std::uint64_t signal, std::uint64_t expected,
@@ -51,19 +51,16 @@ __device__ inline void write_report(std::uint64_t* report, std::uint64_t code, s
   words[FLUX_STATUS_CODE] = code;
 }
 
-// Keeps the first failure of a launch. Of waits that fail at the same time, the compare-and-swap in
-// device memory chooses the one that is reported to the host as well.
+// Keeps the first failure of a launch: of waits that fail at the same time that of the thread that claims
+// it, in a word of its own. Peers that give up write to the others, and no order has that with an atomic.
 __device__ inline void record_failure(const FluxSync& sync, int code, int tile, int signal,
                                       std::uint32_t observed) {
-  auto* status = reinterpret_cast<unsigned long long*>(sync.status);
-  if (atomicCAS(status + FLUX_STATUS_CODE, 0ull, static_cast<unsigned long long>(code)) != 0)
-    return;
-  status[FLUX_STATUS_TILE] = static_cast<unsigned long long>(tile);
-  status[FLUX_STATUS_SIGNAL] = static_cast<unsigned long long>(signal);
-  status[FLUX_STATUS_EXPECTED] = sync.epoch;
-  status[FLUX_STATUS_OBSERVED] = observed;
-  write_report(sync.report, static_cast<std::uint64_t>(code), static_cast<std::uint64_t>(tile),
-               static_cast<std::uint64_t>(signal), sync.epoch, observed);
+  if (atomicExch(reinterpret_cast<unsigned*>(sync.status + FLUX_STATUS_CLAIM), 1u) != 0) return;
+#pragma unroll 1
+  for (std::uint64_t* words : {sync.status, sync.report}) {
+    write_report(words, static_cast<std::uint64_t>(code), static_cast<std::uint64_t>(tile),
+                 static_cast<std::uint64_t>(signal), sync.epoch, observed);
+  }
 }
 
 // Whether all ranks have found by themselves that a call has no result (FLUX_MANY_ROWS and others): who

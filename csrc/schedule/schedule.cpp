@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "core/tile_map.h"
 #include "cpu/reducing.h"
@@ -223,8 +224,8 @@ void build_all_gather(Schedule* s) {
   };
   // Pull: own rows must be visible in the gathered buffer before a peer can pull them, so they are
   // published first. Push: only this rank's own straddling tiles read the own rows there, so the
-  // peers are served first.
-  if (pull) publish();
+  // peers are served first; but for what is forwarded to them, which waits for other peers.
+  if (pull && s->publishes_own) publish();
   s->supplier.assign(s->spec.problem.world, rank);
   const std::vector<Hop> in = arrivals(s->spec, rank);
   for (const Hop& hop : in) s->supplier[hop.chunk] = hop.peer;
@@ -240,8 +241,12 @@ void build_all_gather(Schedule* s) {
     }
     return;
   }
-  for (const Departure& d : departures(s->spec, rank)) move(d.step, d.hop, rank, d.hop.peer);
-  if (s->publishes_own) publish();
+  bool published = !s->publishes_own;
+  for (const Departure& d : departures(s->spec, rank)) {
+    if (d.hop.chunk != rank && !std::exchange(published, true)) publish();
+    move(d.step, d.hop, rank, d.hop.peer);
+  }
+  if (!published) publish();
 }
 
 // Every (owner, tile) is sent once, after the last GEMM tile that computes a part of it. Transfers

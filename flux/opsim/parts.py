@@ -19,13 +19,6 @@ from flux.opsim.machine import Counter, Flag, Process, Route, SimulatedMachine
 from flux.select import hardware
 from flux.select.cost import memory_ms
 from flux.select.drawn import RoutedCall
-from flux.select.hardware import (
-    BESIDE_GBS,
-    COPY_SHARE,
-    MEMORY_COPY_SHARE,
-    NETWORK_SHARE,
-    STORE_SHARE,
-)
 from flux.select.heuristic import copies_partials
 
 LAUNCH_US, RAISE_US = hardware.LAUNCH_US["cuda"], hardware.SIGNAL_US["cuda"]
@@ -145,12 +138,12 @@ class SimulatedCall:
         out = [self.routes[r, (r + 1) % self.world].resources[0] for r in ranks]
         into = [self.routes[r - 1 if r else self.world - 1, r].resources[1] for r in ranks]
         links = [into[rank], *out] if reads else [out[rank], *into]
-        return [self.machine.send((link,), nbytes / STORE_SHARE) for link in links]
+        return [self.machine.send((link,), nbytes / hardware.STORE_SHARE) for link in links]
 
     def beside_us(self, nbytes: float) -> float:
         """Return the time in which idle warps beside a GEMM read this many bytes."""
         multiprocessors = self.blocks * math.prod(self.kernel.cluster)
-        return nbytes / (BESIDE_GBS * 1e3 * multiprocessors)
+        return nbytes / (hardware.BESIDE_GBS * 1e3 * multiprocessors)
 
     @property
     def world(self) -> int:
@@ -159,12 +152,12 @@ class SimulatedCall:
 
     def memory_us(self, nbytes: float) -> float:
         """Return the time in which a GPU reads or writes this many bytes of its memory."""
-        return 1e3 * memory_ms(self.cluster.device, nbytes, MEMORY_COPY_SHARE)
+        return 1e3 * memory_ms(self.cluster.device, nbytes, hardware.MEMORY_COPY_SHARE)
 
     def copy(self, src: int, dst: int, nbytes: float) -> Flag:
         """Start a copy, by a copy engine or a network card."""
         route = self.routes[src, dst]
-        share = NETWORK_SHARE if route.across else COPY_SHARE
+        share = hardware.NETWORK_SHARE if route.across else hardware.COPY_SHARE
         return self.machine.send(route.resources, nbytes / share)
 
     def note(
@@ -302,7 +295,7 @@ class Stores:
                 yield route.latency_us
                 yield self._call.copy(rank, dst, nbytes)
             else:
-                yield machine.send(route.resources, nbytes / STORE_SHARE)
+                yield machine.send(route.resources, nbytes / hardware.STORE_SHARE)
             machine.raise_(done)
             queue.popleft()
 

@@ -11,21 +11,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.markup import escape
 
-from flux.cli import options
+from flux.cli import options, terminal
 from flux.cli.app import MountedGroup
 from flux.cli.options import with_options
 from flux.cli.ranks import check_writable
-from flux.cli.terminal import (
-    EXIT_FAILED,
-    PLAIN,
-    command_line,
-    complain,
-    open_console,
-    printable,
-    refuse,
-    write_file,
-    writing,
-)
 from flux.plan.command_calibrate import calibrate_command
 from flux.plan.options import (
     PictureFile,
@@ -67,7 +56,7 @@ def write(content: Any, target: str | None) -> None:
     if target == "-":
         print(json.dumps(content, indent=1))
     elif target is not None:
-        write_file(target, json.dumps(content, indent=1) + "\n")
+        terminal.write_file(target, json.dumps(content, indent=1) + "\n")
 
 
 def write_trace(timelines: list[tuple[str, Timeline]], target: str) -> None:
@@ -75,8 +64,8 @@ def write_trace(timelines: list[tuple[str, Timeline]], target: str) -> None:
     from flux.trace.chrome import write_chrome
 
     events = [event for label, t in timelines for event in t.events(f"{label}: ")]
-    with writing(target):
-        write_chrome(events, target, {"command": command_line()})
+    with terminal.writing(target):
+        write_chrome(events, target, {"command": terminal.command_line()})
 
 
 def draw(
@@ -89,8 +78,8 @@ def draw(
     try:
         content = drawing(timelines) if svg else page(title, timelines, sections)
     except ValueError as error:
-        refuse(str(error))
-    write_file(target, content)
+        terminal.refuse(str(error))
+    terminal.write_file(target, content)
 
 
 def _draw_steps(
@@ -139,9 +128,9 @@ def step_of_options(options: StepOptions, default: Policies) -> tuple[TrainingSt
         step = step_with(replace(options, split="") if searched else options)
         step = _with_split(step, options) if searched else step
     except OSError as error:
-        refuse(f"{options.plan}: {error.strerror}")
+        terminal.refuse(f"{options.plan}: {error.strerror}")
     except ValueError as error:
-        refuse(str(error))
+        terminal.refuse(str(error))
     if plan is None:
         return step, policies or default
     for text in plan.notes:
@@ -161,7 +150,7 @@ def _with_split(step: TrainingStep, options: StepOptions) -> TrainingStep:
 
 def note(text: str) -> None:
     """Print a note on a plan to stderr."""
-    print(printable(f"note: {text}"), file=sys.stderr)
+    print(terminal.printable(f"note: {text}"), file=sys.stderr)
 
 
 def _compare(options: StepOptions) -> tuple[TrainingStep, Cluster, Policies, list[Compared]]:
@@ -174,9 +163,9 @@ def _compare(options: StepOptions) -> tuple[TrainingStep, Cluster, Policies, lis
         cluster = load_cluster(options.cluster, options.calibration, options.hosts)
         outcomes = compared(policies, step, cluster, options.memory_gb, options.headroom)
     except ValueError as error:
-        refuse(str(error))
+        terminal.refuse(str(error))
     if all(outcome.reason for outcome in outcomes):
-        refuse("; ".join(f"{outcome.label}: {outcome.reason}" for outcome in outcomes))
+        terminal.refuse("; ".join(f"{outcome.label}: {outcome.reason}" for outcome in outcomes))
     return step, cluster, policies, outcomes
 
 
@@ -201,7 +190,7 @@ def simulate_command(
     step, cluster, policies, outcomes = _compare(step_options)
     rows = report.documents(outcomes, step, cluster)
     if json_target != "-":
-        report.show(rows, title_of(step, cluster.name), open_console())
+        report.show(rows, title_of(step, cluster.name), terminal.open_console())
     write(rows[0] if len(rows) == 1 else rows, json_target)
     if trace is not None:
         write_trace(usable(outcomes), trace)
@@ -216,16 +205,16 @@ def explain_command(step_options: StepOptions) -> None:
     """Say which communication a policy hides, and which it does not."""
     from flux.plan.report import explain
 
-    console = open_console()
+    console = terminal.open_console()
     step, cluster, _, outcomes = _compare(step_options)
-    console.print(title_of(step, cluster.name), **PLAIN)
+    console.print(title_of(step, cluster.name), **terminal.PLAIN)
     for label, timeline, reason in outcomes:
         if timeline is None or reason:
-            console.print(f"\n[bold]{label}[/]: {escape(reason)}", **PLAIN)
+            console.print(f"\n[bold]{label}[/]: {escape(reason)}", **terminal.PLAIN)
             continue
-        console.print(f"\n[bold]{label}[/]: {timeline.iteration_ms:.2f} ms", **PLAIN)
+        console.print(f"\n[bold]{label}[/]: {timeline.iteration_ms:.2f} ms", **terminal.PLAIN)
         for line in explain(timeline):
-            console.print(line, **PLAIN)
+            console.print(line, **terminal.PLAIN)
     _fail_if((label, reason) for label, _, reason in outcomes if reason)
 
 
@@ -257,9 +246,9 @@ def serve_command(asked: ServeOptions, json_target: options.JsonTarget = None) -
         policies = tuple(map(parse_policy, asked.policy or ())) or serve.DEFAULT
         rows = serve.rows(policies, served, cluster, asked.memory_gb, asked.headroom)
     except ValueError as error:
-        refuse(str(error))
+        terminal.refuse(str(error))
     if json_target != "-":
-        serve.show(rows, served.title(cluster), open_console())
+        serve.show(rows, served.title(cluster), terminal.open_console())
     write(rows, json_target)
     _fail_if((row["policy"], row["error"]) for row in rows if "error" in row)
 
@@ -268,6 +257,6 @@ def _fail_if(reasons: Iterable[tuple[str, str]]) -> None:
     """Exit with status 1 if a plan cannot be used, and print the label and reason of each."""
     failed = list(reasons)
     for label, reason in failed:
-        complain(f"{label}: {reason}")
+        terminal.complain(f"{label}: {reason}")
     if failed:
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(terminal.EXIT_FAILED)

@@ -12,18 +12,8 @@ from flux.cli import options
 from flux.cli.options import with_options
 from flux.cli.ranks import check_writable, progress_bar
 from flux.cli.terminal import open_console, refuse
+from flux.plan import options as plan_options
 from flux.plan.command import draw, write, write_trace
-from flux.plan.options import (
-    CalibrationFile,
-    ClusterName,
-    Hosts,
-    Model,
-    PictureFile,
-    Policy,
-    Sequence,
-    TraceFile,
-    parse_policy,
-)
 
 if TYPE_CHECKING:
     from flux.plan.search import Query
@@ -34,18 +24,18 @@ class SearchOptions:
     """A model on a cluster, and what is tried."""
 
     gpus: Annotated[int, typer.Option(help="Ranks of the step.")]
-    policy: Policy = None
-    model: Model = "gpt3-175b"
-    cluster: ClusterName = "flux-h800"
-    calibration: CalibrationFile = None
-    hosts: Hosts = None
+    policy: plan_options.Policy = None
+    model: plan_options.Model = "gpt3-175b"
+    cluster: plan_options.ClusterName = "flux-h800"
+    calibration: plan_options.CalibrationFile = None
+    hosts: plan_options.Hosts = None
     memory: Annotated[
         float | None, typer.Option(help="GB of a device (default: the cluster's).")
     ] = None
     batch: Annotated[
         int | None, typer.Option(help="Sequences of a step (default: four for each GPU).")
     ] = None
-    sequence: Sequence = None
+    sequence: plan_options.Sequence = None
     beam: Annotated[
         int, typer.Option(help="Layouts on which all policies are tried: more take longer.")
     ] = 12
@@ -56,8 +46,8 @@ def search_command(
     asked: SearchOptions,
     *,
     top: Annotated[int, typer.Option(help="Plans to print.")] = 10,
-    trace: TraceFile = None,
-    picture: PictureFile = None,
+    trace: plan_options.TraceFile = None,
+    picture: plan_options.PictureFile = None,
     json_target: options.JsonTarget = None,
     quiet: options.QuietTable = False,
 ) -> None:
@@ -103,7 +93,7 @@ def _query(asked: SearchOptions) -> Query:
     from flux.plan.policies import policy_of
     from flux.plan.search import Query, default_policies
 
-    policies = tuple(map(parse_policy, asked.policy or ()))
+    policies = tuple(map(plan_options.parse_policy, asked.policy or ()))
     for name, policy_options in policies:
         policy_of(name, policy_options)  # raises, if there is none
     described = load_cluster(asked.cluster, asked.calibration)

@@ -33,19 +33,10 @@ from typing import Any, NamedTuple, TypeVar
 from flux.bench.model_files import model_of
 from flux.launch.spawn import use_short_socket_paths
 from flux.machine.cluster import Cluster
+from flux.plan import sample
 from flux.plan.closed_form import ClosedForm, Rating
 from flux.plan.model import Parallel, TrainingStep, check_sizes, step_of
 from flux.plan.policies import Policies, policy_names, policy_of
-from flux.plan.sample import (
-    Estimate,
-    Figures,
-    StepLayout,
-    estimates,
-    figures_of,
-    lengths,
-    refusal,
-    small_timeline,
-)
 from flux.plan.simulate import Timeline
 
 T = TypeVar("T")
@@ -112,7 +103,7 @@ class Query:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchedPlan(Figures):
+class SearchedPlan(sample.Figures):
     """A layout under a policy, and what the simulation of it says.
 
     Attributes:
@@ -132,13 +123,13 @@ class SearchedPlan(Figures):
 
         That of a scaled plan has fewer micro-batches.
         """
-        count = lengths(self.step)[-1] if self.scaled else self.step.micro_batches
+        count = sample.lengths(self.step)[-1] if self.scaled else self.step.micro_batches
         step = replace(self.step, micro_batches=count)
-        return StepLayout(cluster, step).timeline(policy_of(self.policy, self.options))
+        return sample.StepLayout(cluster, step).timeline(policy_of(self.policy, self.options))
 
     def small_timeline(self, cluster: Cluster) -> Timeline:
         """Return the timeline of a few layers and micro-batches."""
-        return small_timeline(cluster, self.step, policy_of(self.policy, self.options))
+        return sample.small_timeline(cluster, self.step, policy_of(self.policy, self.options))
 
 
 @dataclass(frozen=True)
@@ -200,7 +191,7 @@ def search(
                 f"GB: the smallest needs {least:.1f} GB"
             )
         kept.sort(key=lambda pair: -_ops(pair[0]))  # the longest first, so that all end together
-        round2 = pool.map(partial(estimates, query.cluster), *zip(*kept, strict=True))
+        round2 = pool.map(partial(sample.estimates, query.cluster), *zip(*kept, strict=True))
         rated2 = list(_followed(round2, "policies", len(kept), progress))
         refused = Counter(
             rating for of_step in rated2 for rating in of_step if isinstance(rating, str)
@@ -359,7 +350,7 @@ def with_split(step: TrainingStep, cluster: Cluster, memory_gb: float) -> Traini
     others = [replace(step, split=split) for split in splits(ClosedForm(step, cluster), limit)]
 
     def rank(some: TrainingStep) -> tuple[bool, float]:
-        figures = figures_of(cluster, some, "serial", {"wgrad_overlap": True}).figures
+        figures = sample.figures_of(cluster, some, "serial", {"wgrad_overlap": True}).figures
         return figures.peak_memory_bytes > limit, figures.iteration_ms
 
     return min([step, *others], key=rank) if others else step
@@ -415,7 +406,7 @@ Job = tuple[TrainingStep, str, Mapping[str, Any]]
 class PlanCandidate(NamedTuple):
     """What the second round says of a step under a policy."""
 
-    rating: Estimate
+    rating: sample.Estimate
     job: Job
 
 
@@ -490,11 +481,11 @@ def plan_of(cluster: Cluster, at_whole_length: bool, job: Job) -> SearchedPlan |
     At whole length, or else with fewer micro-batches if the step is long.
     """
     step, name, options = job
-    scaled = _ops(step) > MOST_OPS and not at_whole_length and len(lengths(step)) > 1
+    scaled = _ops(step) > MOST_OPS and not at_whole_length and len(sample.lengths(step)) > 1
     try:
-        made = figures_of(cluster, *job, lengths(step) if scaled else ())
+        made = sample.figures_of(cluster, *job, sample.lengths(step) if scaled else ())
     except ValueError as error:
-        return refusal(name, error)
+        return sample.refusal(name, error)
     return SearchedPlan(
         **asdict(made.figures),
         step=step,

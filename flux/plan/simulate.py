@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 from flux.core.collector import paused_collector
 from flux.core.spans import Span, covered
 from flux.plan.cost import CostModel, solo_times
-from flux.plan.graph import FUSED, RING, GraphError
+from flux.plan.graph import FUSED, RING, Graph, GraphError
 from flux.plan.schedule import StepSchedule
 
 if TYPE_CHECKING:
+    from flux._C import StepTimes
     from flux.core.events import Event
 
 
@@ -142,11 +143,18 @@ def simulate(schedule: StepSchedule, cost: CostModel) -> Timeline:
     """Return when each operator runs; raise GraphError if the schedule cannot be run."""
     with paused_collector():
         _ = schedule.is_whole  # raises otherwise
-        graph, ops = schedule.graph, schedule.graph.ops
-        solo, lanes = solo_times(graph, cost), list(schedule.lanes.values())
-        kinds = graph.kinds if getattr(cost, "by_kind", False) else range(len(ops))
-        times = graph.native.run_in_order(solo, lanes, kinds, lambda a, b: cost.oef(ops[a], ops[b]))
-        if times.ended < len(ops):
+        graph, solo = schedule.graph, solo_times(schedule.graph, cost)
+        times = run_in_order(graph, list(schedule.lanes.values()), cost, solo)
+        if waiting := len(graph.ops) - times.ended:
             schedule.validate()  # says which operators wait for each other
-            raise GraphError(f"{len(ops) - times.ended} operators never start")
+            raise GraphError(f"{waiting} operators never start")
         return Timeline(schedule, times.start, times.end, solo)
+
+
+def run_in_order(
+    graph: Graph, lanes: Sequence[Sequence[int]], cost: CostModel, solo: Sequence[float]
+) -> StepTimes:
+    """Return when operators run, on lanes that are not checked; ``solo``: times by themselves."""
+    ops = graph.ops
+    kinds = graph.kinds if getattr(cost, "by_kind", False) else range(len(ops))
+    return graph.native.run_in_order(solo, lanes, kinds, lambda a, b: cost.oef(ops[a], ops[b]))

@@ -11,19 +11,8 @@ from flux.cli import options
 from flux.cli.options import with_options
 from flux.cli.ranks import check_writable, speaks, torchrun_or_own, watched_ranks
 from flux.cli.terminal import open_console, refuse
+from flux.plan import options as plan_options
 from flux.plan.command import draw, title_of, write, write_trace
-from flux.plan.options import (
-    Layers,
-    Model,
-    PictureFile,
-    PlanFile,
-    RankStepOptions,
-    Sequence,
-    Tp,
-    TraceFile,
-    parse_policy,
-    step_with,
-)
 
 if TYPE_CHECKING:
     from flux.plan.policies import Policies
@@ -31,13 +20,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SmallStepOptions(RankStepOptions):
+class SmallStepOptions(plan_options.RankStepOptions):
     """A step that is small enough for CPUs, and the hosts."""
 
-    model: Model = "gpt-6.7b"
-    tp: Tp = 2
-    layers: Layers = 2
-    sequence: Sequence = 256
+    model: plan_options.Model = "gpt-6.7b"
+    tp: plan_options.Tp = 2
+    layers: plan_options.Layers = 2
+    sequence: plan_options.Sequence = 256
     scale: Annotated[int, typer.Option(help="Divisor of the model's sizes.")] = 8
     hosts: options.Hosts = "1"
     link_rate: options.LinkRate = None
@@ -47,14 +36,14 @@ class SmallStepOptions(RankStepOptions):
 def run_command(
     step: SmallStepOptions,
     *,
-    plan: PlanFile = None,
+    plan: plan_options.PlanFile = None,
     repeats: options.Repeats = 9,
     warmup: options.Warmup = 2,
     threads: options.Threads = 1,
     seed: options.Seed = 0,
     timeout: options.Timeout = 60.0,
-    trace: TraceFile = None,
-    picture: PictureFile = None,
+    trace: plan_options.TraceFile = None,
+    picture: plan_options.PictureFile = None,
     json_target: options.JsonTarget = None,
     quiet: options.QuietTable = False,
 ) -> None:
@@ -108,11 +97,11 @@ def _config(step: SmallStepOptions, plan: str | None, settings: dict[str, Any]) 
     from flux.plan.files import options_with
     from flux.runtime.run import PlanRun, memory_of, schedules_of
 
-    policies: Policies = tuple(map(parse_policy, step.policy or ["serial", "domino"]))
+    policies: Policies = tuple(map(plan_options.parse_policy, step.policy or ["serial", "domino"]))
     if plan is not None:
         taken, step = options_with(step, plan)
         policies = policies if step.policy else taken.policies
-    whole = step_with(step, dtype="float32")
+    whole = plan_options.step_with(step, dtype="float32")
     config = PlanRun(
         step=replace(whole, layer=scaled(whole.layer, step.scale, step.tp)),
         policies=policies,

@@ -20,14 +20,7 @@ from typing import Any, TypeVar
 import greenlet
 import torch
 
-from flux.runtime.modes import (
-    check_transforms,
-    generator_states,
-    kept_modes,
-    seed_generators,
-    set_generator_states,
-    transform_depth,
-)
+from flux.runtime import modes
 
 T = TypeVar("T")
 
@@ -101,7 +94,7 @@ class Slices:
         self.rows = [0] * count  # row-parallel ones, of these
         self.backward = torch._C._current_graph_task_id()  # that computes the slices again, or -1
         self._outer = running()
-        self._transforms = transform_depth()
+        self._transforms = modes.transform_depth()
         self._ending = False
         self._calls: dict[int, tuple[list[int], list[int]]] = {}
 
@@ -128,20 +121,20 @@ class Slices:
         """
         results: list[Any] = [None] * self.count
         seeds = self._seeds()
-        drawn = generator_states()
+        drawn = modes.generator_states()
 
         def begin(number: int, body: Callable[[], T]) -> T:
             nonlocal drawn
             self._leave()  # with the caller's modes, which are this slice's at first
             if number > 0:
-                seed_generators(seeds[number])
+                modes.seed_generators(seeds[number])
             result = body()
             if number == 0:
-                drawn = generator_states()
+                drawn = modes.generator_states()
             return result
 
         waiting = {number: _Slice(self, number, begin) for number in range(self.count)}
-        with kept_modes():
+        with modes.kept_modes():
             try:
                 for number, job in waiting.items():
                     job.switch(number, bodies[number])
@@ -149,7 +142,7 @@ class Slices:
             except BaseException as error:
                 self._end(waiting, error)
                 raise
-        set_generator_states(drawn)
+        modes.set_generator_states(drawn)
         return results
 
     def _seeds(self) -> list[int]:
@@ -193,7 +186,7 @@ class Slices:
         """Let the others go on; return when it is this slice's turn again."""
         if self._ending:
             raise greenlet.GreenletExit
-        with kept_modes():
+        with modes.kept_modes():
             greenlet.getcurrent().parent.switch(None)
 
     def switch(self, place: str, *, gathers: bool = False) -> None:
@@ -211,7 +204,7 @@ class Slices:
         }
         if self.count == 1 or stays[self.order]:
             return
-        check_transforms(self._transforms)
+        modes.check_transforms(self._transforms)
         self._leave()
 
 

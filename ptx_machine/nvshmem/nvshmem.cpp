@@ -127,7 +127,7 @@ void await_puts() {
 
 void* at_rank_or_null(const void* place, int pe) {
   const auto at = reinterpret_cast<std::uintptr_t>(place);
-  if (!all_heaps.empty()) return reinterpret_cast<void*>(find_at_rank(at, pe));
+  if (has_heaps()) return reinterpret_cast<void*>(find_at_rank(at, pe));
   const Job& of = job();
   if (pe < 0 || pe >= of.world) return nullptr;
   const auto own = reinterpret_cast<std::uintptr_t>(of.heaps[of.rank]);

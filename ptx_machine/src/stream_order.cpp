@@ -238,6 +238,7 @@ void GlobalOrder::write_word(std::uint64_t word, std::uint32_t value) {
 void GlobalOrder::see_word(std::uint64_t word, std::uint32_t value) {
   std::optional<ViewPtr> released;
   Access write;
+  const std::uint64_t generation = reached().generation;
   {
     Shard& one = shard(word / kPage);
     const std::lock_guard<std::mutex> lock(one.using_it);
@@ -253,9 +254,7 @@ void GlobalOrder::see_word(std::uint64_t word, std::uint32_t value) {
                       [&](Cell& cell, std::uint64_t, std::uint32_t) { write = cell.write; });
   }
   const ViewPtr view = released ? *released : outside(write);
-  const std::lock_guard<std::mutex> lock(starting_);
-  StreamOrder& stream = stream_order();
-  stream.view = join(stream.view, view);
+  learn({generation, view});
 }
 
 // -- copies --------------------------------------------------------------------------------------------

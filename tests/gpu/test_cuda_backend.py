@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -278,6 +279,21 @@ def test_a_timeout_does_not_corrupt_a_slow_peer(
             ops[1].wait()
         a100.finish()
         first.check(outs[1], 1)
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+def test_a_peer_may_give_up_while_a_wait_fails(a100: EmulatedDevice, op: str) -> None:
+    """A kernel claims the status of its rank while peers write there: neither is ordered first."""
+    a100.set_delay(0)
+    p = aligned(op, 16)
+    with VirtualWorld(2, a100) as ranks, built(ranks, p, timeout_s=0.3 * BUSY) as ops:
+        ranks.run(lambda r: Inputs(p, 16, 2, seed=1).call(ops[r], r) if r == 0 else None)
+        time.sleep(0.1 * BUSY)
+        status = ops[0]._backend.pads[0] + 2 * ranks.world * 4
+        for word in (2, 3, 0):  # zeros, as if the peer's own words came a moment later
+            a100.driver.signal(ranks.streams[1], status + 8 * word, 0)
+        with pytest.raises(PeerTimeoutError, match=r"rank 0 waited more"):
+            ops[0].wait()
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -38,6 +38,7 @@ from harness import run_ranks
 
 DENSE = Layer(64, 256, 8, 4, 8, True)
 EXPERTS = Layer(64, 0, 8, 8, 8, True, Moe(8, 2, 32))
+TP8 = Parallel(tp=8, dp=2, sequence=True)
 
 
 # -- steps -----------------------------------------------------------------------------------------
@@ -317,70 +318,55 @@ def test_partitions_are_chosen_under_the_order_that_the_step_has() -> None:
 
 
 def test_partitions_are_chosen_from_both_ends() -> None:
-    """First to last alone, links that were 5% better made this step 2% slower: 587 and 600 ms."""
+    """First to last alone, this step took 2972 ms."""
     cluster = replace(load_cluster("flux-h800"), hosts=2)
     sizes = {"sequence": 2048, "micro_batch": 4, "zero": 3, "regather": False}
     step = step_of("gpt3-13b", Parallel(tp=2, dp=2, pp=4, sequence=True), **sizes)
-    times = []
-    for speed in (1.0, 1.05):
-        link = replace(cluster.link, gbs=cluster.link.gbs * speed)
-        network = replace(cluster.network, gbits=cluster.network.gbits * speed)
-        layout = StepLayout(replace(cluster, link=link, network=network), step)
-        times.append(layout.timeline(Centauri()).iteration_ms)
-    assert times[1] < times[0]
-
-
-def test_the_best_plan_tries_partitions_and_orders_of_the_others() -> None:
-    """Without, devices' links that were a fifth better made this step 1.4 or 1.9% slower."""
-    cluster = replace(load_cluster("h200"), hosts=4)
-    sizes = {"layers": 8, "sequence": 8192, "micro_batch": 2, "recompute": "selective", "zero": 1}
-    step = step_of("qwen3-30b-a3b", Parallel(tp=2, dp=16), **sizes)
-    times = []
-    for speed in (1.0, 1.2013):
-        link = replace(cluster.link, gbs=cluster.link.gbs * speed)
-        layout = StepLayout(replace(cluster, link=link), step)
-        times.append(layout.timeline(Centauri()).iteration_ms)
-    assert times[1] < times[0]
-
-
-def test_partitions_are_chosen_for_slower_links_too() -> None:
-    """Without, a network that was a fifth better made this step 0.5% slower."""
-    selene = replace(load_cluster("selene"), hosts=16)
-    sizes = {"layers": 8, "sequence": 1024, "micro_batch": 4, "micro_batches": 5, "zero": 0}
-    step = step_of("gpt3-175b", Parallel(tp=4, pp=4, dp=8), recompute="selective", **sizes)
-    times = []
-    for speed in (1.827, 2.229):
-        network = replace(selene.network, gbits=selene.network.gbits * speed)
-        layout = StepLayout(replace(selene, network=network), step)
-        times.append(layout.timeline(Centauri(chunks=2)).iteration_ms)
-    assert times[1] < times[0]
+    assert StepLayout(cluster, step).timeline(Centauri()).iteration_ms < 2930
 
 
 @pytest.mark.parametrize(
-    "name, micro_batches, sizes",
+    "name, model, parallel, sizes, speeds",
     [
-        ("flux-h800", 4, {"sequence": 1024, "layers": 4, "zero": 0}),
-        ("flux-h800", 8, {"sequence": 2048, "layers": 2}),
-        ("centauri-b", 8, {"sequence": 1024, "layers": 2, "zero": 0}),
+        ("flux-h800", "gpt-6.7b", TP8, {"micro_batches": 4, "zero": 0}, {"network": (1.0, 1.5)}),
+        ("centauri-b", "gpt-6.7b", TP8, {"micro_batches": 8, "zero": 0}, {"network": (1.0, 1.5)}),
+        # 4.4% slower where the best plan alone tries partitions of others, chosen for few links.
+        (
+            "flux-a100-pcie",
+            "gpt3-175b",
+            Parallel(tp=2, dp=8, pp=2, sequence=True),
+            {"layers": 4, "micro_batches": 4, "zero": 3},
+            {"link": (2.893, 5.055), "network": (2.893, 5.055)},
+        ),
+        # 0.2% slower with no order for links that take as long as compute or longer.
+        (
+            "centauri-a",
+            "llama-66b",
+            Parallel(tp=8, dp=16, sequence=True),
+            {"layers": 3, "sequence": 2048, "micro_batches": 3},
+            {"link": (2.029, 2.665)},
+        ),
     ],
     ids=str,
 )
-def test_a_better_network_makes_no_plan_slower(
-    name: str, micro_batches: int, sizes: dict[str, Any]
+def test_a_better_link_makes_no_plan_slower(
+    name: str,
+    model: str,
+    parallel: Parallel,
+    sizes: dict[str, Any],
+    speeds: dict[str, tuple[float, float]],
 ) -> None:
-    """Eq. 2 asks for fewer micro-batches together where collectives are shorter; all are tried.
-
-    The best plan is ordered for slower links, too: a list schedule for better ones can be slower.
-    """
-    cluster = replace(load_cluster(name), hosts=4)
-    parallel = Parallel(tp=8, dp=2, sequence="zero" in sizes)
-    step = step_of("gpt-6.7b", parallel, micro_batches=micro_batches, **sizes)
+    """A greedy choice, and a list schedule, for better links alone can be slower."""
+    cluster = replace(load_cluster(name), hosts=16)
+    step = step_of(model, parallel, **{"sequence": 1024, "layers": 2, **sizes})
     times = []
-    for speed in (1.0, 1.5):
-        network = replace(cluster.network, gbits=cluster.network.gbits * speed)
-        layout = StepLayout(replace(cluster, network=network), step)
+    for at in (0, 1):
+        factors = {"link": 1.0, "network": 1.0} | {kind: of[at] for kind, of in speeds.items()}
+        link = replace(cluster.link, gbs=cluster.link.gbs * factors["link"])
+        network = replace(cluster.network, gbits=cluster.network.gbits * factors["network"])
+        layout = StepLayout(replace(cluster, link=link, network=network), step)
         times.append(layout.timeline(Centauri()).iteration_ms)
-    assert times == sorted(times, reverse=True)
+    assert times[1] <= times[0]
 
 
 @pytest.mark.parametrize(

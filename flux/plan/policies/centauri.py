@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product
-from math import ceil, inf, log2
-from typing import NamedTuple, cast
+from math import ceil, inf
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from flux.core.problem import checked_integer
-from flux.plan.cost import CostModel
+from flux.plan.cost import CostModel, solo_times
 from flux.plan.fabric import Fabric
-from flux.plan.graph import RESOURCES, Graph, Operator
+from flux.plan.graph import Graph, Operator
 from flux.plan.policies.centauri_graph import (
     Key,
     Partition,
@@ -32,7 +32,7 @@ from flux.plan.policies.centauri_graph import (
     substituted,
     window,
 )
-from flux.plan.policies.centauri_order import ListSchedule, blocks, chunks_of
+from flux.plan.policies.centauri_order import OCTAVES, ListSchedule, blocks, chunks_of, slower_links
 from flux.plan.policies.centauri_space import (
     CommPiece,
     even,
@@ -43,7 +43,10 @@ from flux.plan.policies.centauri_space import (
 from flux.plan.policies.folding import layers_of, placed
 from flux.plan.policies.passes import Block
 from flux.plan.schedule import StepSchedule
-from flux.plan.simulate import Timeline, simulate
+from flux.plan.simulate import Timeline, run_in_order, simulate
+
+if TYPE_CHECKING:
+    from flux._C import StepTimes
 
 _MOST_OPS = 20_000
 """Operators of a step that is simulated for each candidate. Of larger ones a part is: the first
@@ -51,9 +54,8 @@ layers, and two micro-batches."""
 _TOGETHER = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64)
 """Micro-batches that run together at both ends of the step. Eq. 2 asks for fewer the faster links
 are, so with its numbers a better link could make a plan slower; candidates are all alike for it."""
-_OCTAVES, _FIRST, _FINER = (0.0, 1.0, 2.0), 8, (0.0, 0.5, 1.0, 1.5, 2.0)
-"""Octaves by which links are slower for which schedules are ordered, too: one for better links can
-make a slower step. The first plans' are ordered for pairs of them, in hosts and between hosts."""
+_CROSSED, _FINER = 2, 4
+"""Plans that try the partitions of others; plans that are ordered for many pairs of links."""
 _WORSE = 2
 """Numbers of these that are tried after the best one."""
 
@@ -64,8 +66,9 @@ _Variant = tuple[int, bool, int, Options]
 Rating = tuple[float, float, float]
 """Bytes that a plan needs, or the memory of a device if they fit; time; bytes."""
 _How = dict[Key, Partition]
+_Known = dict[frozenset[tuple[Key, Partition]], Graph]
 _Links = Sequence[CostModel]
-"""How collectives are cut; links for which operators are ordered, those that there are first."""
+"""How collectives are cut; graphs cut so; links for which steps are ordered, real ones first."""
 
 
 class _Plan(NamedTuple):
@@ -150,27 +153,28 @@ class Centauri:
 
         Substitution and partitions are compared with none: gathers at the beginning of the step
         delay a pipeline, and what is best for the first layers may not be so for all. Partitions
-        are chosen under the order that is best without them, and for slower links, too: without the
-        first, steps were up to 3% slower; without the second 7 of 240 were, by up to 10%.
+        are chosen under the order that is best without them, too (else steps were up to 3% slower),
+        and for slower links (13%).
         """
         ranks, large = graph.stages, self._is_large(graph)
         if chunks > 1:
             if ranks == 1:
                 raise ValueError(f"centauri: chunks = {chunks} needs a pipeline, and pp is 1")
             graph = placed(graph, chunks * ranks, lambda stage: stage % ranks)
-        links = [cost, *(_Slower(graph, cost, octaves, octaves) for octaves in _OCTAVES)]
+        links, finer = slower_links(window(graph), cost)
         plans: list[_Plan] = []
         substitutes = self.substitute and any(map(is_substituted, graph.ops))
         for less in (True, False) if substitutes else (False,):
             whole = substituted(graph, fabric, cost) if less else graph
             base, part = self._limited(whole), self._limited(window(whole))
+            known: _Known = {}
             shown, tiers = part if large else base, self.model and not large
             plans.append(self._best(shown, base, {}, links, tiers))
             (first, together), tried = plans[-1].options, [plans[-1].how]
             orders = sorted({(self.layer == "t2", 1), (first, min(together, 2))})  # windows have 2
-            for options, at in product(orders, (0, 2) if self.operation else ()):
+            for options, at in product(orders, OCTAVES if self.operation else ()):
                 variant = chunks, less, at, options
-                for how in self._operation_tier(part, variant, fabric, links[at], links):
+                for how in self._operation_tier(part, variant, fabric, known, links):
                     if how not in tried:
                         tried.append(how)
                         parts = partitioned(shown, how, fabric)
@@ -181,30 +185,35 @@ class Centauri:
             parts = partitioned(best.base, best.how, fabric)
             return best.rating, self._ordered(parts, best.links, best.options)
         best = self._crossed(plans, fabric, links)
-        slower = (_Slower(graph, cost, *octaves) for octaves in product(_FINER, repeat=2))
-        finer = [cost, *{str(link.longer): link for link in slower}.values()]
-        for plan in [best, *(plan for plan in plans[: _FIRST - 1] if plan is not best)]:
-            best = self._better(best, plan.schedule.graph, plan.how, plan.options, finer)
+        for plan in [best, *plans[: _FINER - 1]]:
+            for mode in self._modes:
+                options = mode, plan.options[1]
+                best = self._better(best, plan.schedule.graph, plan.how, options, finer)
         return best.rating, best.schedule
 
     def _crossed(self, plans: Sequence[_Plan], fabric: Fabric, links: _Links) -> _Plan:
-        """Return the first plan with partitions of the others, one by one, where that is faster.
+        """Return the best of the first plans with partitions of all, one by one, where faster.
 
         On the whole step: windows know no other stages and few micro-batches. Without it steps were
-        up to 2% slower, some of them on the better one of two links.
+        up to 2% slower, some of them on the better one of two links; up to 4% with the best alone.
         """
-        best = plans[0]
-        moved = {(op.part, op.role) for op in best.base.ops if op.moves_weights}
-        keys = {key for plan in plans for key in plan.how}
-        seen = {(key, plan.how.get(key, Partition())) for plan, key in product(plans, keys)}
-        seen |= {(key, replace(of, by_gemm=not of.by_gemm)) for key, of in seen if key in moved}
-        for key, candidate in sorted(seen, key=str):
-            if candidate != best.how.get(key, Partition()):
-                how = {**best.how, key: candidate}
-                parts = partitioned(best.base, how, fabric)
-                for mode in self._modes:
-                    best = self._better(best, parts, how, (mode, best.options[1]), links)
-        return best
+        found, tried = [], set()
+        for best in plans[:_CROSSED]:
+            moved = {(op.part, op.role) for op in best.base.ops if op.moves_weights}
+            keys, before = {key for plan in plans for key in plan.how}, None
+            seen = {(key, plan.how.get(key, Partition())) for plan, key in product(plans, keys)}
+            seen |= {(key, replace(of, by_gemm=not of.by_gemm)) for key, of in seen if key in moved}
+            while best is not before:
+                before = best
+                for key, candidate in sorted(seen, key=str):
+                    how, together = {**best.how, key: candidate}, best.options[1]
+                    if (this := (id(best.base), together, frozenset(how.items()))) not in tried:
+                        tried.add(this)
+                        parts = partitioned(best.base, how, fabric)
+                        for mode in self._modes:
+                            best = self._better(best, parts, how, (mode, together), links)
+            found.append(best)
+        return min(found, key=lambda plan: plan.rating)
 
     def _limited(self, graph: Graph) -> Graph:
         """Return the graph whose ZeRO-3 gathers are as far ahead as they may be under 1F1B."""
@@ -212,7 +221,7 @@ class Centauri:
         return limited(graph, passes, graph.stages * chunks_of(graph), self.prefetch)
 
     def _operation_tier(
-        self, graph: Graph, variant: _Variant, fabric: Fabric, cost: CostModel, links: _Links
+        self, graph: Graph, variant: _Variant, fabric: Fabric, known: _Known, links: _Links
     ) -> list[_How]:
         """Return how a window's collectives are partitioned: one by one, each the best way.
 
@@ -220,18 +229,25 @@ class Centauri:
         first way alone were up to 10% slower, some of them on the better one of two links.
         Steps of one layout that differ in their number of micro-batches have equal windows.
         """
-        asked, options = ([op[1:] for op in graph.ops], graph.deps), variant[-1]
+        asked, (*_, at, options) = ([op[1:] for op in graph.ops], graph.deps), variant
         if variant in self._tiers and self._tiers[variant][0] == asked:
             return self._tiers[variant][1]
+
+        def time_of(how: _How) -> float:
+            parts = frozenset(how.items())
+            if parts not in known:
+                known[parts] = partitioned(graph, how, fabric)
+            return self._time(known[parts], options, links[at], links)
+
         chosen: dict[Key, Partition] = {}
-        least = self._time(graph, options, cost, links)
+        least = time_of(chosen)
         examples: dict[Key, int] = {}
         for number in graph.order:
             op = graph.ops[number]
             if op.is_collective and op.kind != "send":
                 examples.setdefault((op.part, op.role), number)
         choices = {
-            key: list(self._candidates(graph, number, fabric, cost))
+            key: list(self._candidates(graph, number, fabric, links[at]))
             for key, number in examples.items()
         }
         # All alike first: one that is better only along with others is not found one by one.
@@ -242,7 +258,7 @@ class Centauri:
                 for candidate in candidates
                 if candidate.by_gemm == by_gemm and candidate.is_single(grouped)
             }
-            time = self._time(partitioned(graph, alike, fabric), options, cost, links)
+            time = time_of(alike)
             if time < least * (1 - 1e-6):
                 least, chosen = time, alike
         changes = [(key, candidate) for key, several in choices.items() for candidate in several]
@@ -252,8 +268,7 @@ class Centauri:
             for key, candidate in changes[::forth]:
                 if candidate == how.get(key, Partition()):
                     continue
-                parts = partitioned(graph, {**how, key: candidate}, fabric)
-                time = self._time(parts, options, cost, links)
+                time = time_of({**how, key: candidate})
                 if time < best * (1 - 1e-6):
                     best, how[key] = time, candidate
         self._tiers[variant] = asked, hows
@@ -262,10 +277,20 @@ class Centauri:
     def _is_large(self, graph: Graph) -> bool:
         return len(graph.ops) > _MOST_OPS * self.share
 
+    def _runs(
+        self, graph: Graph, options: Options, cost: CostModel, links: _Links
+    ) -> Iterator[tuple[CostModel, list[list[int]], StepTimes]]:
+        """Yield links that a step is ordered for, if that is new, and its timeline."""
+        known, solo, tried = self._list(graph, options), solo_times(graph, cost), []
+        for link in links:
+            lanes = known.lanes(graph, link)
+            if lanes not in tried:
+                tried.append(lanes)
+                yield link, lanes, run_in_order(graph, lanes, cost, solo)
+
     def _time(self, graph: Graph, options: Options, cost: CostModel, links: _Links) -> float:
         """Return the time of a step, ordered for any of the links."""
-        schedules = (self._ordered(graph, link, options) for link in links)
-        return min(simulate(schedule, cost).iteration_ms for schedule in schedules)
+        return min(max(times.end) for *_, times in self._runs(graph, options, cost, links))
 
     def _candidates(
         self, graph: Graph, number: int, fabric: Fabric, cost: CostModel
@@ -319,16 +344,12 @@ class Centauri:
         self, best: _Plan, graph: Graph, how: _How, options: Options, links: _Links
     ) -> _Plan:
         """Return the best plan, or a better one: another graph, ordered for any of the links."""
-        least, tried = 1e9 * self._memory_gb(links[0]), []
-        for link in links:
-            schedule = self._ordered(graph, link, options)
-            if schedule.lanes in tried:
-                continue
-            tried.append(schedule.lanes)
-            timeline = simulate(schedule, links[0])
+        cost, known = links[0], self._list(graph, options)
+        for link, lanes, times in self._runs(graph, options, cost, links):
             # Of a slower one, peak memory takes longer to find than all else.
-            if best.rating[0] > least or timeline.iteration_ms <= best.rating[1]:
-                rating = self._rating(timeline, links[0])
+            if best.rating[0] > 1e9 * self._memory_gb(cost) or max(times.end) <= best.rating[1]:
+                schedule = known.schedule(graph, lanes, self.name)
+                rating = self._rating(Timeline(schedule, times.start, times.end, ()), cost)
                 if rating < best.rating:
                     best = _Plan(rating, options, link, schedule, best.base, how)
         return best
@@ -339,10 +360,14 @@ class Centauri:
         return max(peak, 1e9 * self._memory_gb(cost)), timeline.iteration_ms, peak
 
     def _ordered(self, graph: Graph, cost: CostModel, options: Options) -> StepSchedule:
+        known = self._list(graph, options)
+        return known.schedule(graph, known.lanes(graph, cost), self.name)
+
+    def _list(self, graph: Graph, options: Options) -> ListSchedule:
         weights_first, together = options
         if options not in graph.memo:
             graph.memo[options] = ListSchedule(graph, _blocks(graph, together), weights_first)
-        return cast(ListSchedule, graph.memo[options]).schedule(graph, cost, self.name)
+        return cast(ListSchedule, graph.memo[options])
 
     def _memory_gb(self, cost: CostModel) -> float:
         """Return the memory of a device; infinite if it is not known."""
@@ -376,29 +401,6 @@ def even_chunks(inner: float, comm: float, most: int) -> int:
     if inner >= comm:
         return 1
     return most if inner == 0 else ceil(min(comm / inner, most))
-
-
-class _Slower:
-    """Times on links so slow that communication takes 2**k of the time of compute, or octaves more.
-
-    What is planned for such links is the same for all links between two of them. With times of the
-    links themselves, partitions for a better link could make a slower step.
-    """
-
-    def __init__(self, graph: Graph, cost: CostModel, intra: float, inter: float) -> None:
-        self.cost, self.oef, self.by_kind = cost, cost.oef, getattr(cost, "by_kind", False)
-        sums = dict.fromkeys(RESOURCES, 0.0)
-        for op in window(graph).ops:
-            sums[op.resource] += cost.solo(op)
-        shares = {name: time / sums["comp"] if sums["comp"] else 0.0 for name, time in sums.items()}
-        self.longer = {
-            name: 2.0 ** (ceil(log2(share)) + octaves) / share if (share := shares[name]) else 1.0
-            for name, octaves in (("intra", intra), ("inter", inter))
-        }
-
-    def solo(self, op: Operator) -> float:
-        """Return the time of an operator by itself."""
-        return self.cost.solo(op) * self.longer.get(op.resource, 1.0)
 
 
 def _blocks(graph: Graph, together: int) -> list[list[Block]]:

@@ -7,14 +7,18 @@ first operator that waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, product
+from math import ceil, log2
 
 from flux.plan.cost import CostModel, solo_times
-from flux.plan.graph import RESOURCES, Graph, GraphError
+from flux.plan.graph import RESOURCES, Graph, GraphError, Operator
 from flux.plan.policies.folding import layers_of, stage_of
 from flux.plan.policies.passes import Action, Block, one_f_one_b
 from flux.plan.schedule import StepSchedule
+
+OCTAVES = range(4)
+"""Numbers of the links (``slower_links``) for which partitions are chosen."""
 
 
 def blocks(
@@ -136,14 +140,59 @@ class ListSchedule:
             urgent = min((self.priority[other] for other in same), default=float(len(ops)))
             self.priority[number] = urgent
 
-    def schedule(self, graph: Graph, cost: CostModel, policy: str) -> StepSchedule:
-        """Return the schedule of the graph."""
+    def schedule(self, graph: Graph, lanes: list[list[int]], policy: str) -> StepSchedule:
+        """Return the schedule of the graph with these lanes."""
+        names = [(stage, name) for stage in range(graph.stages) for name in RESOURCES]
+        filled = {name: tuple(of) for name, of in sorted(zip(names, lanes, strict=True)) if of}
+        rows = self.rows if self.stages > graph.stages else ()
+        return StepSchedule(graph, filled, policy, rows)
+
+    def lanes(self, graph: Graph, cost: CostModel) -> list[list[int]]:
+        """Return the operators of each stage's lanes, in order."""
         times, order = graph.native.run_most_urgent(
             solo_times(graph, cost), self.lane_of, self.priority, self.block, self.left
         )
         if waiting := len(self.ops) - times.ended:
             raise GraphError(f"{waiting} operators wait for passes that come later")
-        names = [(stage, name) for stage in range(graph.stages) for name in RESOURCES]
-        filled = {name: tuple(of) for name, of in sorted(zip(names, order, strict=True)) if of}
-        rows = self.rows if self.stages > graph.stages else ()
-        return StepSchedule(graph, filled, policy, rows)
+        return order
+
+
+class Slower:
+    """Times on links so slow that communication takes 2**k of the time of compute, or octaves more.
+
+    What is planned for such links is the same for all links between two of them. With times of the
+    links themselves, partitions for a better link could make a slower step. Links of ``None``
+    octaves stay as they are. ``shares`` are times of resources as shares of that of compute.
+    """
+
+    def __init__(self, cost: CostModel, shares: Mapping[str, float], *by: float | None) -> None:
+        self.cost, self.oef, self.by_kind = cost, cost.oef, getattr(cost, "by_kind", False)
+        self.longer = {
+            name: 2.0 ** (ceil(log2(share)) + octaves) / share
+            for name, octaves in zip(("intra", "inter"), by, strict=True)
+            if octaves is not None and (share := shares.get(name))
+        }
+
+    def solo(self, op: Operator) -> float:
+        """Return the time of an operator by itself."""
+        return float(self.cost.solo(op) * self.longer.get(op.resource, 1.0))
+
+
+def slower_links(graph: Graph, cost: CostModel) -> tuple[list[CostModel], list[CostModel]]:
+    """Return the links, and links slower by octaves, until all take 4 times the time of compute.
+
+    First those in hosts and between hosts alike; then also one kind more than the other.
+    """
+    sums = dict.fromkeys(RESOURCES, 0.0)
+    for op in graph.ops:
+        sums[op.resource] += cost.solo(op)
+    compute = sums.pop("comp")
+    shares = {name: time / compute for name, time in sums.items() if compute and time}
+    least = min((ceil(log2(share)) for share in shares.values()), default=0)
+    most = min(max(OCTAVES[-1] - 1, 2 - least), 6)
+    pairs: list[tuple[float | None, ...]] = [*product(range(most + 1), repeat=2)]
+    for by in (half / 2 for half in range(2 * most + 1)):
+        pairs += [(by, by), (by, None), (None, by)]
+    unlike = {str(link.longer): link for link in (Slower(cost, shares, *by) for by in pairs)}
+    alike = (Slower(cost, shares, by, by) for by in range(most + 1))
+    return [cost, *alike], [cost, *unlike.values()]

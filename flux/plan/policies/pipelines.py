@@ -8,14 +8,8 @@ from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, Operator
+from flux.plan.policies import interleave
 from flux.plan.policies.folding import fold, placed
-from flux.plan.policies.interleave import (
-    Merge,
-    by_layer,
-    graphs_of_layer,
-    one_after_the_other,
-    scheduled,
-)
 from flux.plan.policies.pairing import pair
 from flux.plan.policies.torch_rows import blocks_of
 from flux.plan.schedule import StepSchedule
@@ -44,8 +38,8 @@ class _TorchPipeline:
     def _rank_of(self, ranks: int) -> Callable[[int], int]:
         return lambda stage: fold(stage, ranks)
 
-    def _merge(self, graph: Graph, cost: CostModel) -> Merge:
-        return one_after_the_other
+    def _merge(self, graph: Graph, cost: CostModel) -> interleave.Merge:
+        return interleave.one_after_the_other
 
     def _stream(self, op: Operator) -> str:
         """Return the stream of an operator of a pipeline that hides its sends, and what FSDP does.
@@ -61,7 +55,9 @@ class _TorchPipeline:
         stages = self._stages(graph, graph.stages)
         blocks = blocks_of(self.schedule, graph.stages, stages, graph.micro_batches)
         merge = self._merge(graph, cost)
-        return scheduled(graph, blocks, stages, self.name, merge=merge, stream=self._stream)
+        return interleave.scheduled(
+            graph, blocks, stages, self.name, merge=merge, stream=self._stream
+        )
 
 
 class Interleaved1F1B(_TorchPipeline):
@@ -102,10 +98,10 @@ class DualPipeV(_TorchPipeline):
     def __init__(self, paired: bool = True) -> None:
         self.paired = paired
 
-    def _merge(self, graph: Graph, cost: CostModel) -> Merge:
+    def _merge(self, graph: Graph, cost: CostModel) -> interleave.Merge:
         if not self.paired:
-            return one_after_the_other
-        return by_layer(graph, pair(*graphs_of_layer(graph), cost), cost)
+            return interleave.one_after_the_other
+        return interleave.by_layer(graph, pair(*interleave.graphs_of_layer(graph), cost), cost)
 
     def _stream(self, op: Operator) -> str:
         return op.resource if self.paired else super()._stream(op)
