@@ -56,11 +56,9 @@ __device__ inline void write_report(std::uint64_t* report, std::uint64_t code, s
 __device__ inline void record_failure(const FluxSync& sync, int code, int tile, int signal,
                                       std::uint32_t observed) {
   if (atomicExch(reinterpret_cast<unsigned*>(sync.status + FLUX_STATUS_CLAIM), 1u) != 0) return;
-#pragma unroll 1
-  for (std::uint64_t* words : {sync.status, sync.report}) {
-    write_report(words, static_cast<std::uint64_t>(code), static_cast<std::uint64_t>(tile),
-                 static_cast<std::uint64_t>(signal), sync.epoch, observed);
-  }
+  const auto where = static_cast<std::uint64_t>(tile), what = static_cast<std::uint64_t>(signal);
+  write_report(sync.status, static_cast<std::uint64_t>(code), where, what, sync.epoch, observed);
+  write_report(sync.report, static_cast<std::uint64_t>(code), where, what, sync.epoch, observed);
 }
 
 // Whether all ranks have found by themselves that a call has no result (FLUX_MANY_ROWS and others): who

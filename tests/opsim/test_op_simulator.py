@@ -19,11 +19,11 @@ from flux.core.problem import Problem
 from flux.machine.cluster import Cluster, load_cluster
 from flux.opsim import report as op_report
 from flux.opsim.machine import DUPLEX_SHARE, Route, SimulatedFabric, SimulatedMachine
-from flux.opsim.parts import COPY_SHARE, LAUNCH_US, NETWORK_SHARE, RAISE_US, STORE_SHARE
+from flux.opsim.parts import LAUNCH_US, RAISE_US
 from flux.opsim.simulator import MOST_TILES, Simulated, legal_knobs, simulate, unfused
 from flux.select.chunks import chunk_gemm_ms
 from flux.select.cost import gemm_ms, library_ms
-from flux.select.hardware import PUSH_US
+from flux.select.hardware import COPY_SHARE, NETWORK_SHARE, PUSH_US, STORE_SHARE
 from flux.select.kernel import default_configs, default_kernel
 from flux.select.share import gemm_units
 from flux.trace.chrome import read_chrome

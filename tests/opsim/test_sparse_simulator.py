@@ -17,12 +17,12 @@ from flux.core.knobs import Knobs, Topology
 from flux.core.sparse_problem import SparseProblem, make_problem
 from flux.machine.cluster import load_cluster
 from flux.opsim.machine import SimulatedMachine
-from flux.opsim.parts import COPY_SHARE, NETWORK_SHARE, STORE_SHARE
 from flux.opsim.simulator import Simulated
 from flux.opsim.sparse import simulate_sparse
 from flux.select.all_to_all import gpu_blocks, predicted_ms
 from flux.select.dispatching import predict_sparse
 from flux.select.drawn import DrawnRouting, routed_call
+from flux.select.hardware import COPY_SHARE, NETWORK_SHARE, STORE_SHARE
 from flux.select.heuristic import dispatching
 from flux.select.kernel import default_kernel
 
