@@ -280,7 +280,7 @@ class Centauri:
     def _runs(
         self, graph: Graph, options: Options, cost: CostModel, links: _Links
     ) -> Iterator[tuple[CostModel, list[list[int]], StepTimes]]:
-        """Yield links that a step is ordered for, if that is new, and its timeline."""
+        """Yield links, the order of a step for them, unless known, and when operators run then."""
         known, solo, tried = self._list(graph, options), solo_times(graph, cost), []
         for link in links:
             lanes = known.lanes(graph, link)
