@@ -328,8 +328,47 @@ def test_partitions_are_chosen_from_both_ends() -> None:
 @pytest.mark.parametrize(
     "name, model, parallel, sizes, speeds",
     [
-        ("flux-h800", "gpt-6.7b", TP8, {"micro_batches": 4, "zero": 0}, {"network": (1.0, 1.5)}),
+        (
+            "flux-h800",
+            "gpt-6.7b",
+            TP8,
+            {"layers": 4, "micro_batches": 4, "zero": 0},
+            {"network": (1.0, 1.5)},
+        ),
+        (
+            "flux-h800",
+            "gpt-6.7b",
+            Parallel(tp=8, dp=2),
+            {"sequence": 2048, "micro_batches": 8},
+            {"network": (1.0, 1.5)},
+        ),
         ("centauri-b", "gpt-6.7b", TP8, {"micro_batches": 8, "zero": 0}, {"network": (1.0, 1.5)}),
+        # 2% slower with partitions chosen first to last alone.
+        (
+            "flux-h800",
+            "gpt3-13b",
+            Parallel(tp=2, dp=2, pp=4, sequence=True),
+            {"layers": 40, "sequence": 2048, "micro_batch": 4, "zero": 3, "regather": False}
+            | {"head": True},
+            {"link": (1.0, 1.05), "network": (1.0, 1.05)},
+        ),
+        # 1.4 or 1.9% slower where the best plan tries no partitions or orders of the others.
+        (
+            "h200",
+            "qwen3-30b-a3b",
+            Parallel(tp=2, dp=16),
+            {"layers": 8, "sequence": 8192, "micro_batch": 2, "recompute": "selective"},
+            {"link": (1.0, 1.2013)},
+        ),
+        # 0.5% slower with partitions chosen for links as they are.
+        (
+            "selene",
+            "gpt3-175b",
+            Parallel(tp=4, pp=4, dp=8),
+            {"layers": 8, "micro_batch": 4, "micro_batches": 5, "zero": 0}
+            | {"recompute": "selective", "chunks": 2},
+            {"network": (1.827, 2.229)},
+        ),
         # 4.4% slower where the best plan alone tries partitions of others, chosen for few links.
         (
             "flux-a100-pcie",
@@ -358,14 +397,15 @@ def test_a_better_link_makes_no_plan_slower(
 ) -> None:
     """A greedy choice, and a list schedule, for better links alone can be slower."""
     cluster = replace(load_cluster(name), hosts=16)
-    step = step_of(model, parallel, **{"sequence": 1024, "layers": 2, **sizes})
-    times = []
+    sizes = {"sequence": 1024, "layers": 2, **sizes}
+    chunks, times = sizes.pop("chunks", 1), []
+    step = step_of(model, parallel, **sizes)
     for at in (0, 1):
         factors = {"link": 1.0, "network": 1.0} | {kind: of[at] for kind, of in speeds.items()}
         link = replace(cluster.link, gbs=cluster.link.gbs * factors["link"])
         network = replace(cluster.network, gbits=cluster.network.gbits * factors["network"])
         layout = StepLayout(replace(cluster, link=link, network=network), step)
-        times.append(layout.timeline(Centauri()).iteration_ms)
+        times.append(layout.timeline(Centauri(chunks=chunks)).iteration_ms)
     assert times[1] <= times[0]
 
 
