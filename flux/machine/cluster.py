@@ -52,6 +52,8 @@ class DeviceSpec:
         attention_share: likewise of attention.
         memory_share: share of the memory's speed that elementwise kernels reach, likewise.
         measured: times by size, which plans use in place of these shares.
+        crowding: threads of ranks on each core of a machine, at least 1. The speeds are what is
+            left to one of them.
     """
 
     kind: str
@@ -65,6 +67,7 @@ class DeviceSpec:
     attention_share: float = 0.0
     memory_share: float = 0.0
     measured: Calibration | None = field(default=None, repr=False)
+    crowding: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,17 @@ class Cluster:
             network = self.network
             parts["network"] = {"nics": network.nics, "gbits": _two_digits(network.gbits)}
         return parts
+
+    def crowded(self, threads: float) -> Cluster:
+        """Return this host of CPU ranks with so many threads on each core, at least 1."""
+        device = self.device
+        slower = replace(
+            device,
+            tflops={dtype: speed / threads for dtype, speed in device.tflops.items()},
+            memory_gbs=device.memory_gbs / threads,
+            crowding=device.crowding * threads,
+        )
+        return replace(self, device=slower, link=replace(self.link, gbs=self.link.gbs / threads))
 
     def fingerprint(self, shape: str) -> str:
         """Return 16 hexadecimal digits that identify what a winner's validity depends on."""

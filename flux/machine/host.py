@@ -17,16 +17,20 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def machine_identity() -> str:
+    """Return a string that processes share if they share a kernel, and so its cores."""
+    return system_text("/proc/sys/kernel/random/boot_id") or socket.gethostname()
+
+
 def host_identity() -> str:
     """Return a string that processes share only if they share a host and its /dev/shm."""
     if HOST.get():
         return HOST.get()
     try:
-        boot = open("/proc/sys/kernel/random/boot_id").read().strip()  # noqa: SIM115
         device = os.stat("/dev/shm").st_dev
     except OSError:
         return socket.gethostname()
-    return f"{boot}/{device}"
+    return f"{machine_identity()}/{device}"
 
 
 def memory_identity() -> str:

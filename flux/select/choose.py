@@ -8,6 +8,7 @@ lookup, as without tuning.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +17,13 @@ from typing import Protocol
 import torch
 
 from flux.core.knobs import Knobs, Topology, check_legal
-from flux.core.problem import Problem
+from flux.core.problem import Problem, ceil_div
 from flux.core.sparse_problem import SparseProblem, problem_of
 from flux.core.spec import OpSpec
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster, group_parts, world_shape
 from flux.machine.detection import detect
+from flux.machine.host import machine_identity
 from flux.select.all_to_all import ModelledPath
 from flux.select.cache import look_up
 from flux.select.dispatching import on_cpus, predict_sparse
@@ -84,7 +86,9 @@ class Fixed:
 class Modelled:
     """The choice of the cost model among ``variants``, for ops without tuning results.
 
-    ``config``: on GPUs, a kernel like the op's own, by which calls are predicted.
+    Attributes:
+        config: on GPUs, a kernel like the op's own, by which calls are predicted.
+        apart: see ``usable``; consider ``ways_of_rows``, too, which need no more memory.
     """
 
     problem: Problem
@@ -93,15 +97,17 @@ class Modelled:
     config: GemmConfig | None = None
     kernel: GemmConfig | None = None
     most_tiles: int = 0
+    apart: bool = False
 
     def knobs(self, m: int) -> Knobs:
         """Return the knobs of least modelled time, the first of equals."""
         problem = replace(self.problem, m=m)
+        ways = [*self.variants, *(ways_of_rows(problem) if self.apart else [])]
 
         def time(knobs: Knobs) -> float:
             return sum(predict_sparse(problem, self.cluster, knobs, self.config))
 
-        return min(self.variants, key=time)
+        return min(ways, key=time)
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,9 @@ def choose(
     # A topology says how rows travel. Whether memory can be pulled from follows from the placement.
     apart = placement.topology.nodes > 1 if kind == "cpu" else topology.nodes > 1
     cluster = _detected(kind)
-    everybody = exchange.all_gather(None if cluster is None else cluster.parts(shape))
+    cores = machine_identity(), os.sched_getaffinity(0), torch.get_num_threads()
+    gathered = exchange.all_gather((None if cluster is None else cluster.parts(shape), cores))
+    everybody = [parts for parts, _ in gathered]
     entry: Entry | None = None
     known = [parts for parts in everybody if parts is not None]
     if exchange.rank == 0 and len(known) == exchange.world:
@@ -199,6 +207,7 @@ def choose(
     problem = on_cpus(problem)
     if apart:
         cluster = with_measured_network(cluster, exchange, placement)
+        cluster = cluster.crowded(threads_per_core([cores for _, cores in gathered]))
     return modelled(problem, cluster, apart, spec.dispatches)
 
 
@@ -219,6 +228,21 @@ def untuned_on_gpus(spec: OpSpec, problem: Problem, cluster: Cluster) -> Choice:
     if between_nodes:
         return Modelled(problem, cluster, (*fixed.variants, Knobs(path="unfused")), config)
     return FewRows(problem.dense, cluster, config)
+
+
+def threads_per_core(ranks: Sequence[tuple[str, set[int], int]]) -> float:
+    """Return the threads of ranks on a core of the most crowded machine, at least 1.
+
+    Args:
+        ranks: of each its machine, its cores and its threads. Containers of a machine share its
+            cores, and so do simulated hosts.
+    """
+    cores: dict[str, set[int]] = {}
+    threads: dict[str, int] = {}
+    for machine, own, count in ranks:
+        cores.setdefault(machine, set()).update(own)
+        threads[machine] = threads.get(machine, 0) + count
+    return max(1.0, *(threads[machine] / len(cores[machine]) for machine in cores))
 
 
 def with_measured_network(cluster: Cluster, exchange: Exchange, placement: Placement) -> Cluster:
@@ -249,15 +273,36 @@ def modelled(
         problem: the op at its largest M.
         cluster: devices and links.
         apart: see ``usable``.
-        dispatches: the op moves some tokens only, which path one_shot cannot. Between hosts chunks
-            may be whole there, as each cut packs the weights of all experts again.
+        dispatches: the op moves some tokens only, which path one_shot cannot.
+
+    Between hosts a chunk may be whole where rows travel before the GEMM.
     """
     paths = ("fused", "medium", "unfused") if problem.nodes == 1 else ("fused", "unfused")
     direction = "push" if apart else None
     ways = tuple(Knobs(path=path, direction=direction) for path in paths)
     whole = Knobs(path="fused", direction=direction, comm_tile_rows=ALL_ROWS)
-    others = () if not apart else (whole,) if dispatches else ONE_SHOTS
-    return Modelled(problem, cluster, (*ways, *others))
+    if apart:
+        ways = (*ways, *(() if dispatches else ONE_SHOTS))
+        ways = (*ways, *((whole,) if dispatches or problem.op.gathers else ()))
+    return Modelled(problem, cluster, ways, apart=apart)
+
+
+def ways_of_rows(problem: Problem) -> list[Knobs]:
+    """Return ways of a call between hosts, on CPUs, whose sizes depend on M.
+
+    An AllReduce of path one_shot may have any number of rounds. Partials of experts may leave by
+    hosts: each slab packs the weights of all experts again, and ranks of a host may share cores.
+    With 8 experts, M = 1024 and 2 hosts of 2 ranks, GroupedGemmRS took 0.53 of the unfused path
+    with two slabs, and 0.64 with four.
+    """
+    ways: list[Knobs] = []
+    chunk = problem.chunk
+    if problem.op.all_reduces:
+        ways += [Knobs(path="one_shot", comm_tile_rows=ceil_div(chunk, i)) for i in range(2, 7)]
+    if problem.op.reduces and problem.experts > 1 and problem.lanes > 1:
+        slab = min(problem.m, chunk * problem.lanes), problem.local[0]
+        ways.append(Knobs(path="fused", direction="push", tile=slab))
+    return ways
 
 
 def usable(entry: Entry, topology: Topology, kind: str, apart: bool = False) -> Entry | None:

@@ -99,6 +99,10 @@ gloo that wake for each message. GemmAR at M = 1 took 0.8 to 1.1 ms longer than 
 (benchmarks/results/hosts/one_shot.json)."""
 ONE_SHOT_US = 100.0
 """The same of path = one_shot."""
+SOCKETS_BYTES = 2 << 20
+"""Bytes that travel between two hosts while no thread sends or receives: what the buffers of both
+sockets hold. Linux starts below and grows them up to 4 and 6 MiB. Path one_shot of AGGroupedGemm at
+M = 2048 (4 MiB for each rank, a multiply of 30 ms beside them) hid 2.6 MB, at M = 4096 4.5 MB."""
 NETWORK_CPU_MS_PER_MB = 1.3
 """Time of a core to send a megabyte to another host and to receive one. The multiply beside it has
 to do without it: 25 to 90 ms for 17 to 67 MB (docs/contribute/results/hosts.md)."""

@@ -13,6 +13,7 @@ from flux.select.hardware import (
     NETWORK_CPU_MS_PER_MB,
     ONE_SHOT_US,
     SLAB_COST_ROWS,
+    SOCKETS_BYTES,
 )
 
 ALL_ROWS = 2**31 - 1
@@ -64,7 +65,7 @@ def one_shot_ms(problem: Problem, cluster: Cluster) -> float:
         across = (hosts - 1) * lanes * problem.chunk * problem.row_bytes
     inside = 0.0 if lanes == 1 else 3 * nbytes / bytes_per_ms(cluster.link.gbs)
     latency_us = ONE_SHOT_US + (cluster.network.latency_us if hosts > 1 else 0.0)
-    across_ms = max(across / bytes_per_ms(cluster.network.gbs), network_cpu_ms(problem))
+    across_ms = max(across / bytes_per_ms(cluster.network.gbs), network_cpu_ms(problem, cluster))
     return across_ms + inside + latency_us * 1e-3
 
 
@@ -77,7 +78,8 @@ def one_shot_exposed_ms(
     an AllGather's last slab follows the last message. Ranks that share memory, and those of an
     AllReduce, have no rows of their own to multiply while the last round is on the wire: of an
     AllGather, rows of the same host come with the rounds, too. All ranks' rows of a round are
-    multiplied together, and beside them no more than a slot of shared memory is on the wire.
+    multiplied together, and beside them no more than a slot of shared memory is on the wire; of
+    ranks that are alone, what sockets hold.
     """
     assert knobs.tile is not None and knobs.comm_tile_rows is not None
     if knobs.tile[0] >= problem.m:
@@ -96,8 +98,11 @@ def one_shot_exposed_ms(
         rows = min(problem.chunk, SLOT_BYTES / problem.world / problem.row_bytes)
         beside = comm * rows / problem.chunk
         slab = max(slab * (problem.world - 1), whole + cut - rounds * beside)
+    elif problem.op.gathers:
+        held = rounds * SOCKETS_BYTES / (problem.chunk * problem.row_bytes)
+        slab = max(slab, whole + cut - comm * min(1.0, held))
     tail = 0.0 if alone and not problem.op.all_reduces else comm / rounds
-    busy = network_cpu_ms(problem)
+    busy = network_cpu_ms(problem, cluster)
     return max(cut + busy + tail, comm + slab - whole)
 
 
@@ -110,8 +115,8 @@ def cut_ms(problem: Problem, whole: float, slabs: int) -> float:
     return whole * (slabs - 1) * min(rows / max(problem.m, 1), 1.0)
 
 
-def network_cpu_ms(problem: Problem) -> float:
+def network_cpu_ms(problem: Problem, cluster: Cluster) -> float:
     """Return the time of a core, on a CPU, to send and receive a rank's bytes between hosts."""
     hosts, passes = problem.nodes, 2 if problem.op.all_reduces else 1
     rows = passes * (hosts - 1) * problem.chunk
-    return NETWORK_CPU_MS_PER_MB * rows * problem.row_bytes * 1e-6
+    return cluster.device.crowding * NETWORK_CPU_MS_PER_MB * rows * problem.row_bytes * 1e-6

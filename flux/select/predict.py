@@ -75,7 +75,7 @@ def predict(
     if knobs.path == "unfused":
         comm = library_ms(problem, cluster)
         if kind == "cpu" and problem.nodes > 1:
-            comm = max(comm, network_cpu_ms(problem))
+            comm = max(comm, network_cpu_ms(problem, cluster))
         return Prediction(whole, comm)
     alone = whole
     whole = gemm_ms(problem, cluster, slower=slowdown(problem, cluster, knobs, kernel))
@@ -113,7 +113,7 @@ def predict(
     overhead = _cut_ms(problem, cluster, knobs, whole)
     if kind == "cpu" and problem.nodes > 1:
         calls = 1.0 if world == problem.nodes else 1.5  # ranks of a host wake each other, too
-        overhead += calls * NETWORK_CALL_US * 1e-3 + network_cpu_ms(problem)
+        overhead += calls * NETWORK_CALL_US * 1e-3 + network_cpu_ms(problem, cluster)
     if kind == "cpu" and knobs.copy_streams:
         overhead += ENGINE_US * 1e-3
     if kind == "cpu" and problem.nodes == 1:
@@ -133,6 +133,9 @@ def predict(
             bands = raster_ms(problem, cluster, kernel, knobs.raster)
             return Prediction(whole, behind + bands + _results_ms(problem, cluster))
         exposed = _fused_exposed_ms(problem, knobs, whole, comm, transfers)
+        if kind == "cpu" and problem.op.all_reduces:
+            # Results follow the sums of own rows, which are multiplied last.
+            exposed = comm / 2 + _fused_exposed_ms(problem, knobs, whole, comm / 2, transfers)
         if kernel is not None:
             band = _band_exposed_ms(problem, knobs, whole, comm)
             if problem.op.gathers:

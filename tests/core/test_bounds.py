@@ -80,7 +80,9 @@ def some_choice(rng: random.Random, spec: OpSpec, topology: Topology) -> Choice:
         return Fixed(some_knobs(rng, topology) if kind == "fixed" else Knobs())
     if kind == "modelled":
         sizes = spec.max_m, sum(spec.n), spec.k, name_of(spec.dtype)
-        return modelled(Problem(spec.op, *sizes, topology.world, topology.nodes), CPU)
+        experts, apart = rng.choice((1, 1, 4)), topology.nodes > 1
+        problem = Problem(spec.op, *sizes, topology.world, topology.nodes, experts=experts)
+        return modelled(problem, CPU, apart and rng.random() < 0.7)
     sizes = sorted({some_size(rng, MAX_M) for _ in range(3)})
     winners = tuple(Winner(m, some_knobs(rng, topology), 1.0) for m in sizes)
     # Knobs that no schedule is possible with are replaced by others: any may be such.

@@ -26,7 +26,6 @@ from flux.machine.cluster import NetworkSpec, group_parts, load_cluster, world_s
 from flux.machine.detection import detect
 from flux.opsim.simulator import simulate, unfused
 from flux.select import choose as choice
-from flux.select import dispatching
 from flux.select.cache import Cache, look_up
 from flux.select.cost import gemm_ms
 from flux.select.nodes import transfer_ms
@@ -526,28 +525,6 @@ def test_ranks_that_share_memory_gather_much_by_the_fused_path() -> None:
     ):
         problem = Problem(Op.ag_gemm, m, n, k, "float32", world, 2)
         assert choice.modelled(problem, cluster, True).knobs(m).path == path
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize(("m", "k"), [(1024, 1024), (2048, 1024), (1024, 2048)])
-def test_slabs_of_tokens_pack_the_weights_of_all_experts(m: int, k: int, world: int) -> None:
-    """Two hosts, 8 experts, 2 of a token.
-
-    Measured with ranks that share memory, M and K 1024: fused 42 ms, one_shot 58; M 2048: 71 and
-    98. One rank per host, K 2048: 56 and 46.
-    """
-    cpu = detect("cpu")
-    device = replace(cpu.device, units=1, tflops={"float32": 0.166})
-    cluster = replace(cpu, device=device, network=NetworkSpec("ethernet", 1, 1.02, 50.0))
-    sizes = {"experts": 8, "topk": 2}
-    n = 1024 * 1024 // k
-    problem = make_problem("ag_grouped_gemm", m, n, k, "float32", world, sizes, nodes=2)
-    on_cpus = dispatching.on_cpus(problem)
-    chosen = choice.modelled(on_cpus, cluster, True).knobs(m).path
-    assert chosen == ("fused" if world == 4 else "one_shot")
-    in_rounds = Knobs(path="one_shot")
-    of_one_weight = predict(problem.dense, cluster, in_rounds).exposed_ms
-    assert predict(on_cpus, cluster, in_rounds).exposed_ms > of_one_weight
 
 
 def test_one_rank_communicates_nothing() -> None:

@@ -10,17 +10,20 @@ from typing import Any
 import pytest
 
 from flux.core.env import TUNE_CACHE
-from flux.core.knobs import Knobs, Topology
+from flux.core.knobs import Knobs, Op, Topology
+from flux.core.problem import Problem, ceil_div
 from flux.core.sparse_problem import DISPATCHING, SPARSE, SparseProblem, make_problem
 from flux.launch.supervisors import Spawned
-from flux.machine.cluster import load_cluster
+from flux.machine.cluster import Cluster, NetworkSpec, load_cluster
 from flux.machine.detection import detect
 from flux.moe import DispatchGroupedGemm
 from flux.select.all_to_all import ModelledPath, predicted_ms
 from flux.select.cache import Cache
-from flux.select.choose import Modelled, Tuned
-from flux.select.dispatching import needed_share, predict_sparse
+from flux.select.choose import Modelled, Tuned, modelled, threads_per_core
+from flux.select.dispatching import needed_share, on_cpus, predict_sparse
 from flux.select.heuristic import dispatching
+from flux.select.one_shot import network_cpu_ms
+from flux.select.predict import predict
 from flux.select.space import candidates, load_space
 from flux.select.winners import Entry, Key, Winner
 from flux.tune.halving import median_ms
@@ -174,3 +177,74 @@ def test_winners_of_dispatch_between_nodes_can_be_built() -> None:
     assert kept[1].knobs.order == "hierarchical" and len(kept) > 2
     assert all(problem.spec().reason_not_on_gpus(c.knobs, 2) is None for c in kept)
     assert problem.spec().reason_not_on_gpus(kept[1].knobs, 1) is not None
+
+
+def between_hosts(gflops: float = 78.0) -> Cluster:
+    """Return hosts whose ranks have a core each, joined by 1 Gbit/s."""
+    cpu = detect("cpu")
+    device = replace(cpu.device, units=1, tflops={"float32": gflops * 1e-3})
+    return replace(cpu, device=device, network=NetworkSpec("ethernet", 1, 1.0, 50.0))
+
+
+def chosen(name: str, m: int, world: int, cluster: Cluster) -> Knobs:
+    """Return the choice of an op with 8 experts, 2 of a token, on two hosts; N = K = 1024."""
+    sizes = {"experts": 8, "topk": 2}
+    problem = make_problem(name, m, 1024, 1024, "float32", world, sizes, nodes=2)
+    return modelled(on_cpus(problem), cluster, True).knobs(m)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("m", "k"), [(1024, 1024), (2048, 1024), (1024, 2048)])
+def test_slabs_of_tokens_pack_the_weights_of_all_experts(m: int, k: int, world: int) -> None:
+    """Two hosts, 8 experts, 2 of a token.
+
+    Measured with ranks that share memory, M and K 1024: fused 42 ms, one_shot 58; M 2048: 71 and
+    98. One rank per host, K 2048: 56 and 46.
+    """
+    cluster = between_hosts(166.0)
+    sizes = {"experts": 8, "topk": 2}
+    n = 1024 * 1024 // k
+    problem = make_problem("ag_grouped_gemm", m, n, k, "float32", world, sizes, nodes=2)
+    dense = on_cpus(problem)
+    path = modelled(dense, cluster, True).knobs(m).path
+    assert path == ("fused" if world == 4 else "one_shot")
+    in_rounds = Knobs(path="one_shot")
+    of_one_weight = predict(problem.dense, cluster, in_rounds).exposed_ms
+    assert predict(dense, cluster, in_rounds).exposed_ms > of_one_weight
+
+
+def test_an_all_reduce_between_hosts_has_as_many_rounds_as_its_cuts_are_worth() -> None:
+    """Fused, results follow the sums of own rows, which come last.
+
+    Measured of the unfused path, one rank per host: M 1024 fused 0.86, 3 rounds 0.83, 8 0.96;
+    M 4096 fused 0.84, 3 rounds 0.77, 6 0.72.
+    """
+    for m, rounds in ((1024, 3), (4096, 6)):
+        knobs = chosen("grouped_gemm_ar", m, 2, between_hosts())
+        assert knobs.path == "one_shot"
+        assert abs(ceil_div(m // 2, knobs.comm_tile_rows or m) - rounds) <= 1
+
+
+def test_partials_of_experts_leave_by_hosts() -> None:
+    """Measured, two ranks per host: M 1024 two slabs 0.53, four 0.64; M 512 0.65 and 0.81."""
+    for m in (512, 1024):
+        knobs = chosen("grouped_gemm_rs", m, 4, between_hosts())
+        assert (knobs.path, knobs.tile) == ("fused", (m // 2, 1024))
+    assert chosen("grouped_gemm_rs", 1024, 2, between_hosts()).tile is None  # one rank per host
+
+
+def test_rows_that_sockets_do_not_hold_wait_for_a_thread() -> None:
+    """Measured, one rank per host: M 4096 whole chunks 0.67, one round 0.73; M 1024 0.71, 0.72."""
+    for m, path in ((1024, "one_shot"), (4096, "fused")):
+        assert chosen("ag_grouped_gemm", m, 2, between_hosts()).path == path
+
+
+def test_ranks_that_share_cores_cut_less() -> None:
+    """Measured, two hosts of two ranks on two cores, AllReduce: M 512 one round 0.78, six 1.11."""
+    assert threads_per_core([("a", {0, 1}, 1), ("b", {0}, 1), ("a", {1}, 1)]) == 1.0
+    assert threads_per_core([("a", {0, 1}, 1)] * 4 + [("b", {0, 1, 2}, 4)]) == 2.0
+    alone, crowded = between_hosts(), between_hosts().crowded(2.0)
+    problem = Problem(Op.gemm_ar, 512, 1024, 1024, "float32", 4, 2)
+    assert network_cpu_ms(problem, crowded) == 2 * network_cpu_ms(problem, alone)
+    rows = [chosen("grouped_gemm_ar", 512, 4, c).comm_tile_rows or 0 for c in (alone, crowded)]
+    assert 0 < rows[0] < rows[1]
