@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product
 from math import ceil, inf
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from flux.core.problem import checked_integer
 from flux.plan.cost import CostModel, solo_times
@@ -45,9 +45,6 @@ from flux.plan.policies.passes import Block
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import Timeline, run_in_order, simulate
 
-if TYPE_CHECKING:
-    from flux._C import StepTimes
-
 _MOST_OPS = 20_000
 """Operators of a step that is simulated for each candidate. Of larger ones a part is: the first
 layers, and two micro-batches."""
@@ -66,9 +63,9 @@ _Variant = tuple[int, bool, int, Options]
 Rating = tuple[float, float, float]
 """Bytes that a plan needs, or the memory of a device if they fit; time; bytes."""
 _How = dict[Key, Partition]
-_Known = dict[frozenset[tuple[Key, Partition]], Graph]
+_Known = dict[frozenset[tuple[Key, Partition]], tuple[Graph, dict[Options, list[list[list[int]]]]]]
 _Links = Sequence[CostModel]
-"""How collectives are cut; graphs cut so; links for which steps are ordered, real ones first."""
+"""How collectives are cut; graphs cut so, with their orders; links of orders, real ones first."""
 
 
 class _Plan(NamedTuple):
@@ -236,8 +233,13 @@ class Centauri:
         def time_of(how: _How) -> float:
             parts = frozenset(how.items())
             if parts not in known:
-                known[parts] = partitioned(graph, how, fabric)
-            return self._time(known[parts], options, links[at], links)
+                known[parts] = partitioned(graph, how, fabric), {}
+            cut, orders = known[parts]
+            if options not in orders:
+                orders[options] = [lanes for _, lanes in self._orders(cut, options, links)]
+            solo = solo_times(cut, links[at])
+            runs = (run_in_order(cut, lanes, links[at], solo) for lanes in orders[options])
+            return min(max(times.end) for times in runs)
 
         chosen: dict[Key, Partition] = {}
         least = time_of(chosen)
@@ -277,20 +279,16 @@ class Centauri:
     def _is_large(self, graph: Graph) -> bool:
         return len(graph.ops) > _MOST_OPS * self.share
 
-    def _runs(
-        self, graph: Graph, options: Options, cost: CostModel, links: _Links
-    ) -> Iterator[tuple[CostModel, list[list[int]], StepTimes]]:
-        """Yield links, the order of a step for them, unless known, and when operators run then."""
-        known, solo, tried = self._list(graph, options), solo_times(graph, cost), []
+    def _orders(
+        self, graph: Graph, options: Options, links: _Links
+    ) -> Iterator[tuple[CostModel, list[list[int]]]]:
+        """Yield links, and the order of a step for them, unless it is that of others."""
+        known, tried = self._list(graph, options), []
         for link in links:
             lanes = known.lanes(graph, link)
             if lanes not in tried:
                 tried.append(lanes)
-                yield link, lanes, run_in_order(graph, lanes, cost, solo)
-
-    def _time(self, graph: Graph, options: Options, cost: CostModel, links: _Links) -> float:
-        """Return the time of a step, ordered for any of the links."""
-        return min(max(times.end) for *_, times in self._runs(graph, options, cost, links))
+                yield link, lanes
 
     def _candidates(
         self, graph: Graph, number: int, fabric: Fabric, cost: CostModel
@@ -344,8 +342,9 @@ class Centauri:
         self, best: _Plan, graph: Graph, how: _How, options: Options, links: _Links
     ) -> _Plan:
         """Return the best plan, or a better one: another graph, ordered for any of the links."""
-        cost, known = links[0], self._list(graph, options)
-        for link, lanes, times in self._runs(graph, options, cost, links):
+        cost, known, solo = links[0], self._list(graph, options), solo_times(graph, links[0])
+        for link, lanes in self._orders(graph, options, links):
+            times = run_in_order(graph, lanes, cost, solo)
             # Of a slower one, peak memory takes longer to find than all else.
             if best.rating[0] > 1e9 * self._memory_gb(cost) or max(times.end) <= best.rating[1]:
                 schedule = known.schedule(graph, lanes, self.name)

@@ -134,6 +134,8 @@ def _first_users(graph: Graph) -> dict[tuple[int, bool], list[int]]:
 
 def limited(graph: Graph, passes: Sequence[Sequence[Action]], stages: int, prefetch: int) -> Graph:
     """Return the graph in which ZeRO-3 gathers are at most so many layers ahead."""
+    if not any(op.kind == "all_gather" and op.micro >= 0 and op.moves_weights for op in graph.ops):
+        return graph
     last: dict[tuple[str, int, int], int] = {}  # of a visit to a layer, its last operator
     for number in graph.order:
         op = graph.ops[number]
@@ -194,21 +196,20 @@ class _Rewriter:
         self.cuts: dict[int, tuple[float, ...]] = {}  # operators that are cut, into what fractions
         self.axis: dict[int, int] = {}  # the dimension of their shape that is cut
         self.aligned: set[tuple[int, int]] = set()  # (before, after): chunk i needs chunk i alone
-        # For each operator what makes its chunks; all consumers, or (operator, consumer).
-        self.outs: dict[int | tuple[int, int], list[list[int]]] = {}
+        self.outs: dict[int, list[list[int]]] = {}  # for each operator, what makes its chunks
+        self.outs_for: dict[tuple[int, int], list[list[int]]] = {}  # of one consumer alone
 
     def build(self) -> Graph:
-        for number, op in enumerate(self.graph.ops):
-            partition = self.how.get((op.part, op.role)) if op.is_collective else None
+        ops, moves = self.graph.ops, self.graph.communicates
+        own = {n: self.how.get((op.part, op.role)) for n, op in enumerate(ops) if moves[n]}
+        for number, partition in own.items():
             if partition is not None and partition.chain:
-                self._cut_chain(number, op, partition)
+                self._cut_chain(number, ops[number], partition)
         for number in self.graph.order:
-            op = self.graph.ops[number]
-            partition = self.how.get((op.part, op.role)) if op.is_collective else None
-            if partition is not None:
-                self._add_collective(number, op, partition)
+            if (partition := own.get(number)) is not None:
+                self._add_collective(number, ops[number], partition)
             else:
-                self._add_compute(number, op)
+                self._add_compute(number, ops[number])
         return self.builder.build(self.graph.resident)
 
     def _cut_chain(self, number: int, op: Operator, partition: Partition) -> None:
@@ -244,7 +245,7 @@ class _Rewriter:
         """Return new operators that a chunk of an old one, or all of it, waits for."""
         needed: list[int] = []
         for dep in self.graph.deps[number]:
-            outs = self.outs.get((dep, number)) or self.outs[dep]
+            outs = (self.outs_for and self.outs_for.get((dep, number))) or self.outs[dep]
             if chunk is not None and (dep, number) in self.aligned and len(outs) > chunk:
                 needed += outs[chunk]
             else:
@@ -295,7 +296,7 @@ class _Rewriter:
             every += outs
             if gathers:
                 for user in users:
-                    self.outs[number, user] = outs
+                    self.outs_for[number, user] = outs
         self.outs[number] = every
 
     def _add_pieces(

@@ -131,9 +131,9 @@ class ListSchedule:
     def _collectives_urgency(self, graph: Graph) -> None:
         ops, after = self.ops, graph.after
         for number in reversed(graph.order):
-            op = ops[number]
-            if not op.is_collective:
+            if not graph.communicates[number]:
                 continue
+            op = ops[number]
             same = [later for later in after[number] if ops[later].stage == op.stage]
             if op.kind == "send":
                 same = [d for d in graph.deps[number] if ops[d].stage == op.stage]

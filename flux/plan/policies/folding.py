@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import cast
 
 from flux.core.problem import checked_integer
 from flux.plan.graph import Builder, Graph, Operator
@@ -92,10 +93,13 @@ def placed(
     numbers of layers, or ``uneven``: then the last one, and the first, may have head and embedding
     alone, whose weights are not gathered beside those of a layer.
     """
-    layers = layers_of(graph)
+    layers, ranks = layers_of(graph), tuple(map(rank_of, range(stages)))
+    known = "placed", ranks
     too_few = layers < stages and (stages > layers + 2 or not _has_outer_stages(graph))
     if too_few or (layers % stages and not uneven):
         raise UnevenStages(stages, layers)
+    if known in graph.memo:  # several policies cut a model alike
+        return cast(Graph, graph.memo[known])
     templates = {op.role: op for op in graph.ops if op.kind == "send"}
     builder = Builder(graph.itemsize)
     at = [0] * len(graph.ops)  # the number of each operator in the new graph
@@ -107,13 +111,8 @@ def placed(
             op = builder.ops[number]
             template = templates["fwd" if op.role == "fwd" else "dgrad"]
             part = ("send_embed", "send_head")[op.place] if op.is_outer else template.part
-            made = template._replace(
-                name=f"L{op.layer}.{part}.m{op.micro}",
-                part=part,
-                stage=op.stage,
-                layer=op.layer,
-                micro=op.micro,
-            )
+            name, where = f"L{op.layer}.{part}.m{op.micro}", (op.stage, part, op.layer, op.micro)
+            made = Operator._make((name, *template[1:4], *where, *template[8:]))
             sends[number] = builder.add(made, [number])
         return sends[number]
 
@@ -122,11 +121,12 @@ def placed(
         if op.kind == "send":
             at[number] = at[before[0]]
             continue
-        rank = rank_of(stage_of(op, layers, stages))
+        rank = ranks[stage_of(op, layers, stages)]
         deps = [at[dep] for dep in before]
         deps = [dep if builder.ops[dep].stage == rank else sent(dep) for dep in deps]
-        at[number] = builder.add(op._replace(stage=rank), deps)
-    return builder.build(graph.resident)
+        at[number] = builder.add(Operator._make((*op[:4], rank, *op[5:])), deps)
+    made = graph.memo[known] = builder.build(graph.resident)
+    return made
 
 
 def _has_outer_stages(graph: Graph) -> bool:
