@@ -31,7 +31,7 @@ from flux.core.schedule import TileSchedule
 from flux.core.sparse_call import DeviceChoices, MadeMaps
 from flux.moe.checks import GroupedChecker, Operands
 from flux.moe.routing import Routing, check_integers
-from flux.ops.autocast import cast_once, casts_to
+from flux.ops.autocast import as_autocast
 from flux.ops.base import TensorParallelOp
 
 Weights = torch.Tensor | Sequence[torch.Tensor]
@@ -199,21 +199,12 @@ class GroupedOp(TensorParallelOp):
     def _as_autocast(
         self, x: torch.Tensor, weights: Weights, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None]:
-        """Return the operands as autocast would cast them, if its products have the op's dtype.
-
-        As those of torch.nn.functional.linear: gradients have the dtypes of the parameters.
-        """
+        """Return the operands as ``as_autocast`` does, the weights as a sequence."""
         weights = [weights] if isinstance(weights, torch.Tensor) else weights
         if not isinstance(weights, (list, tuple)):
             text = f"weights must be a tensor or a sequence of them, got {type(weights).__name__}"
             self._turn_away(TypeError, text)
-        dtype = self.spec.dtype
-        if not casts_to(dtype, x):
-            return x, weights, bias
-        if bias is not None and casts_to(dtype, bias):
-            bias = cast_once(bias, dtype)
-        cast = [cast_once(w, dtype) if casts_to(dtype, w) else w for w in weights]
-        return x.to(dtype), cast, bias
+        return as_autocast(self.spec.dtype, x, weights, bias)
 
     def execute(
         self,

@@ -1,4 +1,4 @@
-"""What torch.autocast makes of the operands of a layer, or of an op of experts.
+"""What torch.autocast makes of the operands of a layer, or of an op of experts or heads.
 
 torch casts a weight once per autocast region: its cache holds the cast of each parameter, a float32
 leaf that needs a gradient, until the outermost region ends. The cache belongs to operators like
@@ -9,6 +9,7 @@ an optimizer inside the region, both are the cast of the weight before it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,6 +37,24 @@ def casts_to(dtype: torch.dtype, x: object) -> bool:
     if not isinstance(x, torch.Tensor) or x.is_meta:
         return False
     return torch.is_autocast_enabled(x.device.type) and compute_dtype(x) == dtype
+
+
+def as_autocast(
+    dtype: torch.dtype,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None]:
+    """Return operands as autocast would cast them, if its products have ``dtype``, an op's own.
+
+    As those of torch.nn.functional.linear: gradients have the dtypes of the parameters.
+    """
+    if not casts_to(dtype, x):
+        return x, weights, bias
+    if bias is not None and casts_to(dtype, bias):
+        bias = cast_once(bias, dtype)
+    cast = [cast_once(w, dtype) if casts_to(dtype, w) else w for w in weights]
+    return x.to(dtype), cast, bias
 
 
 def autocast_off(x: torch.Tensor) -> Any:

@@ -28,6 +28,7 @@ from flux.core.knobs import AllToAllOp, Knobs, Topology
 from flux.core.problem import ceil_div
 from flux.core.schedule import TileSchedule
 from flux.core.sparse_call import Sequences
+from flux.ops.autocast import as_autocast
 from flux.ops.base import MAX_SCHEDULES, TensorParallelOp
 from flux.select.all_to_all import block_schedule
 from flux.ulysses.blocks import HeadBlocks, ProjectedBlocks
@@ -185,6 +186,7 @@ class UlyssesOp(TensorParallelOp):
             share them.
         head_dim: elements of a head.
         dtype: of x and the weight: float64, float32, bfloat16 or float16; on GPUs the last two.
+            Under autocast to it, others are cast as those of torch.nn.functional.linear.
         transpose_weight: the weight is [K, N] instead of [N, K].
         heads_first: heads are [batch, own heads, sequence, head_dim], which
             scaled_dot_product_attention takes, else [batch, sequence, own heads, head_dim].
@@ -342,6 +344,7 @@ class GemmAllToAll(UlyssesOp):
         Raises:
             As for AGGemm. Ranks that pass other lengths or batches all get a ValueError.
         """
+        x, (weight,), bias = as_autocast(self.spec.dtype, x, [weight], bias)
         lengths = self._lengths(seq_lens)
         biases = [] if bias is None else [bias]
         if self._plain(x, weight, *biases):
@@ -410,6 +413,7 @@ class AllToAllGemm(UlyssesOp):
         Raises:
             As for GemmAllToAll.
         """
+        x, (weight,), bias = as_autocast(self.spec.dtype, x, [weight], bias)
         lengths = self._lengths(seq_lens)
         biases = [] if bias is None else [bias]
         if self._plain(x, weight, *biases):

@@ -305,6 +305,34 @@ def test_a_trace_names_what_is_copied_and_multiplied() -> None:
     run_ranks(3, _traced)
 
 
+def _autocast(rank: int, world: int) -> None:
+    """Under autocast to an op's dtype float32 operands are those of casts by hand."""
+    length, hidden, dtype = 3, 10, torch.bfloat16
+    sizes: dict[str, Any] = {"max_m": 2 * length * world, "heads": 4, "head_dim": 4}
+    first = GemmAllToAll(k=hidden, dtype=dtype, **sizes)
+    second = AllToAllGemm(n=hidden, dtype=dtype, **sizes)
+    torch.manual_seed(rank)
+    shapes = ((2, length, hidden), (16, hidden), (16,), (hidden, 16), (hidden,))
+    drawn = [torch.randn(shape) for shape in shapes]
+    results = []
+    for casts in (False, True):
+        leaves = [t.clone().requires_grad_() for t in drawn]
+        x, w1, b1, w2, b2 = [leaf.to(dtype) for leaf in leaves] if casts else leaves
+        with torch.autocast("cpu", dtype, enabled=not casts):
+            mixed = first(x, w1, b1)
+            z = second(mixed if casts else mixed.float(), w2, b2)
+            z.square().sum().backward()
+        results.append([z.detach(), *(leaf.grad for leaf in leaves)])
+        assert z.dtype == dtype and all(leaf.grad.dtype == torch.float32 for leaf in leaves)
+    assert all(same_bits(*pair) for pair in zip(*results, strict=True))
+    first.close()
+    second.close()
+
+
+def test_autocast_casts_as_linear_does() -> None:
+    run_ranks(2, _autocast)
+
+
 def _attention(rank: int, world: int) -> None:
     torch.manual_seed(0)
     batch, length, hidden, heads = 2, 4, 16, 4
