@@ -435,8 +435,9 @@ def _third_round(
         last = waiting[min(missing, len(waiting)) - 1].rating.iteration_ms * (1 + MARGIN)
         now = [one for one in waiting if one.rating.iteration_ms <= last or one in plain]
         waiting = [one for one in waiting if one not in now]
-        ended = pool.map(partial(plan_of, query.cluster, False), [one.job for one in now])
-        for candidate in _followed(ended, "best", len(now), progress):
+        jobs = sorted((one.job for one in now), key=lambda job: -_ops(job[0]))  # longest first
+        ended = pool.map(partial(plan_of, query.cluster, False), jobs)
+        for candidate in _followed(ended, "best", len(jobs), progress):
             (refused if isinstance(candidate, str) else plans).append(candidate)
     return _settled(plans, query, pool, progress), refused
 

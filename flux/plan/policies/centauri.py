@@ -63,9 +63,10 @@ _Variant = tuple[int, bool, int, Options]
 Rating = tuple[float, float, float]
 """Bytes that a plan needs, or the memory of a device if they fit; time; bytes."""
 _How = dict[Key, Partition]
-_Known = dict[frozenset[tuple[Key, Partition]], tuple[Graph, dict[Options, list[list[list[int]]]]]]
+_Order = tuple[CostModel, list[list[int]]]
+_Known = dict[frozenset[tuple[Key, Partition]], tuple[Graph, dict[Options, list[_Order]]]]
 _Links = Sequence[CostModel]
-"""How collectives are cut; graphs cut so, with their orders; links of orders, real ones first."""
+"""Partitions; links, and lanes for them; graphs cut so, and their orders; links, real ones first."""
 
 
 class _Plan(NamedTuple):
@@ -236,9 +237,9 @@ class Centauri:
                 known[parts] = partitioned(graph, how, fabric), {}
             cut, orders = known[parts]
             if options not in orders:
-                orders[options] = [lanes for _, lanes in self._orders(cut, options, links)]
+                orders[options] = list(self._orders(cut, options, links))
             solo = solo_times(cut, links[at])
-            runs = (run_in_order(cut, lanes, links[at], solo) for lanes in orders[options])
+            runs = (run_in_order(cut, lanes, links[at], solo) for _, lanes in orders[options])
             return min(max(times.end) for times in runs)
 
         chosen: dict[Key, Partition] = {}
@@ -279,9 +280,7 @@ class Centauri:
     def _is_large(self, graph: Graph) -> bool:
         return len(graph.ops) > _MOST_OPS * self.share
 
-    def _orders(
-        self, graph: Graph, options: Options, links: _Links
-    ) -> Iterator[tuple[CostModel, list[list[int]]]]:
+    def _orders(self, graph: Graph, options: Options, links: _Links) -> Iterator[_Order]:
         """Yield links, and the order of a step for them, unless it is that of others."""
         known, tried = self._list(graph, options), []
         for link in links:
