@@ -66,7 +66,7 @@ _How = dict[Key, Partition]
 _Order = tuple[CostModel, list[list[int]]]
 _Known = dict[frozenset[tuple[Key, Partition]], tuple[Graph, dict[Options, list[_Order]]]]
 _Links = Sequence[CostModel]
-"""Partitions; links, and lanes for them; graphs cut so, and their orders; links, real ones first."""
+"""Partitions; links and their lanes; graphs cut so, with such orders; links, real ones first."""
 
 
 class _Plan(NamedTuple):
