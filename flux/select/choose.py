@@ -281,9 +281,10 @@ def modelled(
     direction = "push" if apart else None
     ways = tuple(Knobs(path=path, direction=direction) for path in paths)
     whole = Knobs(path="fused", direction=direction, comm_tile_rows=ALL_ROWS)
-    if apart:
-        ways = (*ways, *(() if dispatches else ONE_SHOTS))
-        ways = (*ways, *((whole,) if dispatches or problem.op.gathers else ()))
+    if apart and not dispatches:
+        ways += ONE_SHOTS
+    if apart and (dispatches or problem.op.gathers):
+        ways += (whole,)
     return Modelled(problem, cluster, ways, apart=apart)
 
 

@@ -200,14 +200,14 @@ class _Rewriter:
         self.outs_for: dict[tuple[int, int], list[list[int]]] = {}  # of one consumer alone
 
     def build(self) -> Graph:
-        ops, moves = self.graph.ops, self.graph.communicates
-        own = {n: self.how.get((op.part, op.role)) for n, op in enumerate(ops) if moves[n]}
-        for number, partition in own.items():
-            if partition is not None and partition.chain:
-                self._cut_chain(number, ops[number], partition)
+        ops, how, moves = self.graph.ops, self.how, self.graph.communicates
+        keys = ((number, (op.part, op.role)) for number, op in enumerate(ops) if moves[number])
+        cut = {number: how[key] for number, key in keys if key in how}
+        for number, partition in cut.items():
+            self._cut_chain(number, ops[number], partition)
         for number in self.graph.order:
-            if (partition := own.get(number)) is not None:
-                self._add_collective(number, ops[number], partition)
+            if number in cut:
+                self._add_collective(number, ops[number], cut[number])
             else:
                 self._add_compute(number, ops[number])
         return self.builder.build(self.graph.resident)
