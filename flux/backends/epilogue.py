@@ -172,6 +172,7 @@ class Multiplier:
         scale_x: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         first: int = 0,
+        needed: torch.Tensor | None = None,
     ) -> None:
         """Compute ``out`` [rows, columns] of rows ``x`` and those columns of a weight.
 
@@ -185,11 +186,13 @@ class Multiplier:
             scale_x: [rows] or [1]; with scaling only.
             bias: [N] of all columns, or None.
             first: of the rows, in the [M, ...] matrix.
+            needed: the tokens that there are rows of; None: all from ``first``.
         """
         grouped = self._call.grouped
         if grouped is not None:
             tokens = x if self._spec.op.gathers else out
-            grouped(x, first, first + tokens.shape[0], out, columns, scale_x)
+            last = self._call.m if needed is not None else first + tokens.shape[0]
+            grouped(x, first, last, out, columns, scale_x, needed)
             return
         if self._call.gemm is not None:
             out.copy_(self._supplied(self._call.gemm, x, columns))

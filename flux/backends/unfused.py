@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from flux import _C
-from flux.backends.dispatch import start_all_to_all, sum_of_rows, tokens_by_rank
+from flux.backends.dispatch import start_all_to_all, sums_of_own
 from flux.backends.epilogue import Multiplier, pack, unpack
 from flux.core.backend import OverlapHooks, nothing
 from flux.core.call import Call
 from flux.core.errors import PeerTimeoutError
 from flux.core.knobs import AllToAllOp
 from flux.core.recorder import Work
-from flux.core.sparse_call import Blocks
+from flux.core.sparse_call import Blocks, Exchanged
 from flux.core.spec import FP8, OpSpec
 from flux.core.tensors import reason_without_memory, settled
 from flux.transport.exchange import Exchange, leave_unfinished
@@ -228,7 +228,7 @@ class UnfusedBackend:
         spec = self.spec
         began = self._began()
         if call.needed is not None:
-            wait = self._start_dispatch(call)
+            wait = self._start_dispatch(call, call.needed.exchanged(self.rank))
         else:
             wait = self.start_gather(pack(call) if spec.scales_travel else call.x, call.m)
         rows = self._beside(hooks.meanwhile, wait)
@@ -241,7 +241,8 @@ class UnfusedBackend:
         for number, bias in enumerate(call.biases):
             out = call.x.new_empty(call.out_rows, call.columns[number], dtype=spec.out_dtype)
             scale_x = call.scale_x if scale is None else scale
-            multiply(full, out, weight=number, scale_x=scale_x, bias=bias)
+            needed = self._needed(call)
+            multiply(full, out, weight=number, scale_x=scale_x, bias=bias, needed=needed)
             outs.append(out)
         self._ended(Work.gemm, began)
         return [*outs, full] if gather else outs
@@ -250,41 +251,51 @@ class UnfusedBackend:
         self, call: Call, meanwhile: Callable[[], None], met: Callable[[], None]
     ) -> torch.Tensor:
         began = self._began()
-        partial = self._padded(call.x, call.m)
-        Multiplier(self.spec, call)(call.x, partial[: call.m], scale_x=call.scale_x)
+        needed, multiply = self._needed(call), Multiplier(self.spec, call)
+        if needed is None:
+            partial = self._padded(call.x, call.m)
+            multiply(call.x, partial[: call.m], scale_x=call.scale_x)
+        else:
+            shape = len(needed), self.spec.n[0]
+            partial = call.x.new_empty(shape, dtype=self.spec.out_dtype)
+            multiply(call.x, partial, scale_x=call.scale_x, needed=needed)
         self._ended(Work.gemm, began)
         met()
         if call.needed is not None:
-            return self._combine(partial, call, meanwhile)
+            return self._combine(partial, call.needed.exchanged(self.rank), meanwhile)
         return self._finish(self._scatter(partial, call.m, meanwhile), call.biases[0])
 
-    def _start_dispatch(self, call: Call) -> Callable[[], torch.Tensor]:
-        """Begin to send own tokens to the ranks that need them; see ``start_gather``."""
+    def _needed(self, call: Call) -> torch.Tensor | None:
+        """Return the tokens that this rank needs; None: it has all."""
+        return None if call.needed is None else call.needed.of_rank(self.rank)
+
+    def _start_dispatch(self, call: Call, exchanged: Exchanged) -> Callable[[], torch.Tensor]:
+        """Begin to send own tokens to the ranks that need them; see ``start_gather``.
+
+        Sources come in the order of their tokens, so what arrives is sorted by token.
+        """
         x = pack(call) if self.spec.scales_travel else call.x
         dtype, x = x.dtype, x.view(torch.uint8) if x.dtype == FP8 else x  # which gloo knows
-        into, out = tokens_by_rank(call, self.world, self.rank)
-        own = (torch.cat(out) - _C.core.row_begin(call.m, self.world, self.rank)).to(x.device)
-        arrived, work = start_all_to_all(x.index_select(0, own), out, into, self.group)
+        rows = x.index_select(0, exchanged.tokens.to(x.device))
+        arrived, work = start_all_to_all(rows, exchanged.own, exchanged.foreign, self.group)
 
         def finish() -> torch.Tensor:
             self._wait(work)
-            full = x.new_empty(call.m, x.shape[1])  # other rows are not read
-            return full.index_copy_(0, torch.cat(into).to(full.device), arrived).view(dtype)
+            return arrived.view(dtype)
 
         return finish
 
     def _combine(
-        self, partial: torch.Tensor, call: Call, meanwhile: Callable[[], None]
+        self, partial: torch.Tensor, exchanged: Exchanged, meanwhile: Callable[[], None]
     ) -> torch.Tensor:
-        """Sum the partial rows of own tokens over the ranks that have some, in rank order."""
+        """Sum rows over the ranks that have some of own tokens, in rank order.
+
+        ``partial``: of the tokens that this rank needs, in their order, which is that of owners.
+        """
         began = self._began()
-        out, into = tokens_by_rank(call, self.world, self.rank)
-        rows = partial.index_select(0, torch.cat(out).to(partial.device))
-        arrived, work = start_all_to_all(rows, out, into, self.group)
+        arrived, work = start_all_to_all(partial, exchanged.foreign, exchanged.own, self.group)
         self._beside(meanwhile, lambda: self._wait(work))
-        first = _C.core.row_begin(call.m, self.world, self.rank)
-        own = _C.core.row_count(call.m, self.world, self.rank)
-        total = sum_of_rows(arrived, into, first, own)
+        total = sums_of_own(arrived, exchanged)
         self._ended(Work.collective, began, arrived.nbytes)
         return total
 

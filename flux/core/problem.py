@@ -148,9 +148,10 @@ class Problem:
             travels: the token, or the sum of its rows.
         scaling: of float8: ``tensor`` (also if open) or ``row``; "" of other dtypes.
         fast_accum: of float8, as ``flux.AGGemm`` takes it.
+        travels: share of the rows that go to another host, or on one host to another rank.
         itemsize: bytes of an element of the communicated matrix.
         row_elements: elements of a communicated row: of the input (AllGather) or of the result.
-        row_bytes: bytes that travel for a row, without its scale.
+        row_bytes: bytes that travel for a row, without its scale, on average.
         chunk: rows of the largest shard, ceil(M/W).
         local: columns and depth of the largest local GEMM: that of rank 0.
     """
@@ -166,6 +167,7 @@ class Problem:
     topk: int = 1
     scaling: str = ""
     fast_accum: bool = False
+    travels: float = field(default=1.0, repr=False)
     itemsize: int = field(init=False, repr=False, compare=False)
     row_elements: int = field(init=False, repr=False, compare=False)
     row_bytes: float = field(init=False, repr=False, compare=False)
@@ -194,10 +196,11 @@ class Problem:
             itemsize, elements, local = dtype.itemsize, k, (ceil_div(n, world), k)
         else:
             itemsize, elements, local = DTYPES[dtype.result].itemsize, n, (n, ceil_div(k, world))
+        share = self.travels / self.topk
         vars(self).update(
             itemsize=itemsize,
             row_elements=elements,
-            row_bytes=itemsize * elements / self.topk if self.topk > 1 else itemsize * elements,
+            row_bytes=itemsize * elements * share if share < 1 else itemsize * elements,
             chunk=ceil_div(self.m, world),
             local=local,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -86,6 +86,7 @@ class GroupedProduct(Protocol):
         out: torch.Tensor,
         columns: slice | None,
         scale_x: torch.Tensor | None = None,
+        needed: torch.Tensor | None = None,
     ) -> None:
         """Multiply the tokens [first, last).
 
@@ -97,6 +98,8 @@ class GroupedProduct(Protocol):
                 [last - first, columns].
             columns: of the weights; None: all.
             scale_x: AllGather: of the tokens, [last - first] or [1]; with scaling only.
+            needed: int64, in order, those of all M tokens that have a routed row. Where it is
+                given, x of an AllGather, and the sums, are [len(needed), ...], of these alone.
         """
 
 
@@ -166,6 +169,24 @@ class Blocks(Protocol):
         """Return the results, after all rows have been taken."""
 
 
+class Exchanged(NamedTuple):
+    """The tokens that one rank exchanges with the others; tensors are on the host.
+
+    Attributes:
+        foreign: how many tokens of each owner the rank needs, itself included.
+        own: how many of its own each rank needs.
+        tokens: int64, its own ones by the rank that needs them, from its first.
+        order: int64, ``tokens`` in the order of tokens, then of ranks: indices.
+        begins: int64, where in ``order`` each own token begins.
+    """
+
+    foreign: list[int]
+    own: list[int]
+    tokens: torch.Tensor
+    order: torch.Tensor
+    begins: torch.Tensor
+
+
 class NeededTokens(Protocol):
     """The tokens of a call that each rank needs, where they travel to no other."""
 
@@ -174,3 +195,6 @@ class NeededTokens(Protocol):
 
     def of_rank(self, rank: int) -> torch.Tensor:
         """Return the tokens that a rank needs, in order, int64."""
+
+    def exchanged(self, rank: int) -> Exchanged:
+        """Return the tokens that a rank exchanges with each other one."""

@@ -57,7 +57,7 @@ from flux.machine.host import memory_identity
 from flux.ops import AGGemm, torch_internals
 from flux.ops.gradients import Grad, as_rows, column_grads, fresh, weight_grad
 from flux.ops.pool import pool_of
-from flux.select.choose import with_measured_network
+from flux.select.choose import with_measured_speeds
 from flux.select.sequence import BlockSizes, SequenceChoice
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.placement import Placement
@@ -433,7 +433,7 @@ def modelled_choice(
     if cluster is None:
         return None
     if kind == "cpu" and placement.topology.nodes > 1:
-        cluster = with_measured_network(cluster, exchange, placement)
+        cluster = with_measured_speeds(cluster, exchange, placement, dtype)
     return SequenceChoice(blocks, dtype, exchange.world, placement.topology.nodes, cluster)
 
 

@@ -13,7 +13,7 @@ from flux.core.sparse_call import DeviceChoices, MadeMaps, RoutedRows
 from flux.core.spec import OpSpec
 from flux.core.tensors import Matrices
 from flux.moe.product import Experts, GatherProduct, SumProduct
-from flux.moe.routing import Needed, Routing, check_integers
+from flux.moe.routing import Routing, check_integers, routing_of
 
 MOST_ROWS = 1 << 30
 DEVICE_INTEGERS = (torch.int32, torch.int64)
@@ -120,7 +120,8 @@ class GroupedChecker(CallChecker):
             of_experts = Experts(ready, once, routing, of_weights)
             product = SumProduct(spec, of_experts, probs, scale_x)
             scale_x = None  # of routed rows: a schedule has tokens
-        needed = Needed(routing, spec.ep, self.world) if spec.dispatches else None
+        on_host = spec.dispatches and isinstance(routing, Routing)
+        needed = routing.needed(spec.ep, self.world) if on_host else None
         call = Call(m, x, (), self.columns, (None,), grouped=product, needed=needed, digest=digest)
         call.scale_x = scale_x
         if scale_x is not None:
@@ -211,7 +212,7 @@ class GroupedChecker(CallChecker):
     def _routing(self, experts: object) -> Routing:
         checked = self._check_experts(experts)
         try:
-            return Routing(checked, self.total, self.first, self.count, self.world)
+            return routing_of(checked, self.total, self.first, self.count, self.world)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{self.spec.label}: {error}") from None
 

@@ -30,7 +30,7 @@ from flux.core.knobs import Knobs, Op, Topology
 from flux.core.schedule import TileSchedule
 from flux.core.sparse_call import DeviceChoices, MadeMaps
 from flux.moe.checks import GroupedChecker, Operands
-from flux.moe.routing import Routing, check_integers
+from flux.moe.routing import Routing, check_integers, routing_of
 from flux.ops.autocast import as_autocast
 from flux.ops.base import TensorParallelOp
 
@@ -112,9 +112,12 @@ class GroupedOp(TensorParallelOp):
         )
 
     def routing(self, experts: torch.Tensor) -> Routing:
-        """Return the routed rows of this rank for the experts of all tokens, [M, topk]. Local."""
+        """Return the routed rows of this rank for the experts of all tokens, [M, topk]. Local.
+
+        Equal experts may have the same routing: do not write to its tensors.
+        """
         checker = cast(GroupedChecker, self._checker)
-        return Routing(experts, checker.total, checker.first, checker.count, self.world)
+        return routing_of(experts, checker.total, checker.first, checker.count, self.world)
 
     def rows_by_expert(self, experts: torch.Tensor) -> torch.Tensor:
         """Return how many routed rows each of this rank's experts has, int64 [E]. Local.

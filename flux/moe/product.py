@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
+from flux.backends.dispatch import sums_of_bags
 from flux.backends.epilogue import ACTIVATE, apart, product_in_float32
 from flux.core.spec import OpSpec
 from flux.core.tensors import address_of, stacked
@@ -196,11 +197,15 @@ class GatherProduct(_Product):
         out: torch.Tensor,
         columns: slice | None,
         scale_x: torch.Tensor | None = None,
+        needed: torch.Tensor | None = None,
     ) -> None:
         """Multiply tokens [first, last), which are ``x``: see ``GroupedProduct``."""
         spec, routing = self._spec, self._experts.routing
+        all_tokens = routing.tokens
+        if needed is not None:
+            all_tokens = torch.searchsorted(needed, all_tokens)
         for expert, begin, end in self._experts.together(x, routing.groups(first, last)):
-            tokens = (routing.tokens[begin:end] - first).to(x.device)
+            tokens = (all_tokens[begin:end] - first).to(x.device)
             rows = self._place(x, begin, end)
             torch.index_select(_bytes(x), 0, tokens, out=_bytes(rows))
             scale = scale_x
@@ -221,9 +226,6 @@ class GatherProduct(_Product):
 
 class SumProduct(_Product):
     """``GroupedProduct`` whose routed rows are summed, weighted, into their tokens.
-
-    The sums are one ``embedding_bag``: a bag is a token, its indices are the token's routed rows.
-    That reads each product once, and is 4 to 20 times as fast as sums by choice.
 
     Args:
         spec: of the op.
@@ -251,13 +253,11 @@ class SumProduct(_Product):
         Local, at the first call: kernels of GPUs sum by maps of their own.
         """
         if self._bags is None:
-            here = self.routing.positions >= 0
-            begins = here.new_zeros(here.shape[0] + 1, dtype=torch.int64)
-            torch.cumsum(here.sum(1), 0, out=begins[1:])
+            here, rows, begins = self.routing.bags
             weights = None
             if self.probs is not None:
                 weights = self.probs[here.to(self.probs.device)].to(self._wide)
-            self._bags = self.routing.positions[here], begins, weights
+            self._bags = rows, begins, weights
         return self._bags
 
     def __call__(
@@ -268,16 +268,18 @@ class SumProduct(_Product):
         out: torch.Tensor,
         columns: slice | None,
         scale_x: torch.Tensor | None = None,
+        needed: torch.Tensor | None = None,
     ) -> None:
         """Sum the routed rows of tokens [first, last) into ``out``: see ``GroupedProduct``."""
         begin, width = 0 if columns is None else columns.start, out.shape[1]
         step = self._step(x, width)
         if step == width:
-            self._sum(x, first, last, out, columns)
+            self._sum(x, (first, last), out, columns, needed)
             return
         for at in range(0, width, step):
             block = slice(at, min(at + step, width))
-            self._sum(x, first, last, out[:, block], slice(begin + block.start, begin + block.stop))
+            of_block = slice(begin + block.start, begin + block.stop)
+            self._sum(x, (first, last), out[:, block], of_block, needed)
 
     def _step(self, x: torch.Tensor, width: int) -> int:
         """Return how many columns are multiplied, then summed, at once."""
@@ -291,8 +293,14 @@ class SumProduct(_Product):
         return x.dtype if self.scale_x is None else self._wide
 
     def _sum(
-        self, x: torch.Tensor, first: int, last: int, out: torch.Tensor, columns: slice | None
+        self,
+        x: torch.Tensor,
+        of_tokens: tuple[int, int],
+        out: torch.Tensor,
+        columns: slice | None,
+        needed: torch.Tensor | None,
     ) -> None:
+        first, last = of_tokens
         shape = (self.rows, out.shape[1])
         if self._room is None or len(self._room) < self.rows * shape[1]:
             self._room = x.new_empty(self.rows * shape[1], dtype=self._kind(x))
@@ -306,16 +314,7 @@ class SumProduct(_Product):
         rows, begins, of_rows = self._bags_of_tokens()
         begins = begins[first : last + 1]
         bags = slice(int(begins[0]), int(begins[-1]))
-        indices = rows[bags].to(x.device)
-        if not len(indices):
-            out.zero_()
-            return
-        if products.dtype != self._wide:
-            products = products.index_select(0, indices).to(self._wide)
-            indices = torch.arange(len(indices), device=x.device)
         weights = None if of_rows is None else of_rows[bags]
-        offsets = (begins[:-1] - bags.start).to(x.device)
-        sums = functional.embedding_bag(
-            indices, products, offsets, mode="sum", per_sample_weights=weights
-        )
-        out.copy_(sums)
+        offsets = (begins[:-1] if needed is None else begins[needed]) - bags.start
+        indices = rows[bags].to(x.device)
+        out.copy_(sums_of_bags(products, indices, offsets.to(x.device), weights))

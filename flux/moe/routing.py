@@ -6,10 +6,17 @@ by token (csrc/core/row_map.h). ``Routing`` has the maps between tokens and thes
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from flux import _C
+from flux.core.sparse_call import Exchanged
 from flux.core.tensors import address_of
+
+KEPT = 4
+"""Routings that are kept: the ops of a layer, and of its backward, ask for the same one."""
+_latest: tuple[tuple[object, Routing], ...] = ()
 
 
 def check_integers(experts: torch.Tensor) -> None:
@@ -17,6 +24,24 @@ def check_integers(experts: torch.Tensor) -> None:
     kind = experts.dtype
     if kind.is_floating_point or kind.is_complex or kind == torch.bool:
         raise TypeError(f"experts must be integers, got {kind}")
+
+
+def routing_of(experts: torch.Tensor, total: int, first: int, count: int, world: int) -> Routing:
+    """Return ``Routing(experts, total, first, count, world)``, made once for equal arguments.
+
+    What is made is shared: read it only.
+    """
+    global _latest
+    check_integers(experts)
+    key = (total, first, count, world)
+    dense = experts.detach().to(device="cpu", dtype=torch.int64)
+    for of_known, known in _latest:
+        if of_known == key and torch.equal(known.experts, dense):
+            return known
+    with torch.inference_mode(False):  # a later call may need gradients
+        made = Routing(dense.clone(), *key)  # the caller may write to its tensor
+    _latest = (*_latest, (key, made))[-KEPT:]
+    return made
 
 
 class Routing:
@@ -76,6 +101,7 @@ class Routing:
         self.positions = torch.empty(m, topk, dtype=torch.int64, device="cpu")
         maps = (self.tokens, self.choices, self.positions)
         self.native.fill(*(address_of(tensor) for tensor in maps))
+        self._needed: dict[tuple[int, int], Needed] = {}
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``tokens`` and ``choices`` on a device."""
@@ -90,6 +116,24 @@ class Routing:
             for p in range(ep)
         ]
         return [int(of_experts[begin:end].sum()) for begin, end in bounds]
+
+    @cached_property
+    def bags(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rows of each token: where they are in [M, topk], rows by token, where each begins.
+
+        bool [M, topk]; int64 [R]; int64 [M + 1].
+        """
+        with torch.inference_mode(False):
+            here = self.positions >= 0
+            begins = here.new_zeros(here.shape[0] + 1, dtype=torch.int64)
+            torch.cumsum(here.sum(1), 0, out=begins[1:])
+            return here, self.positions[here], begins
+
+    def needed(self, ep: int, world: int) -> Needed:
+        """Return the tokens that each of ``world`` ranks needs; ``ep``: parts of the experts."""
+        if (ep, world) not in self._needed:
+            self._needed[ep, world] = Needed(self, ep, world)
+        return self._needed[ep, world]
 
     def groups(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """Return the routed rows of the tokens [first, last): (expert, begin, end), none empty.
@@ -111,6 +155,9 @@ class Needed:
     def __init__(self, routing: Routing, ep: int, world: int) -> None:
         self._routing = routing
         self._ep, self._parts = ep, world // ep
+        self._tokens: dict[int, torch.Tensor] = {}  # by part of the experts
+        self._exchanged: dict[int, Exchanged] = {}  # by rank
+        self._world = world
 
     def selection(self, hops: _C.Hops) -> _C.Selection:
         """Return the rows that the transfers of a schedule carry."""
@@ -121,7 +168,36 @@ class Needed:
     def of_rank(self, rank: int) -> torch.Tensor:
         """Return the tokens that a rank needs, in order."""
         routing, group = self._routing, rank // self._parts
-        begin = _C.core.row_begin(routing.total, self._ep, group)
-        end = _C.core.row_end(routing.total, self._ep, group)
-        here = (routing.experts >= begin) & (routing.experts < end)
-        return here.any(1).nonzero()[:, 0]
+        if group not in self._tokens:
+            begin = _C.core.row_begin(routing.total, self._ep, group)
+            end = _C.core.row_end(routing.total, self._ep, group)
+            with torch.inference_mode(False):
+                here = (routing.experts >= begin) & (routing.experts < end)
+                self._tokens[group] = here.any(1).nonzero()[:, 0]
+        return self._tokens[group]
+
+    def exchanged(self, rank: int) -> Exchanged:
+        """Return the tokens that a rank exchanges with each other one."""
+        if rank not in self._exchanged:
+            with torch.inference_mode(False):
+                self._exchanged[rank] = self._exchange(rank)
+        return self._exchanged[rank]
+
+    def _exchange(self, rank: int) -> Exchanged:
+        m, world = self._routing.experts.shape[0], self._world
+        begins = [_C.core.row_begin(m, world, owner) for owner in range(1, world)]
+        bounds = torch.tensor(begins, dtype=torch.int64, device="cpu")
+        by_owner = [
+            torch.tensor_split(tokens, torch.searchsorted(tokens, bounds))
+            for tokens in map(self.of_rank, range(world))
+        ]
+        own = torch.cat([of_rank[rank] for of_rank in by_owner])
+        own -= _C.core.row_begin(m, world, rank)
+        counts = own.bincount(minlength=_C.core.row_count(m, world, rank))
+        return Exchanged(
+            [len(tokens) for tokens in by_owner[rank]],
+            [len(of_rank[rank]) for of_rank in by_owner],
+            own,
+            own.argsort(stable=True),
+            counts.cumsum(0) - counts,
+        )

@@ -17,16 +17,16 @@ from typing import Protocol
 import torch
 
 from flux.core.knobs import Knobs, Topology, check_legal
-from flux.core.problem import Problem, ceil_div
+from flux.core.problem import DTYPES, SCALED, Problem, ceil_div
 from flux.core.sparse_problem import SparseProblem, problem_of
 from flux.core.spec import OpSpec
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster, group_parts, world_shape
-from flux.machine.detection import detect
+from flux.machine.detection import detect, product_tflops
 from flux.machine.host import machine_identity
 from flux.select.all_to_all import ModelledPath
 from flux.select.cache import look_up
-from flux.select.dispatching import on_cpus, predict_sparse
+from flux.select.dispatching import predict_sparse
 from flux.select.heuristic import IN_KERNEL_ROWS, dispatching, untuned
 from flux.select.in_kernel import FewRows, reason_not_in_kernel
 from flux.select.one_shot import ALL_ROWS, ONE_SHOTS
@@ -204,9 +204,8 @@ def choose(
         return ModelledPath(problem, cluster)
     if kind == "cuda":
         return untuned_on_gpus(spec, problem, cluster)
-    problem = on_cpus(problem)
     if apart:
-        cluster = with_measured_network(cluster, exchange, placement)
+        cluster = with_measured_speeds(cluster, exchange, placement, problem.dtype)
         cluster = cluster.crowded(threads_per_core([cores for _, cores in gathered]))
     return modelled(problem, cluster, apart, spec.dispatches)
 
@@ -245,11 +244,23 @@ def threads_per_core(ranks: Sequence[tuple[str, set[int], int]]) -> float:
     return max(1.0, *(threads[machine] / len(cores[machine]) for machine in cores))
 
 
-def with_measured_network(cluster: Cluster, exchange: Exchange, placement: Placement) -> Cluster:
-    """Return a host of CPU ranks with a measured speed of its network, if none is stated.
+def with_measured_speeds(
+    cluster: Cluster, exchange: Exchange, placement: Placement, dtype: str
+) -> Cluster:
+    """Return a host of CPU ranks with the speeds of products, and of a network that states none.
 
-    Collective; ``cluster`` and the result are equal on all ranks.
+    Collective; ``cluster`` and the result are equal on all ranks: the slowest one's products count.
+
+    Args:
+        cluster: a host, as it was detected.
+        exchange: the ranks.
+        placement: their hosts.
+        dtype: of the products' operands.
     """
+    dtype = "float32" if dtype == SCALED else dtype  # as CPUs multiply it
+    own = product_tflops(DTYPES[dtype].torch, torch.get_num_threads())
+    tflops = {**cluster.device.tflops, dtype: min(exchange.all_gather(own))}
+    cluster = replace(cluster, device=replace(cluster.device, tflops=tflops, gemm_share=1.0))
     if cluster.network.gbs:
         return cluster
     nics = max(cluster.network.nics, 1)

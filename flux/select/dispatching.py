@@ -38,6 +38,7 @@ from flux.select.hardware import (
 )
 from flux.select.heuristic import resolve
 from flux.select.nodes import between_nodes_ms
+from flux.select.one_shot import sending_ms
 from flux.select.predict import Prediction, predict
 from flux.select.share import gemm_units, slowdown
 
@@ -45,9 +46,12 @@ if TYPE_CHECKING:
     from flux.kernels.config import GemmConfig
 
 
-def needed_share(problem: SparseProblem) -> float:
-    """Return the share of all tokens that a rank needs, with a balanced router."""
-    others, share = problem.experts - problem.experts // problem.ep, 1.0
+def needed_share(problem: SparseProblem, parts: int = 1) -> float:
+    """Return the share of all tokens that a rank needs, with a balanced router.
+
+    ``parts``: of the experts, as many as the ranks of a host have: the share that a host needs.
+    """
+    others, share = problem.experts - problem.experts * parts // problem.ep, 1.0
     for choice in range(problem.topk):
         share *= max(others - choice, 0) / (problem.experts - choice)
     return 1.0 - share
@@ -57,9 +61,25 @@ def on_cpus(problem: Problem) -> Problem:
     """Return the dense op that a CPU takes as long for, with E / topk weights in place of one.
 
     The dense weight has as many elements as those of a token's experts, and tokens of a slab have
-    all of them: each slab packs E / topk times as much (``cut_ms``).
+    all of them: each slab packs E / topk times as much (``cut_ms``). Of an op that dispatches the
+    tokens travel that another host needs, once.
     """
-    return replace(problem.dense, experts=ceil_div(problem.experts, problem.topk))
+    weights, travels = ceil_div(problem.experts, problem.topk), 1.0
+    if isinstance(problem, SparseProblem) and problem.dispatches:
+        travels = needed_share(problem, ceil_div(problem.ep, problem.nodes))
+        travels = travels if problem.nodes > 1 else needed_share(problem)
+    return replace(problem.dense, experts=weights, travels=travels)
+
+
+def _sent_by_library(problem: SparseProblem, cluster: Cluster) -> float:
+    """Return the time of an all-to-all on CPUs, of the tokens that each rank needs."""
+    share, lanes = needed_share(problem), problem.lanes
+    of_rank = share * problem.chunk * problem.row_bytes
+    sent = all_to_all_ms(
+        of_rank * problem.world, problem.world, lanes, cluster, cluster.network.gbs
+    )
+    sent += 1e-3 * LIBRARY_LATENCY_US["cpu"]
+    return max(sent, sending_ms(cluster, (problem.world - lanes) * of_rank))
 
 
 def predict_sparse(
@@ -70,7 +90,10 @@ def predict_sparse(
     if not isinstance(problem, SparseProblem):
         return predict(problem, cluster, knobs, kernel)
     if not on_gpus:
-        return predict(on_cpus(problem), cluster, knobs, kernel)
+        dense = on_cpus(problem)
+        if problem.dispatches and knobs.path == "unfused" and problem.world > 1:
+            return Prediction(gemm_ms(dense, cluster), _sent_by_library(problem, cluster))
+        return predict(dense, cluster, knobs, kernel)
     if knobs.comm_tile_rows is not None:
         knobs = replace(knobs, comm_tile_rows=knobs.comm_tile_rows * problem.topk)
     routed = with_rows(problem)

@@ -119,4 +119,9 @@ def network_cpu_ms(problem: Problem, cluster: Cluster) -> float:
     """Return the time of a core, on a CPU, to send and receive a rank's bytes between hosts."""
     hosts, passes = problem.nodes, 2 if problem.op.all_reduces else 1
     rows = passes * (hosts - 1) * problem.chunk
-    return cluster.device.crowding * NETWORK_CPU_MS_PER_MB * rows * problem.row_bytes * 1e-6
+    return sending_ms(cluster, rows * problem.row_bytes)
+
+
+def sending_ms(cluster: Cluster, nbytes: float) -> float:
+    """Return the time of a core to send bytes to other hosts, and to receive as many."""
+    return cluster.device.crowding * NETWORK_CPU_MS_PER_MB * nbytes * 1e-6

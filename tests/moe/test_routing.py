@@ -15,7 +15,7 @@ from flux.core.call import Call
 from flux.core.knobs import Op
 from flux.core.spec import OpSpec
 from flux.moe import Routing
-from flux.moe.routing import Needed
+from flux.moe.routing import Needed, routing_of
 from flux.select.heuristic import make_schedule
 from harness import STRESS
 from moe_cases import brute_force, owner_of
@@ -138,6 +138,24 @@ def test_hops_carry_what_ranks_behind_them_need() -> None:
                 assert carried == wanted & set(range(*range_)), (schedule, t)
 
 
+def test_a_routing_is_made_once_for_equal_experts() -> None:
+    """Ops of a layer share it. It does not change with the caller's tensor, nor by inference."""
+    experts = torch.tensor([[0, 1], [2, 3], [1, 2]])
+    of_caller, sizes = experts.clone(), (4, 0, 2, 2)
+    with torch.inference_mode():
+        made = routing_of(of_caller, *sizes)
+    of_caller.fill_(3)
+    assert routing_of(experts, *sizes) is made and torch.equal(made.experts, experts)
+    assert torch.equal(routing_of(of_caller, *sizes).experts, of_caller)
+    for other in ((5, 0, 2, 2), (4, 1, 2, 2), (4, 0, 1, 2), (4, 0, 2, 1)):
+        assert routing_of(experts, *other) is not made
+    with torch.inference_mode():
+        needed = made.needed(2, 2)
+        assert needed is made.needed(2, 2) is not made.needed(1, 2)
+        tensors = [made.tokens, *made.bags, needed.of_rank(0), needed.exchanged(0).order]
+    assert not any(tensor.is_inference() for tensor in tensors)
+
+
 def test_tokens_of_a_gpu_are_taken_there() -> None:
     """The library's path has no tensor of another device in a kernel: on meta as on a GPU."""
     m, world, rank, k = 10, 2, 1, 3
@@ -146,8 +164,13 @@ def test_tokens_of_a_gpu_are_taken_there() -> None:
     needed = Needed(routing, 2, world)
     call = Call(m, torch.empty(5, k, device="meta"), (), (4,), (None,), needed=needed)
     backend = UnfusedBackend(spec, None, rank, world, 1.0)
-    with mock.patch.object(dispatch.dist, "all_to_all_single"):
-        gathered = backend._start_dispatch(call)()
-        summed = backend._combine(torch.empty(m, 4, device="meta"), call, lambda: None)
-    assert (gathered.device.type, *gathered.shape) == ("meta", m, k)
+    exchanged, kept = needed.exchanged(rank), dispatch.sums_of_bags
+    with (
+        mock.patch.object(dispatch.dist, "all_to_all_single"),
+        mock.patch.object(dispatch, "sums_of_bags", wraps=kept) as sums,
+    ):
+        gathered = backend._start_dispatch(call, exchanged)()
+        summed = backend._combine(torch.empty(5, 4, device="meta"), exchanged, lambda: None)
+    assert (gathered.device.type, *gathered.shape) == ("meta", 5, k)
     assert (summed.device.type, *summed.shape) == ("meta", 5, 4)
+    assert {tensor.device.type for tensor in sums.call_args.args} == {"meta"}

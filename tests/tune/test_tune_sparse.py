@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from flux.core.env import TUNE_CACHE
 from flux.core.knobs import Knobs, Op, Topology
@@ -15,11 +17,13 @@ from flux.core.problem import Problem, ceil_div
 from flux.core.sparse_problem import DISPATCHING, SPARSE, SparseProblem, make_problem
 from flux.launch.supervisors import Spawned
 from flux.machine.cluster import Cluster, NetworkSpec, load_cluster
-from flux.machine.detection import detect
+from flux.machine.detection import detect, product_tflops
 from flux.moe import DispatchGroupedGemm
+from flux.select import choose
 from flux.select.all_to_all import ModelledPath, predicted_ms
 from flux.select.cache import Cache
 from flux.select.choose import Modelled, Tuned, modelled, threads_per_core
+from flux.select.cost import gemm_ms
 from flux.select.dispatching import needed_share, on_cpus, predict_sparse
 from flux.select.heuristic import dispatching
 from flux.select.one_shot import network_cpu_ms
@@ -248,3 +252,39 @@ def test_ranks_that_share_cores_cut_less() -> None:
     assert network_cpu_ms(problem, crowded) == 2 * network_cpu_ms(problem, alone)
     rows = [chosen("grouped_gemm_ar", 512, 4, c).comm_tile_rows or 0 for c in (alone, crowded)]
     assert 0 < rows[0] < rows[1]
+
+
+@pytest.mark.parametrize("name", DISPATCHING)
+@pytest.mark.parametrize("path", ["fused", "unfused"])
+def test_hosts_exchange_the_tokens_that_they_need(name: str, path: str) -> None:
+    """Of 64 experts on 4 ranks of 2 hosts: 1 of a token is on the other host for half of them.
+
+    The library sends a token to each rank that needs it, a fused op once to the host.
+    """
+    cluster, ms = between_hosts(1e4), {}
+    for topk in (1, 2):
+        sizes = {"experts": 64, "topk": topk, "ep": 4}
+        problem = make_problem(name, 4096, 4096, 256, "float32", 4, sizes, nodes=2)
+        assert isinstance(problem, SparseProblem)
+        knobs = Knobs(path=path, direction="push", comm_tile_rows=1024)
+        ms[topk] = predict_sparse(problem, cluster, knobs).exposed_ms
+        assert needed_share(problem, 2) == pytest.approx(1 - 0.5**topk, abs=0.01)
+        assert on_cpus(problem).row_bytes == pytest.approx(
+            problem.row_bytes * needed_share(problem, 2)
+        )
+    needed = {"fused": (1 - 0.5**2) / 0.5, "unfused": (1 - 0.75**2) / 0.25}[path]
+    assert ms[2] / ms[1] == pytest.approx(needed, rel=0.1)
+
+
+def test_products_between_hosts_are_as_fast_as_those_of_the_slowest_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = between_hosts()
+    monkeypatch.setattr(choose, "product_tflops", lambda dtype, threads: 0.5)
+    ranks = SimpleNamespace(all_gather=lambda own: [own, 0.02])
+    for dtype in ("float32", "float8_e4m3fn", "bfloat16"):
+        host = choose.with_measured_speeds(cluster, ranks, None, dtype)  # type: ignore[arg-type]
+        problem = Problem(Op.gemm_rs, 1024, 1024, 1024, dtype, 2, 2)
+        assert gemm_ms(problem, host) == pytest.approx(2 * 1024 * 1024 * 512 / 0.02e9, rel=1e-6)
+        assert host.network == cluster.network
+    assert 1e-3 < product_tflops(torch.float32, torch.get_num_threads()) < 1e2
