@@ -1,12 +1,17 @@
-"""All-to-all of the tokens that ranks need, by the library: expert parallelism on path unfused."""
+"""Transfers of path unfused between some ranks: tokens of experts, and both ways at once."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from flux.core.errors import PeerTimeoutError
 from flux.core.sparse_call import Exchanged
+
+_EXCHANGE_TAG = 18008  # on the user's group; MPI takes tags up to 32767
 
 
 def sums_of_bags(
@@ -57,3 +62,40 @@ def sums_of_own(arrived: torch.Tensor, exchanged: Exchanged) -> torch.Tensor:
     """
     order, begins = (t.to(arrived.device) for t in (exchanged.order, exchanged.begins))
     return sums_of_bags(arrived, order, begins).to(arrived.dtype)
+
+
+def start_exchange(
+    full: torch.Tensor, shard: torch.Tensor, rank: int, group: dist.ProcessGroup | None, label: str
+) -> list[dist.Work | None]:
+    """Begin an all_gather of two ranks, as a send after a receive.
+
+    Args:
+        full: of both ranks, [2 * rows, columns].
+        shard: of this rank, [rows, columns].
+        rank: this one, 0 or 1.
+        group: the ranks.
+        label: of the op, for errors.
+
+    Raises:
+        PeerTimeoutError: the peer is gone.
+    """
+    peer, parts = 1 - rank, full.chunk(2)
+    to: dict[str, Any] = {"group": group, "tag": _EXCHANGE_TAG}
+    try:
+        receive = dist.irecv(parts[peer], group_src=peer, **to)
+        send = dist.isend(shard, group_dst=peer, **to)
+    except RuntimeError as error:
+        if not _of_library(error):
+            raise
+        raise PeerTimeoutError(f"{label}: rank {peer} is gone: {error}") from error
+    parts[rank].copy_(shard)
+    return [receive, send]
+
+
+def _of_library(error: BaseException) -> bool:
+    """Return whether torch.distributed raised an error, and not a signal handler inside it."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    where = "" if at is None else at.tb_frame.f_globals.get("__name__", "")
+    return str(where).startswith("torch.distributed")

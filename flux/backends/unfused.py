@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from flux import _C
-from flux.backends.dispatch import start_all_to_all, sums_of_own
+from flux.backends.dispatch import start_all_to_all, start_exchange, sums_of_own
 from flux.backends.epilogue import Multiplier, pack, unpack
 from flux.core.backend import OverlapHooks, nothing
 from flux.core.call import Call
@@ -45,7 +45,6 @@ LOOK_S = 0.05
 GRACE_S = 0.3
 """Seconds between noticing that a peer is gone and raising: what it sent before may be under way.
 Also how long the end of a process may come after that of its connections."""
-_EXCHANGE_TAG = 18008  # on the user's group; MPI takes tags up to 32767
 
 
 class Stamps(Protocol):
@@ -141,7 +140,7 @@ class UnfusedBackend:
             shard[: x.shape[0]] = x
         full = x.new_empty(self.world * chunk, x.shape[1])
         if both_ways and self.world == 2:
-            pending = self._start_exchange(full, shard)
+            pending = start_exchange(full, shard, self.rank, self.group, self.spec.label)
         else:
             pending = [all_gather(full, shard, group=self.group, async_op=True)]
 
@@ -151,21 +150,6 @@ class UnfusedBackend:
             return full[:m].view(dtype)
 
         return finish
-
-    def _start_exchange(self, full: torch.Tensor, shard: torch.Tensor) -> list[dist.Work | None]:
-        """Begin an all_gather of two ranks, as a send after a receive."""
-        peer = 1 - self.rank
-        parts = full.chunk(2)
-        to: dict[str, Any] = {"group": self.group, "tag": _EXCHANGE_TAG}
-        try:
-            receive = dist.irecv(parts[peer], group_src=peer, **to)
-            send = dist.isend(shard, group_dst=peer, **to)
-        except RuntimeError as error:
-            if not _of_library(error):
-                raise
-            raise PeerTimeoutError(f"{self.spec.label}: rank {peer} is gone: {error}") from error
-        parts[self.rank].copy_(shard)
-        return [receive, send]
 
     def run(
         self,
@@ -505,12 +489,3 @@ def _raised_here(error: BaseException) -> bool:
     A signal handler, which may run as such a call returns, has a frame of its own.
     """
     return error.__traceback__ is not None and error.__traceback__.tb_next is None
-
-
-def _of_library(error: BaseException) -> bool:
-    """Return whether torch.distributed raised an error, and not a signal handler inside it."""
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    where = "" if at is None else at.tb_frame.f_globals.get("__name__", "")
-    return str(where).startswith("torch.distributed")
