@@ -153,26 +153,24 @@ class Needed:
     """
 
     def __init__(self, routing: Routing, ep: int, world: int) -> None:
-        self._routing = routing
-        self._ep, self._parts = ep, world // ep
+        self._experts, self._total = routing.experts, routing.total  # the routing keeps this one
+        self._ep, self._parts, self._world = ep, world // ep, world
         self._tokens: dict[int, torch.Tensor] = {}  # by part of the experts
         self._exchanged: dict[int, Exchanged] = {}  # by rank
-        self._world = world
 
     def selection(self, hops: _C.Hops) -> _C.Selection:
         """Return the rows that the transfers of a schedule carry."""
-        routing = self._routing
-        m, topk = routing.experts.shape
-        return _C.Selection(hops, address_of(routing.experts), m, topk, routing.total)
+        m, topk = self._experts.shape
+        return _C.Selection(hops, address_of(self._experts), m, topk, self._total)
 
     def of_rank(self, rank: int) -> torch.Tensor:
         """Return the tokens that a rank needs, in order."""
-        routing, group = self._routing, rank // self._parts
+        group = rank // self._parts
         if group not in self._tokens:
-            begin = _C.core.row_begin(routing.total, self._ep, group)
-            end = _C.core.row_end(routing.total, self._ep, group)
+            begin = _C.core.row_begin(self._total, self._ep, group)
+            end = _C.core.row_end(self._total, self._ep, group)
             with torch.inference_mode(False):
-                here = (routing.experts >= begin) & (routing.experts < end)
+                here = (self._experts >= begin) & (self._experts < end)
                 self._tokens[group] = here.any(1).nonzero()[:, 0]
         return self._tokens[group]
 
@@ -184,7 +182,7 @@ class Needed:
         return self._exchanged[rank]
 
     def _exchange(self, rank: int) -> Exchanged:
-        m, world = self._routing.experts.shape[0], self._world
+        m, world = self._experts.shape[0], self._world
         begins = [_C.core.row_begin(m, world, owner) for owner in range(1, world)]
         bounds = torch.tensor(begins, dtype=torch.int64, device="cpu")
         by_owner = [

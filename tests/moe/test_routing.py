@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from flux.core.call import Call
 from flux.core.knobs import Op
 from flux.core.spec import OpSpec
 from flux.moe import Routing
-from flux.moe.routing import Needed, routing_of
+from flux.moe.routing import KEPT, Needed, routing_of
 from flux.select.heuristic import make_schedule
 from harness import STRESS
 from moe_cases import brute_force, owner_of
@@ -154,6 +155,11 @@ def test_a_routing_is_made_once_for_equal_experts() -> None:
         assert needed is made.needed(2, 2) is not made.needed(1, 2)
         tensors = [made.tokens, *made.bags, needed.of_rank(0), needed.exchanged(0).order]
     assert not any(tensor.is_inference() for tensor in tensors)
+    last = weakref.ref(made)
+    del made, needed
+    for total in range(5, 5 + KEPT):
+        routing_of(experts, total, 0, 2, 2)
+    assert last() is None  # without garbage collection, which counts objects, not bytes
 
 
 def test_tokens_of_a_gpu_are_taken_there() -> None:
