@@ -367,7 +367,7 @@ _pool: dict[int, Ranks] = {}
 
 
 def run_ranks(
-    world: int, fn: Callable[..., Any], *args: Any, fresh: bool = False, timeout: float = 120.0
+    world: int, fn: Callable[..., Any], *args: Any, fresh: bool = False, timeout: float = 200.0
 ) -> list[Any]:
     """fn(rank, world, *args) on all ranks of a group, in processes that later tests may use again.
 
