@@ -247,9 +247,9 @@ def cpu_cluster(system: System, threads: int, instructions: str) -> Cluster:
 def product_tflops(dtype: torch.dtype, threads: int) -> float:
     """Measure how fast the CPU multiplies, in 1e12 operations a second. Cached; some 20 ms.
 
-    The peak says little: a core of a Sapphire Rapids reaches 58% of it in float32, and its tile
-    registers reach ten times the peak that AVX-512 has in bfloat16. Time is the calling thread's,
-    so ranks that share cores are measured alike.
+    The peak says little: a core of a Sapphire Rapids reaches half of it in float32, and with its
+    tile registers two to four times as much as is detected in bfloat16. Time is the calling
+    thread's, so ranks that share cores are measured alike.
 
     Args:
         dtype: of the operands.
