@@ -15,6 +15,7 @@ import platform
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -251,10 +252,18 @@ def product_tflops(dtype: torch.dtype, threads: int) -> float:
     tile registers two to four times as much as is detected in bfloat16. Time is the calling
     thread's, so ranks that share cores are measured alike.
 
+    In a thread of its own, which has no autocast, no default device, and no mode that counts what
+    the caller runs.
+
     Args:
         dtype: of the operands.
         threads: of a product, as torch has them now.
     """
+    with ThreadPoolExecutor(1) as alone:
+        return alone.submit(_measured_tflops, dtype, threads).result()
+
+
+def _measured_tflops(dtype: torch.dtype, threads: int) -> float:
     rows, size = _PRODUCT[0] * min(threads, 8), _PRODUCT[1]
     weights = [torch.ones(size, size, dtype=dtype, device="cpu") for _ in range(4)]
     x = torch.ones(rows, size, dtype=dtype, device="cpu")

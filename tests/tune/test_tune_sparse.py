@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from flux.core.env import TUNE_CACHE
 from flux.core.knobs import Knobs, Op, Topology
@@ -287,4 +288,10 @@ def test_products_between_hosts_are_as_fast_as_those_of_the_slowest_rank(
         problem = Problem(Op.gemm_rs, 1024, 1024, 1024, dtype, 2, 2)
         assert gemm_ms(problem, host) == pytest.approx(2 * 1024 * 1024 * 512 / 0.02e9, rel=1e-6)
         assert host.network == cluster.network
-    assert 1e-3 < product_tflops(torch.float32, torch.get_num_threads()) < 1e2
+
+
+def test_a_measured_product_is_none_of_the_callers() -> None:
+    product_tflops.cache_clear()
+    with FlopCounterMode(display=False) as counted, torch.autocast("cpu"), torch.device("meta"):
+        assert 1e-3 < product_tflops(torch.float32, torch.get_num_threads()) < 1e2
+    assert counted.get_total_flops() == 0
