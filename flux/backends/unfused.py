@@ -211,8 +211,9 @@ class UnfusedBackend:
     def _ag_gemm(self, call: Call, gather: bool, hooks: OverlapHooks) -> list[torch.Tensor]:
         spec = self.spec
         began = self._began()
-        if call.needed is not None:
-            wait = self._start_dispatch(call, call.needed.exchanged(self.rank))
+        exchanged = self._exchanged(call)
+        if exchanged is not None:
+            wait = self._start_dispatch(call, exchanged)
         else:
             wait = self.start_gather(pack(call) if spec.scales_travel else call.x, call.m)
         rows = self._beside(hooks.meanwhile, wait)
@@ -220,12 +221,11 @@ class UnfusedBackend:
         self._ended(Work.collective, began, rows.nbytes)
         began = self._began()
         full, scale = unpack(spec, rows)
-        multiply = Multiplier(spec, call)
+        multiply, needed = Multiplier(spec, call), exchanged.needed if exchanged else None
         outs = []
         for number, bias in enumerate(call.biases):
             out = call.x.new_empty(call.out_rows, call.columns[number], dtype=spec.out_dtype)
             scale_x = call.scale_x if scale is None else scale
-            needed = self._needed(call)
             multiply(full, out, weight=number, scale_x=scale_x, bias=bias, needed=needed)
             outs.append(out)
         self._ended(Work.gemm, began)
@@ -235,23 +235,23 @@ class UnfusedBackend:
         self, call: Call, meanwhile: Callable[[], None], met: Callable[[], None]
     ) -> torch.Tensor:
         began = self._began()
-        needed, multiply = self._needed(call), Multiplier(self.spec, call)
-        if needed is None:
+        exchanged, multiply = self._exchanged(call), Multiplier(self.spec, call)
+        if exchanged is None:
             partial = self._padded(call.x, call.m)
             multiply(call.x, partial[: call.m], scale_x=call.scale_x)
         else:
-            shape = len(needed), self.spec.n[0]
+            shape = len(exchanged.needed), self.spec.n[0]
             partial = call.x.new_empty(shape, dtype=self.spec.out_dtype)
-            multiply(call.x, partial, scale_x=call.scale_x, needed=needed)
+            multiply(call.x, partial, scale_x=call.scale_x, needed=exchanged.needed)
         self._ended(Work.gemm, began)
         met()
-        if call.needed is not None:
-            return self._combine(partial, call.needed.exchanged(self.rank), meanwhile)
+        if exchanged is not None:
+            return self._combine(partial, exchanged, meanwhile)
         return self._finish(self._scatter(partial, call.m, meanwhile), call.biases[0])
 
-    def _needed(self, call: Call) -> torch.Tensor | None:
-        """Return the tokens that this rank needs; None: it has all."""
-        return None if call.needed is None else call.needed.of_rank(self.rank)
+    def _exchanged(self, call: Call) -> Exchanged | None:
+        """Return the tokens that this rank exchanges; None: all of them."""
+        return None if call.needed is None else call.needed.exchanged(self.rank)
 
     def _start_dispatch(self, call: Call, exchanged: Exchanged) -> Callable[[], torch.Tensor]:
         """Begin to send own tokens to the ranks that need them; see ``start_gather``.

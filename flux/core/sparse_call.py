@@ -173,13 +173,15 @@ class Exchanged(NamedTuple):
     """The tokens that one rank exchanges with the others; tensors are on the host.
 
     Attributes:
-        foreign: how many tokens of each owner the rank needs, itself included.
+        needed: int64, the tokens of all owners that the rank needs, in order.
+        foreign: how many of them each owner has, itself included.
         own: how many of its own each rank needs.
         tokens: int64, its own ones by the rank that needs them, from its first.
         order: int64, ``tokens`` in the order of tokens, then of ranks: indices.
         begins: int64, where in ``order`` each own token begins.
     """
 
+    needed: torch.Tensor
     foreign: list[int]
     own: list[int]
     tokens: torch.Tensor
@@ -192,9 +194,6 @@ class NeededTokens(Protocol):
 
     def selection(self, hops: _C.Hops) -> _C.Selection:
         """Return the rows that the transfers of a schedule carry."""
-
-    def of_rank(self, rank: int) -> torch.Tensor:
-        """Return the tokens that a rank needs, in order, int64."""
 
     def exchanged(self, rank: int) -> Exchanged:
         """Return the tokens that a rank exchanges with each other one."""

@@ -51,7 +51,7 @@ def needed_share(problem: SparseProblem, parts: int = 1) -> float:
 
     ``parts``: of the experts, as many as the ranks of a host have: the share that a host needs.
     """
-    others, share = problem.experts - problem.experts * parts // problem.ep, 1.0
+    others, share = problem.experts - max(problem.experts * parts // problem.ep, 1), 1.0
     for choice in range(problem.topk):
         share *= max(others - choice, 0) / (problem.experts - choice)
     return 1.0 - share
@@ -66,20 +66,17 @@ def on_cpus(problem: Problem) -> Problem:
     """
     weights, travels = ceil_div(problem.experts, problem.topk), 1.0
     if isinstance(problem, SparseProblem) and problem.dispatches:
-        travels = needed_share(problem, ceil_div(problem.ep, problem.nodes))
-        travels = travels if problem.nodes > 1 else needed_share(problem)
+        parts = ceil_div(problem.ep, problem.nodes) if problem.nodes > 1 else 1
+        travels = needed_share(problem, parts)
     return replace(problem.dense, experts=weights, travels=travels)
 
 
 def _sent_by_library(problem: SparseProblem, cluster: Cluster) -> float:
     """Return the time of an all-to-all on CPUs, of the tokens that each rank needs."""
-    share, lanes = needed_share(problem), problem.lanes
-    of_rank = share * problem.chunk * problem.row_bytes
-    sent = all_to_all_ms(
-        of_rank * problem.world, problem.world, lanes, cluster, cluster.network.gbs
-    )
-    sent += 1e-3 * LIBRARY_LATENCY_US["cpu"]
-    return max(sent, sending_ms(cluster, (problem.world - lanes) * of_rank))
+    rows = needed_share(problem) * problem.chunk  # from each rank to each
+    sent = unfused_parts(problem, cluster, rows * problem.world)["AllToAll"]
+    far = rows * problem.row_bytes * (problem.world - problem.lanes)
+    return max(sent, sending_ms(cluster, far))
 
 
 def predict_sparse(
@@ -153,9 +150,10 @@ def unfused_parts(problem: SparseProblem, cluster: Cluster, rows: float) -> dict
     ``rows``: that each rank sends, as many to each rank, itself included.
     """
     sent, lanes, ports = rows * problem.row_bytes, problem.lanes, cluster.network.gbs
+    kind = cluster.device.kind
     library = all_to_all_ms(sent, problem.world, lanes, cluster, ports)
-    one_pass = memory_ms(cluster.device, 2 * sent, ELEMENTWISE_SHARE) + 1e-3 * LAUNCH_US["cuda"]
-    library += 1e-3 * LIBRARY_LATENCY_US["cuda"]
+    one_pass = memory_ms(cluster.device, 2 * sent, ELEMENTWISE_SHARE) + 1e-3 * LAUNCH_US[kind]
+    library += 1e-3 * LIBRARY_LATENCY_US[kind]
     return {"rows by rank": one_pass, "AllToAll": library, "rows of experts": one_pass}
 
 
