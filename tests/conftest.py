@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import harness
 from flux.launch.hosts import Hosts, HostsUnavailableError
@@ -61,12 +62,15 @@ def temporary_folder(
         # nothing then by headers that each worker compiles first.
         patch.setenv("TORCHINDUCTOR_DEBUG_COMPILE", "1")
         patch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+        # Threads of OpenMP that wait for work would spin on cores that other tests need.
+        patch.setenv("OMP_WAIT_POLICY", "passive")
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", None)
         patch.setenv("FLUX_TUNE_CACHE", str(winners))
         names = ("TMPDIR", "FLUX_TUNE_CACHE")
         harness.rank_environment.update({name: os.environ[name] for name in names})
         if hasattr(pytestconfig, "workerinput"):
+            torch.set_num_threads(1)  # too late for the variable above: torch is loaded
             harness.share_server(common_folder(pytestconfig))
         yield  # pytest removes its folders some runs on: processes of this one still use them
 

@@ -39,7 +39,7 @@ void raise(const Flag& flag) {
 }
 
 void await(const Flag& flag) {
-  while (!flag->is_raised && !device().failed()) nap();
+  for (Naps naps; !flag->is_raised && !device().failed();) naps.next();
   const Ordering* const tell = ordering;
   if (tell != nullptr && flag->is_raised && flag->known) tell->learns(flag->known.get());
 }
@@ -171,7 +171,7 @@ bool Device::load_module(const std::string& what) {
   if (!loads_lazily) return true;
   const auto until = Clock::now() + std::chrono::milliseconds(loading_ms);
   auto idle_since = Clock::now();
-  for (;;) {
+  for (Naps naps;;) {
     std::string resident;
     {
       const std::lock_guard<std::mutex> hold(mutex_);
@@ -184,7 +184,7 @@ bool Device::load_module(const std::string& what) {
       fail("loading a module (" + what + ") while " + resident);
       return false;
     }
-    nap();
+    naps.next();
   }
 }
 

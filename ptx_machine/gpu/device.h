@@ -6,6 +6,7 @@
 // process.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -52,10 +53,25 @@ inline void store(std::uint32_t* word, std::uint32_t value) {
 inline bool reached(std::uint32_t seen, std::uint32_t value) {
   return static_cast<std::int32_t>(seen - value) >= 0;
 }
-// Lets others go on: until this thread's next turn, or for a moment.
-inline void nap() {
-  if (!turns().yield()) std::this_thread::sleep_for(std::chrono::microseconds(20));
-}
+// Of a thread that waits: each lets others go on until this thread's next turn, or for a moment. The moments
+// become longer, up to a small part of the wait so far: who waits takes time from those that it waits for.
+class Naps {
+ public:
+  void next() {
+    if (turns().yield()) return;
+    constexpr int kAlike = 16, kMostDoubled = 5;
+    const int doubled = std::min(in_a_row_++ / kAlike, kMostDoubled);
+    std::this_thread::sleep_for(std::chrono::microseconds(20 << doubled));
+  }
+
+  void next_unless(bool moved) {
+    if (!moved) return next();
+    in_a_row_ = 0;
+  }
+
+ private:
+  int in_a_row_ = 0;
+};
 
 // Now and then takes as long as tests have asked for.
 void dawdle();

@@ -45,9 +45,7 @@ void put_transfer(const char* what, void* stream, bool needs_room, std::function
     made.run = [shared = std::make_shared<const Work>(std::move(work)), stream] {
       Grid grid(shared, stream_of(stream)->handle(), stream_of(stream)->gpu());
       device().start(&grid);
-      while (!grid.over()) {
-        if (!grid.step()) nap();
-      }
+      for (Naps naps; !grid.over();) naps.next_unless(grid.step());
       device().end(&grid);
     };
   }
@@ -57,7 +55,7 @@ void put_transfer(const char* what, void* stream, bool needs_room, std::function
 void await_word(std::uintptr_t word, std::uint32_t value) {
   const auto* at = reinterpret_cast<std::uint32_t*>(word);
   std::uint32_t seen = load(at);
-  for (; !reached(seen, value) && !device().failed(); seen = load(at)) nap();
+  for (Naps naps; !reached(seen, value) && !device().failed(); seen = load(at)) naps.next();
   if (const Ordering* const tell = ordering; tell != nullptr) tell->sees(word, seen);
 }
 

@@ -244,12 +244,12 @@ void Stream::work() {
 
 void Stream::run(const std::shared_ptr<Entry>& entry) {
   if (entry->item.kind == Item::kKernel) return run_kernel(entry);
-  while (!entry->may_start()) nap();
+  for (Naps naps; !entry->may_start();) naps.next();
   std::unique_lock<std::mutex> hold(mutex_);
   const bool started = entry->beside.joinable();
   hold.unlock();
   if (started) {
-    while (turns().on() && !entry->beside_ended) nap();
+    for (Naps naps; turns().on() && !entry->beside_ended;) naps.next();
     entry->beside.join();
   } else {
     entry->began = Clock::now();
@@ -281,10 +281,10 @@ void Stream::start(Entry& entry) {
 // Steps the kernel, and one behind it that may start when all blocks of this one have been placed.
 void Stream::run_kernel(const std::shared_ptr<Entry>& entry) {
   if (entry->grid == nullptr) {
-    while (!entry->may_start()) nap();
+    for (Naps naps; !entry->may_start();) naps.next();
     start(*entry);
   }
-  while (!entry->grid->over()) {
+  for (Naps naps; !entry->grid->over();) {
     bool moved = entry->grid->step();
     if (entry->grid->placed()) {
       entry->leave_queue();
@@ -296,7 +296,7 @@ void Stream::run_kernel(const std::shared_ptr<Entry>& entry) {
         if (next->grid != nullptr) moved |= next->grid->step();
       }
     }
-    if (!moved) nap();
+    naps.next_unless(moved);
   }
   entry->leave_queue();
   device().end(entry->grid.get());

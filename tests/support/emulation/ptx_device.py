@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,12 @@ class MachineDevice(EmulatedDevice):
             raise PtxError(self.cuda.error())
 
 
+@lru_cache(maxsize=4)
+def _registry(kernels: Path) -> Registry:
+    """The kernels of a directory, which no test changes; whether they are stale takes a while to tell."""
+    return Registry.load([kernels])
+
+
 class PtxDevice(MachineDevice):
     """A GPU whose kernels are those of emulated libraries.
 
@@ -153,7 +160,7 @@ class PtxDevice(MachineDevice):
 
     def __init__(self, kernels: Path, arch: str) -> None:
         super().__init__(arch=arch)
-        built = Registry.load([kernels])
+        built = _registry(kernels)
         of_arch = {name: k for name, k in built.kernels.items() if k.config.arch == arch}
         self.registry = replace(built, kernels=of_arch)  # type: ignore[assignment]
 
