@@ -3,7 +3,7 @@
 #   PYTHON=python3.12        interpreter that .venv is made with (3.10 to 3.13)
 #   TORCH=torch==2.9.1       which torch .venv gets; a change of either makes .venv anew
 #   ARGS="-k ragged -x"      further arguments for pytest, flux bench op or tools/mutants.py
-#   WORKERS=6                how many tests run side by side (0: one after another); by default four
+#   WORKERS=6                how many tests run side by side (0: one after another); by default two
 #                            more than there are cores, 8 at most, as many tests wait
 #   STRESS=10                how many times more calls and cases `make stress` runs
 #   CMAKE_ARGS=...           further arguments for CMake
@@ -40,7 +40,7 @@ CORE_TESTS = $(sort $(wildcard tests/core/test_core_*.py)) $(addprefix tests/,$(
   layers/test_layers layers/test_symm_mem_ops runtime/test_dhelix gpu/test_symm_mem project/test_package \
   hosts/test_doctor))
 
-WORKERS := $(shell n=$$(nproc); echo $$((n < 4 ? n + 4 : 8)))
+WORKERS := $(shell n=$$(nproc); echo $$((n < 6 ? n + 2 : 8)))
 STRESS := 10
 # Every file that does more under FLUX_TEST_STRESS.
 STRESS_TESTS = $(sort $(shell grep -rlE 'STRESS|stress_only|[*=] ?more|g(pu|pt)_cases' tests --include='test_*.py'))
