@@ -58,6 +58,7 @@ def _trace_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _all_is_given_back(device: EmulatedDevice) -> Any:
     device.set_delay(300)
+    device.set_copy_delay(2000)  # so that kernels have something to await on a busy machine, too
     events, streams = device.timed_events(), device.streams()
     yield
     assert device.timed_events() == events

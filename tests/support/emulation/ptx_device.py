@@ -146,7 +146,7 @@ class MachineDevice(EmulatedDevice):
 
 @lru_cache(maxsize=4)
 def _registry(kernels: Path) -> Registry:
-    """The kernels of a directory, which no test changes; whether they are stale takes a while to tell."""
+    """The kernels of a directory, which no test changes: telling stale ones apart takes long."""
     return Registry.load([kernels])
 
 
