@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, cast
+from typing import ClassVar, Protocol
 
 from flux.core.knobs import Op as FusedOp
 from flux.core.problem import Problem
 from flux.plan.fabric import Fabric
-from flux.plan.graph import COLLECTIVES, FUSED, RING, Graph, Operator
+from flux.plan.graph import FUSED, RING, Graph, Operator
 from flux.plan.model import OPTIMIZERS
 from flux.select.cost import (
     all_to_all_ms,
@@ -66,14 +66,11 @@ class CostModel(Protocol):
 
 
 def solo_times(graph: Graph, cost: CostModel) -> list[float]:
-    """Return the time of each operator by itself; not to be changed, as policies ask again."""
+    """Return the time of each operator by itself."""
     if not getattr(cost, "by_kind", False):
         return [cost.solo(op) for op in graph.ops]
-    known = "solo", id(cost)
-    if known not in graph.memo:  # kept with the cost model, or another one might get its id
-        times = [cost.solo(op) for op in graph.examples]
-        graph.memo[known] = cost, [times[kind] for kind in graph.kinds]
-    return cast(list[float], graph.memo[known][1])
+    times = [cost.solo(op) for op in graph.examples]
+    return [times[kind] for kind in graph.kinds]
 
 
 @dataclass
@@ -112,7 +109,7 @@ class AnalyticCost:
         A fused op leaves of the links what its own communication does not take. Collectives inside
         hosts and between them use different links: 1.
         """
-        if comp.kind in COLLECTIVES:
+        if comp.is_collective:
             return 1.0
         assumed = self._overlap.get(comm.group)
         if assumed is None:

@@ -243,11 +243,9 @@ class _Rewriter:
 
     def _needs(self, number: int, chunk: int | None) -> list[int]:
         """Return new operators that a chunk of an old one, or all of it, waits for."""
-        deps, needed = self.graph.deps[number], list[int]()
-        if chunk is None and not self.outs_for:
-            return [new for dep in deps for out in self.outs[dep] for new in out]
-        for dep in deps:
-            outs = self.outs_for.get((dep, number)) or self.outs[dep]
+        needed: list[int] = []
+        for dep in self.graph.deps[number]:
+            outs = (self.outs_for and self.outs_for.get((dep, number))) or self.outs[dep]
             if chunk is not None and (dep, number) in self.aligned and len(outs) > chunk:
                 needed += outs[chunk]
             else:
@@ -264,9 +262,14 @@ class _Rewriter:
         for chunk, fraction in enumerate(fractions):
             begin, end = sum(fractions[:chunk]), sum(fractions[: chunk + 1])
             size = round(op.shape[at] * end) - round(op.shape[at] * begin)
-            name, shape = f"{op.name}.k{chunk}", (*op.shape[:at], size, *op.shape[at + 1 :])
-            rest = op.group, op.allocates * fraction, op.frees * fraction
-            piece = Operator(name, *op[1:8], chunk, count, op.strand, shape, *rest)
+            piece = op._replace(
+                name=f"{op.name}.k{chunk}",
+                piece=chunk,
+                pieces=count,
+                shape=(*op.shape[:at], size, *op.shape[at + 1 :]),
+                allocates=op.allocates * fraction,
+                frees=op.frees * fraction,
+            )
             outs.append([self.builder.add(piece, self._needs(number, chunk))])
         self.outs[number] = outs
 
@@ -342,8 +345,9 @@ class _Rewriter:
         along = 1 if op.moves_weights else 0
         size = max(1, round(op.shape[along] * share * piece.volume))
         shape = (op.shape[0], size) if along else (size, op.shape[1])
-        name = op.name + suffix * (count > 1 or share < 1)
-        held, freed = op.allocates * share / count, op.frees * share / count
+        name, held, freed = op.name, op.allocates * share / count, op.frees * share / count
+        if count > 1 or share < 1:
+            name += suffix
         resource, at, strand = self.fabric.resource(group), op[3:8], op.strand
         return Operator(
             name, op.kind, resource, *at, 0, op.pieces, strand, shape, group, held, freed
