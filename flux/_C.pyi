@@ -394,6 +394,7 @@ class Collectives:
         columns: int = 0,
         scale: float = 1.0,
         round_bytes: int = 0,
+        block_columns: int = 0,
         produce: Callable[[int, int], None] | None = None,
         consume: Callable[[int, int], None] | None = None,
         meanwhile: Callable[[], None] | None = None,

@@ -49,8 +49,9 @@ Progressed progressed(const py::object& function) {
 const char* run(Collectives& collectives, int kind, std::uint64_t number, std::uint32_t digest,
                 std::uintptr_t in, std::uintptr_t out, std::vector<std::size_t> offsets, int dtype,
                 double timeout_s, double spin_s, std::uintptr_t bias, std::size_t columns,
-                double scale, std::size_t round_bytes, const py::object& produce,
-                const py::object& consume, const py::object& meanwhile, Engine* engine) {
+                double scale, std::size_t round_bytes, std::size_t block_columns,
+                const py::object& produce, const py::object& consume, const py::object& meanwhile,
+                Engine* engine) {
   CollectiveCall call;
   call.kind = static_cast<Collective>(kind);
   call.number = number;
@@ -63,6 +64,7 @@ const char* run(Collectives& collectives, int kind, std::uint64_t number, std::u
   call.columns = columns;
   call.scale = scale;
   call.round_bytes = round_bytes;
+  call.block_columns = block_columns;
   call.produce = progressed(produce);
   call.consume = progressed(consume);
   if (!meanwhile.is_none()) {
@@ -134,9 +136,9 @@ void bind_collectives(py::module_& m) {
       .def("run", &run, py::kw_only(), py::arg("kind"), py::arg("number"), py::arg("digest"),
            py::arg("input"), py::arg("out"), py::arg("offsets"), py::arg("dtype"),
            py::arg("timeout_s"), py::arg("spin_s"), py::arg("bias") = 0, py::arg("columns") = 0,
-           py::arg("scale") = 1.0, py::arg("round_bytes") = 0, py::arg("produce") = py::none(),
-           py::arg("consume") = py::none(), py::arg("meanwhile") = py::none(),
-           py::arg("engine") = nullptr)
+           py::arg("scale") = 1.0, py::arg("round_bytes") = 0, py::arg("block_columns") = 0,
+           py::arg("produce") = py::none(), py::arg("consume") = py::none(),
+           py::arg("meanwhile") = py::none(), py::arg("engine") = nullptr)
       .def("report", &report)
       .def("refuse", &Collectives::refuse, py::arg("number"), py::arg("why"),
            py::call_guard<WithoutGil>())

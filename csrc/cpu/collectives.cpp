@@ -135,6 +135,9 @@ Outcome Collectives::run(const CollectiveCall& call, const std::function<bool()>
   const std::lock_guard<std::mutex> lock(busy_);
   report_ = {};
   if (ending_.load() || closed_) return Outcome::kEnded;
+  if (call.block_columns != 0 && (call.kind != Collective::kAllReduce || call.in == call.out)) {
+    throw std::invalid_argument("blocks of columns are of an AllReduce into other memory");
+  }
   interrupted_ = &interrupted;
   engine_ = engine;
   const std::size_t bytes = call.offsets.back();
@@ -145,16 +148,19 @@ Outcome Collectives::run(const CollectiveCall& call, const std::function<bool()>
   CollectiveCall phase = call;
   call_ = &phase;
   phase.number = 2 * call.number;
+  char* const vector = call.block_columns == 0 ? call.out : const_cast<char*>(call.in);
   if (twice) {
     // Whole rows, so that none is produced for two owners.
-    const std::size_t row = call.produce ? call.columns * size_of(call.dtype) : kAlign;
+    const bool whole = call.produce && call.block_columns == 0;
+    const std::size_t row = whole ? call.columns * size_of(call.dtype) : kAlign;
     const std::size_t each = round_up((bytes + world() - 1) / world(), row);
     for (int rank = 0; rank <= world(); ++rank) {
       phase.offsets[static_cast<std::size_t>(rank)] =
           std::min(bytes, each * static_cast<std::size_t>(rank));
     }
     phase.kind = Collective::kReduceScatter;
-    phase.out = call.out + phase.offsets[static_cast<std::size_t>(rank_)];
+    phase.round_bytes = round_up((call.round_bytes + world() - 1) / world(), row);
+    phase.out = vector + phase.offsets[static_cast<std::size_t>(rank_)];
   }
   try {
     run_rounds();
@@ -162,10 +168,14 @@ Outcome Collectives::run(const CollectiveCall& call, const std::function<bool()>
       phase.kind = Collective::kAllGather;
       phase.number = 2 * call.number + 1;
       phase.in = phase.out;
-      phase.out = call.out;
+      phase.out = vector;
       phase.produce = nullptr;
       phase.meanwhile = nullptr;
       run_rounds();
+      if (vector != call.out) {
+        phase.out = call.out;
+        to_rows(vector, 0, bytes);
+      }
     }
   } catch (const Left& left) {
     abandon();
@@ -208,11 +218,9 @@ char* Collectives::received(int host, std::size_t round) {
 
 // Chooses how many rounds there are, how large they are, and how far A may be ahead of B.
 void Collectives::cut() {
-  const bool sums_all = call_->kind == Collective::kAllReduce;
-  std::size_t longest = call_->offsets.back(), most = slot_bytes_, asked = call_->round_bytes;
-  if (sums_all) {
-    asked *= static_cast<std::size_t>(world());
-  } else {
+  std::size_t longest = call_->offsets.back(), most = slot_bytes_;
+  const std::size_t asked = call_->round_bytes;
+  if (call_->kind != Collective::kAllReduce) {
     longest = 0;
     for (int rank = 0; rank < world(); ++rank) {
       longest = std::max(longest, call_->offsets[rank + 1] - call_->offsets[rank]);
@@ -406,50 +414,6 @@ void Collectives::step_in(std::size_t round) {
   progress();
 }
 
-// Sums the shares of this host's ranks, in rank order; the own one is read where the caller has it.
-void Collectives::sum_of_host(const Part& part, std::size_t round, char* to) {
-  std::vector<const void*> sources;
-  for (const int member : members_) {
-    sources.push_back(member == rank_ ? call_->in + part.at
-                                      : in_slot(member, round) + part.in_slot);
-  }
-  sum(sources, to, part.at, part.bytes, false);
-}
-
-void Collectives::step_sum(std::size_t round) {
-  const Round& plan = plan_of(round);
-  for (const auto& [link, count] : plan.needs) await_arrived(*link, count);
-  const Collective kind = call_->kind;
-  const int host = placement_.host(rank_), hosts = placement_.hosts();
-  // What is sent from the caller's memory is not overwritten before it is with the kernel.
-  if (!shares_ && call_->in == call_->out) await_sent(plan);
-  for (const Part& part : plan.parts) {
-    if (kind == Collective::kAllGather) break;
-    const bool own =
-        kind == Collective::kAllReduce ? handler(host, part.index) == rank_ : part.index == rank_;
-    if (!own) continue;
-    std::vector<const void*> sources;
-    for (int other = 0; other < hosts; ++other) {
-      if (other != host) {
-        sources.push_back(received(other, round) +
-                          (kind == Collective::kAllReduce ? part.in_slot : 0));
-      } else if (shares_ && kind == Collective::kAllReduce && hosts > 1) {
-        sources.push_back(sums_.data() + parity(round) * slot_bytes_ + part.in_slot);
-      } else {
-        for (const int member : members_) {
-          sources.push_back(member == rank_ ? call_->in + part.at
-                                            : in_slot(member, round) + part.in_slot);
-        }
-      }
-    }
-    char* to = kind == Collective::kReduceScatter ? call_->out + (part.at - call_->offsets[rank_])
-               : shares_                          ? out_slot(rank_, round) + part.in_slot
-                                                  : call_->out + part.at;
-    sum(sources, to, part.at, part.bytes, true);
-  }
-  if (shares_) raise(flags(rank_).out, round);
-}
-
 void Collectives::step_out(std::size_t round) {
   const Round& plan = plan_of(round);
   const Collective kind = call_->kind;
@@ -475,36 +439,14 @@ void Collectives::step_out(std::size_t round) {
                  ? out_slot(handler(host, placement_.lane(part.index)), round) + part.in_slot
                  : in_slot(part.index, round);
     }
-    if (from != nullptr) std::memcpy(call_->out + part.at, from, part.bytes);
+    if (from == nullptr) continue;
+    if (kind == Collective::kAllReduce) {
+      to_rows(from, part.at, part.bytes);
+    } else {
+      std::memcpy(call_->out + part.at, from, part.bytes);
+    }
   }
   raise(flags(rank_).done, round);
-}
-
-void Collectives::sum(const std::vector<const void*>& sources, char* to, std::size_t at,
-                      std::size_t bytes, bool is_result) {
-  if (bytes == 0) return;
-  const std::size_t item = size_of(call_->dtype), count = bytes / item;
-  ReduceArgs args{
-      call_->dtype, sources.data(), static_cast<int>(sources.size()), to, nullptr, count, count,
-      1.0};
-  if (!is_result) return reduce(args);
-  args.scale = call_->scale;
-  if (call_->bias == nullptr) return reduce(args);
-  // Parts begin and end anywhere in a row of the bias.
-  for (std::size_t done = 0; done < count;) {
-    const std::size_t column = (at / item + done) % call_->columns;
-    const std::size_t n = std::min(count - done, call_->columns - column);
-    std::vector<const void*> shifted;
-    for (const void* source : sources) {
-      shifted.push_back(static_cast<const char*>(source) + done * item);
-    }
-    args.sources = shifted.data();
-    args.out = to + done * item;
-    args.bias = call_->bias + column * item;
-    args.count = args.columns = n;
-    reduce(args);
-    done += n;
-  }
 }
 
 }  // namespace flux::host

@@ -72,9 +72,13 @@ struct CollectiveCall {
   std::vector<std::size_t> offsets;  // W + 1: where each rank's part begins, and the end
   DType dtype = DType::kF32;         // of a sum
   const char* bias = nullptr;        // `columns` elements added to every row of the result
-  std::size_t columns = 0;           // elements of a row, where there is a bias
+  std::size_t columns = 0;           // elements of a row, where there is a bias or blocks
+  // AllReduce: if not 0, `in` has the columns in blocks of as many (the last one has the rest), one block
+  // behind the other, and is overwritten; `out` has whole rows, and is other memory.
+  std::size_t block_columns = 0;
   double scale = 1.0;
-  std::size_t round_bytes = 0;  // of each rank's part in a round, at most; 0: as many as fit
+  // Of each rank's part in a round (AllReduce: of the vector), at most; 0: as many as fit.
+  std::size_t round_bytes = 0;
   // Called on the caller's thread with a range of bytes, once for each byte; or null.
   Progressed produce;  // of `in`: is about to be sent or summed
   Progressed consume;  // of `out`: has arrived (AllGather), or is the own part, which is in `in`
@@ -223,6 +227,9 @@ class Collectives {
   void sleep_on_links(std::chrono::nanoseconds longest);
   void sum(const std::vector<const void*>& sources, char* to, std::size_t at, std::size_t bytes,
            bool is_result);
+  template <class Visit>
+  void each_run(std::size_t at, std::size_t bytes, Visit&& visit) const;
+  void to_rows(const char* from, std::size_t at, std::size_t bytes);
   void sum_of_host(const Part& part, std::size_t round, char* to);
   void pause();
   [[noreturn]] void leave(Outcome outcome, CollectiveReport report);

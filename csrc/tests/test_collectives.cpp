@@ -22,11 +22,27 @@ struct Case {
   int rows;
   std::size_t round_rows;  // of each rank; 0: the caller computes before or after
   bool in_place;
+  std::size_t block_columns;  // of an AllReduce; 0: none
+  bool biased;
 };
 
 // Small integers: sums are exact.
 float value_of(int call, int rank, std::size_t element) {
   return static_cast<float>((static_cast<std::size_t>(call * 37 + rank * 131) + element * 7) % 251);
+}
+
+float bias_of(std::size_t column) { return static_cast<float>(column * 3); }
+
+// Which element of whole rows is where in a vector of blocks.
+std::size_t element_at(std::size_t index, std::size_t rows, std::size_t block) {
+  if (block == 0) return index;
+  std::size_t first = 0, width = std::min(block, kColumns);
+  while (index >= rows * width) {
+    index -= rows * width;
+    first += width;
+    width = std::min(block, kColumns - first);
+  }
+  return index / width * kColumns + first + index % width;
 }
 
 class Ranks {
@@ -78,7 +94,14 @@ class Ranks {
     const std::size_t own = call.offsets[static_cast<std::size_t>(rank)];
     const std::size_t own_end = call.offsets[static_cast<std::size_t>(rank) + 1];
     const bool gathers = what.kind == Collective::kAllGather;
-    if (what.kind == Collective::kAllReduce) {
+    const bool sums_all = what.kind == Collective::kAllReduce;
+    const std::size_t block = sums_all ? what.block_columns : 0;
+    std::vector<float> bias(kColumns);
+    for (std::size_t c = 0; c < kColumns; ++c)
+      bias[c] = gathers || !what.biased ? 0.0f : bias_of(c);
+    if (what.biased) call.bias = reinterpret_cast<const char*>(bias.data());
+    call.block_columns = block;
+    if (sums_all) {
       for (std::size_t r = 1; r <= world; ++r) call.offsets[r] = rows * kRow;
     }
     // Each of its exact size, for AddressSanitizer.
@@ -88,7 +111,7 @@ class Ranks {
     const auto fill = [&](std::size_t begin, std::size_t end) {
       const std::size_t base = gathers ? own / sizeof(float) : 0;
       for (std::size_t i = begin / sizeof(float); i < end / sizeof(float); ++i) {
-        in[i - base] = value_of(number, rank, i);
+        in[i - base] = value_of(number, rank, element_at(i, rows, block));
       }
     };
     std::size_t computed = 0;
@@ -103,11 +126,11 @@ class Ranks {
     if (what.round_rows == 0) {
       if (!gathers) fill(0, rows * kRow);
     } else {
-      call.round_bytes = what.round_rows * kRow;
+      call.round_bytes = what.round_rows * kRow * (sums_all ? world : 1);
       (gathers ? call.consume : call.produce) = compute;
     }
     call.in = reinterpret_cast<const char*>(in.data());
-    const bool in_place = what.in_place && what.kind == Collective::kAllReduce;
+    const bool in_place = what.in_place && sums_all && block == 0;
     call.out = reinterpret_cast<char*>((in_place ? in : out).data());
     const Outcome outcome =
         ranks_[static_cast<std::size_t>(rank)]->run(call, [] { return false; }, nullptr);
@@ -119,7 +142,7 @@ class Ranks {
     const std::vector<float>& result = in_place ? in : out;
     const std::size_t base = what.kind == Collective::kReduceScatter ? own / sizeof(float) : 0;
     for (std::size_t i = 0; i < result.size(); ++i) {
-      float expected = 0.0f;
+      float expected = bias[i % kColumns];
       if (gathers) {
         expected = value_of(number, static_cast<int>(i / kColumns / chunk), i);
       } else {
@@ -147,8 +170,12 @@ void run(int calls, unsigned seed) {
     const auto below = [&](int n) { return std::uniform_int_distribution<int>(0, n - 1)(rng); };
     for (int number = 1; number <= calls; ++number) {
       const int rows = 1 + below(below(3) == 0 ? kMostRows : 60);
-      const Case what{static_cast<Collective>(below(3)), rows,
-                      below(3) == 0 ? 0 : static_cast<std::size_t>(1 + below(rows)), below(2) == 0};
+      const Case what{static_cast<Collective>(below(3)),
+                      rows,
+                      below(3) == 0 ? 0 : static_cast<std::size_t>(1 + below(rows)),
+                      below(2) == 0,
+                      below(2) == 0 ? 0 : static_cast<std::size_t>(1 + below(kColumns)),
+                      below(2) == 0};
       ranks.call(number, what, seed + static_cast<unsigned>(number));
     }
   }

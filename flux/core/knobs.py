@@ -149,7 +149,8 @@ class Knobs:
             and GemmAR on GPUs of one node, M up to 512: the GEMM's own blocks send rows or sums, in
             one launch).
         tile: (rows, columns) of a GEMM tile of the local output. one_shot: M rows or more leave the
-            GEMM whole; smaller tiles have no meaning of their own.
+            GEMM whole, or, with fewer than N columns, cut the GEMM of an AllReduce into blocks of
+            them; smaller tiles have no meaning of their own.
         raster: rows of tiles per sweep; a sweep goes column by column.
         comm_tile_rows: rows of a communication tile, in [1, ceil(M/W)].
         direction: ``push`` | ``pull``.

@@ -302,8 +302,9 @@ def modelled(
 def ways_of_rows(problem: Problem) -> list[Knobs]:
     """Return ways of a call between hosts, on CPUs, whose sizes depend on M.
 
-    An AllReduce of path one_shot may have any number of rounds. Partials of experts may leave by
-    hosts: each slab packs the weights of all experts again, and ranks of a host may share cores.
+    An AllReduce of path one_shot may have any number of rounds, of rows or of columns. Partials of
+    experts may leave by hosts: each slab packs the weights of all experts again, and ranks of a
+    host may share cores.
     With 8 experts, M = 1024 and 2 hosts of 2 ranks, GroupedGemmRS took 0.53 of the unfused path
     with two slabs, and 0.64 with four.
     """
@@ -311,6 +312,9 @@ def ways_of_rows(problem: Problem) -> list[Knobs]:
     chunk = problem.chunk
     if problem.op.all_reduces:
         ways += [Knobs(path="one_shot", comm_tile_rows=ceil_div(chunk, i)) for i in range(2, 7)]
+        # Whole cache lines.
+        columns = [ceil_div(problem.local[0], 64 * i) * 64 for i in range(2, 17)]
+        ways += [Knobs(path="one_shot", tile=(ALL_ROWS, each)) for each in dict.fromkeys(columns)]
     if problem.op.reduces and problem.experts > 1 and problem.lanes > 1:
         slab = min(problem.m, chunk * problem.lanes), problem.local[0]
         ways.append(Knobs(path="fused", direction="push", tile=slab))

@@ -83,6 +83,10 @@ four loads of 8 bytes under way in each lane, and 0.8 us to memory and back; our
 SLAB_COST_ROWS = 50.0
 """A GEMM cut into slabs packs its weight again for each slab. The cost equals that of this many
 more rows (5% of 1024 rows, 10% of 512, 20% of 256: flux/select/heuristic.py)."""
+SLAB_COST_COLUMNS = 12.0
+"""The same of a GEMM cut along N, which packs x again: of the columns of the result. 1.0 to 1.4% of
+1024 columns for each slab, with 8 and 16 experts as with none, on a Zen 5; of 2048 to 4096 columns
+nothing is to be seen."""
 EXPERT_COST_ROWS = 25.0
 """The same of each weight of a grouped GEMM: 16 to 36 rows with weights of 1024 x 1024 and 64 to
 512 rows of each, on a Zen 4."""

@@ -10,8 +10,10 @@ from flux.machine.cluster import Cluster, bytes_per_ms
 from flux.select.hardware import (
     EXPERT_COST_ROWS,
     FEW_ROWS,
+    LAUNCH_US,
     NETWORK_CPU_MS_PER_MB,
     ONE_SHOT_US,
+    SLAB_COST_COLUMNS,
     SLAB_COST_ROWS,
     SOCKETS_BYTES,
 )
@@ -59,14 +61,22 @@ def one_shot_ms(problem: Problem, cluster: Cluster) -> float:
     lanes, hosts = problem.lanes, problem.nodes
     nbytes = problem.m * problem.row_bytes
     if problem.op.all_reduces:
-        whole = hosts == 2 or nbytes < TWO_PHASES_BYTES
-        across = nbytes * (hosts - 1) if whole else 2 * nbytes * (hosts - 1) / hosts
+        across = nbytes * (hosts - 1)
+        if _has_two_phases(problem):
+            across = 2 * nbytes * (hosts - 1) / hosts
     else:
         across = (hosts - 1) * lanes * problem.chunk * problem.row_bytes
-    inside = 0.0 if lanes == 1 else 3 * nbytes / bytes_per_ms(cluster.link.gbs)
+    inside = 0.0
+    if lanes > 1:  # copies of ranks that share a core take turns
+        inside = 3 * cluster.device.crowding * nbytes / bytes_per_ms(cluster.link.gbs)
     latency_us = ONE_SHOT_US + (cluster.network.latency_us if hosts > 1 else 0.0)
     across_ms = max(across / bytes_per_ms(cluster.network.gbs), network_cpu_ms(problem, cluster))
     return across_ms + inside + latency_us * 1e-3
+
+
+def _has_two_phases(problem: Problem) -> bool:
+    """Return whether an AllReduce sums parts, and then gathers them."""
+    return problem.nodes > 2 and problem.m * problem.row_bytes >= TWO_PHASES_BYTES
 
 
 def one_shot_exposed_ms(
@@ -79,20 +89,27 @@ def one_shot_exposed_ms(
     AllReduce, have no rows of their own to multiply while the last round is on the wire: of an
     AllGather, rows of the same host come with the rounds, too. All ranks' rows of a round are
     multiplied together, and beside them no more than a slot of shared memory is on the wire; of
-    ranks that are alone, what sockets hold.
+    ranks that are alone, what sockets hold. Blocks of columns are the rounds of an AllReduce. What
+    is gathered after a sum has no multiply beside it.
     """
     assert knobs.tile is not None and knobs.comm_tile_rows is not None
-    if knobs.tile[0] >= problem.m:
-        return comm
     alone = problem.world == problem.nodes
     rounds = ceil_div(problem.chunk, knobs.comm_tile_rows)
+    by_columns = False
+    if knobs.tile[0] >= problem.m:
+        by_columns = problem.op.all_reduces and knobs.tile[1] < problem.local[0]
+        if not by_columns:
+            return comm
+        rounds = ceil_div(problem.local[0], knobs.tile[1])
     if problem.op.all_reduces:
         slabs = rounds
     elif rounds > 1 or (alone and problem.op.reduces):
         slabs = rounds * (problem.world - 1) + 1
     else:
         slabs = 2 if problem.op.gathers else 1
-    cut = cut_ms(problem, whole, slabs)
+    cut = cut_ms(problem, whole, slabs, by_columns)
+    calls_us = ONE_SHOT_US + problem.experts * LAUNCH_US["cpu"]
+    cut += (slabs - 1) * cluster.device.crowding * calls_us * 1e-3
     slab = (whole + cut) / slabs
     if problem.op.gathers and not alone:
         rows = min(problem.chunk, SLOT_BYTES / problem.world / problem.row_bytes)
@@ -103,14 +120,24 @@ def one_shot_exposed_ms(
         slab = max(slab, whole + cut - comm * min(1.0, held))
     tail = 0.0 if alone and not problem.op.all_reduces else comm / rounds
     busy = network_cpu_ms(problem, cluster)
-    return max(cut + busy + tail, comm + slab - whole)
+    if not problem.op.all_reduces:
+        return max(cut + busy + tail, comm + slab - whole)
+    behind = comm / 2 if _has_two_phases(problem) else 0.0
+    summed = comm - behind
+    beside = summed / rounds
+    if not alone:
+        beside = min(slab, beside, summed * SLOT_BYTES / (problem.m * problem.row_bytes))
+        return behind + cut + max(busy + tail, summed - (slabs - 1) * beside)
+    return behind + max(cut + busy + beside, summed + slab - whole)
 
 
-def cut_ms(problem: Problem, whole: float, slabs: int) -> float:
-    """Return the cost of cutting a GEMM of a CPU into slabs: each packs the weights again.
+def cut_ms(problem: Problem, whole: float, slabs: int, by_columns: bool = False) -> float:
+    """Return the cost of cutting a GEMM of a CPU into slabs: each packs the weights again, or x.
 
     No slab takes longer than the GEMM.
     """
+    if by_columns:
+        return whole * (slabs - 1) * min(SLAB_COST_COLUMNS / max(problem.local[0], 1), 1.0)
     rows = max(SLAB_COST_ROWS, EXPERT_COST_ROWS * problem.experts)
     return whole * (slabs - 1) * min(rows / max(problem.m, 1), 1.0)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import flux
 from flux import Knobs, PeerTimeoutError
+from flux.backends.cpu.one_shot import block_columns
 from flux.core.env import HOST
 from flux.select.choose import Modelled
 from flux.select.one_shot import ONE_SHOTS
@@ -25,16 +26,22 @@ from reference import Inputs, Problem
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 
 
+BY_COLUMNS = Knobs(path="one_shot", tile=(99, 10))
+
+
 def many_calls(rank: int, world: int, hosts: str, in_rounds: bool) -> None:
     """M in random order, with pauses of this rank's own and inside calls."""
     rng, own = random.Random(3), random.Random(rank)
     knobs = Knobs(path="one_shot", comm_tile_rows=5, tile=(1, 1)) if in_rounds else ONE_SHOTS[0]
+    ways = [(name, knobs) for name in OPS] + [("gemm_ar", BY_COLUMNS)] * in_rounds
     with HOST.during(hosts[rank]):
-        for op_name in OPS:
+        for op_name, way in ways:
             problem = Problem(op_name, 70, (24,), 40)
-            with problem.build(tuning=knobs) as op:
+            with problem.build(tuning=way) as op:
                 backend: Any = op._backend
-                assert backend.one_shot._in_rounds(op.schedule(64)) == in_rounds
+                cut = in_rounds and way is knobs
+                assert backend.one_shot._in_rounds(op.schedule(64)) == cut
+                assert block_columns(op.schedule(64), op.spec) == (10 if way is BY_COLUMNS else 0)
                 room = op.workspace_bytes
                 for call in range(25):
                     if call == 15:
@@ -61,8 +68,8 @@ def with_options(rank: int, world: int) -> None:
         w = torch.randn(12, 8, generator=torch.Generator().manual_seed(rank)).bfloat16()
         bias = torch.arange(12.0).bfloat16()
         results = []
-        for path in ("one_shot", "fused"):
-            options: dict[str, Any] = {"dtype": torch.bfloat16, "tuning": Knobs(path=path)}
+        for knobs in (Knobs(path="one_shot"), BY_COLUMNS, Knobs(path="fused")):
+            options: dict[str, Any] = {"dtype": torch.bfloat16, "tuning": knobs}
             with (
                 flux.GemmAR(max_m=5, n=12, k=8 * world, **options) as ar,
                 flux.GemmRS(max_m=5, n=12, k=8 * world, reduce="avg", **options) as rs,
@@ -70,11 +77,13 @@ def with_options(rank: int, world: int) -> None:
             ):
                 (first, second), x_full = ag(x, [w, w[:4]], return_gathered=True)
                 results.append([ar(x, w, bias), rs(x, w, bias), first, second, x_full])
-        for one_shot, fused in zip(*results, strict=True):
+        for one_shot, by_columns, fused in zip(*results, strict=True):
             torch.testing.assert_close(one_shot, fused, rtol=0.02, atol=0.1)
-        everywhere = [torch.empty_like(results[0][0]) for _ in range(world)]
-        dist.all_gather(everywhere, results[0][0])
-        assert all(torch.equal(other, everywhere[0]) for other in everywhere)
+            torch.testing.assert_close(by_columns, fused, rtol=0.02, atol=0.1)
+        for result, *_ in results[:2]:
+            everywhere = [torch.empty_like(result) for _ in range(world)]
+            dist.all_gather(everywhere, result)
+            assert all(torch.equal(other, everywhere[0]) for other in everywhere)
 
 
 def test_options_give_what_the_fused_path_gives() -> None:
@@ -147,7 +156,7 @@ def chosen(rank: int, world: int) -> list[tuple[str, bool]]:
         flux.GemmAR(max_m=1 << 15, n=1024, k=2048) as op,
     ):
         knobs = [(m, op.schedule(m).knobs) for m in (1, 1 << 15)]
-        return [(each.path, each.tile[0] < m) for m, each in knobs if each.tile is not None]
+        return [(each.path, each.tile != (m, 1024)) for m, each in knobs]
 
 
 def test_the_cost_model_does_not_cut_the_gemm_of_few_rows() -> None:
@@ -187,6 +196,7 @@ def test_calls_that_differ_raise_on_all_ranks_and_leave_the_op_usable(hosts: str
 
 def ends(rank: int, world: int, hosts: str, how: str, victim: int) -> dict[str, Any]:
     problem = Problem("gemm_ar", 8, (4,), 12)
+    dist.barrier()  # a rank that starts late is none that stalls
     with HOST.during(hosts[rank]):
         op = problem.build(
             tuning=Knobs(path="one_shot"), timeout_s=60.0 if how == "killed" else 1.5

@@ -5,7 +5,9 @@ direction, and the threads that wake for each. Here each rank sends its part onc
 thread itself sends and receives. What ranks must agree on travels with the data.
 
 With more rows the collective has rounds of ``comm_tile_rows`` rows of each rank, and the GEMM is
-cut along them: the kernel sends one round's rows while the next one is multiplied.
+cut along them: the kernel sends one round's rows while the next one is multiplied. The GEMM of an
+AllReduce may be cut along N instead, into blocks of columns, each of which is a round. That packs x
+for each block, not the weights for each slab: few rows and many experts lose nothing then.
 
     GemmRS, GemmAR   multiply, send; multiply, send; ... multiply the own rows; sum what arrives
     AGGemm           send all own rows; multiply them; multiply each round's rows as they arrive
@@ -125,7 +127,11 @@ class OneShot:
                 return outs
             partial = backend.empty(call.m, spec.n[0])
             own = _C.core.row_count(call.m, self._world, self._rank)
-            out = partial if spec.op.all_reduces else backend.empty(own, spec.n[0])
+            out = partial
+            if not spec.op.all_reduces:
+                out = backend.empty(own, spec.n[0])
+            elif block_columns(schedule, spec):
+                out = backend.empty(call.m, spec.n[0])
             self.reduce(call, schedule, partial, out, hooks.meanwhile)
             return [out]
         except DisagreementError:
@@ -152,7 +158,8 @@ class OneShot:
         Args:
             call: the arguments.
             schedule: whose knobs say how many rows a round has.
-            partial: memory for this rank's partial results; for GemmAR it may be ``out``.
+            partial: memory for this rank's partial results; for GemmAR it may be ``out``, unless
+                it has blocks of columns, one behind the other.
             out: the result: [M, N], or of GemmRS the own rows.
             meanwhile: of the caller's hooks.
         """
@@ -160,6 +167,8 @@ class OneShot:
         multiply, row = Multiplier(spec, call), self._row_bytes
         in_rounds = self._in_rounds(schedule)
         slabs = _Slabs(schedule, spec.op.all_reduces) if in_rounds else None
+        block = block_columns(schedule, spec)
+        blocks = _Blocks(partial, block) if block else None
 
         def produce(begin: int, end: int) -> None:
             assert slabs is not None
@@ -170,8 +179,15 @@ class OneShot:
                 multiply(call.rows_of_x(rows), partial[rows], scale_x=scale, first=first)
                 self._stamp(Work.gemm)
 
+        def produce_columns(begin: int, end: int) -> None:
+            assert blocks is not None
+            for columns, target in blocks.of(begin, end):
+                self._stamp(Work.collective)
+                multiply(call.x, target, columns=columns, scale_x=call.scale_x)
+                self._stamp(Work.gemm)
+
         self._begin()
-        if not in_rounds:
+        if not in_rounds and not block:
             multiply(call.x, partial, scale_x=call.scale_x)
             self._stamp(Work.gemm)
         self._run(
@@ -182,7 +198,8 @@ class OneShot:
             schedule,
             bias=0 if bias is None else address_of(bias),
             scale=1.0 / self._world if spec.reduce == "avg" else 1.0,
-            produce=produce if in_rounds else None,
+            block=block,
+            produce=produce_columns if block else produce if in_rounds else None,
             meanwhile=meanwhile,
         )
 
@@ -271,6 +288,7 @@ class OneShot:
         *,
         bias: int = 0,
         scale: float = 1.0,
+        block: int = 0,
         produce: Callable[[int, int], None] | None = None,
         consume: Callable[[int, int], None] | None = None,
         meanwhile: Callable[[], None] = nothing,
@@ -285,9 +303,12 @@ class OneShot:
             offsets = [0] + [m * row] * world
         else:
             offsets = [_C.core.row_begin(m, world, rank) * row for rank in range(world)] + [m * row]
+        assert schedule.knobs.comm_tile_rows is not None
+        round_bytes = schedule.knobs.comm_tile_rows * row
+        if kind == Collective.all_reduce:
+            round_bytes = block * m * self._wire.itemsize if block else round_bytes * world
         self._engine.skip()
         self._number += (self._engine.epoch - self._number) & 0xFFFFFFFF
-        assert schedule.knobs.comm_tile_rows is not None
         self.collectives.run(
             kind,
             self._number,
@@ -299,7 +320,8 @@ class OneShot:
             bias=bias,
             columns=self._spec.n[0],
             scale=scale,
-            round_bytes=schedule.knobs.comm_tile_rows * row if produce or consume else 0,
+            round_bytes=round_bytes if produce or consume else 0,
+            block_columns=block,
             produce=produce,
             consume=consume,
             meanwhile=None if meanwhile is nothing else hook,
@@ -318,6 +340,39 @@ class OneShot:
         if self._lane is not None:
             self._lane.add(work, self._since, nbytes=nbytes)
             self._since = self._lane.now()
+
+
+def block_columns(schedule: TileSchedule, spec: OpSpec) -> int:
+    """Return the columns of a block that the GEMM of an AllReduce is cut into; 0: it is not."""
+    tile = schedule.knobs.tile
+    assert tile is not None
+    cut = spec.op.all_reduces and tile[0] >= schedule.shape[0] and tile[1] < spec.n[0]
+    return tile[1] if cut else 0
+
+
+class _Blocks:
+    """The blocks of columns that a GEMM is cut into, each of which is computed once.
+
+    Args:
+        partial: their memory, [M, N], where they lie one behind the other.
+        columns: of each but the last.
+    """
+
+    def __init__(self, partial: torch.Tensor, columns: int) -> None:
+        self._partial = partial.view(-1)
+        self._m, self._n = partial.shape
+        self._columns = columns
+        self._due = set(range(ceil_div(self._n, columns)))
+
+    def of(self, begin: int, end: int) -> Iterable[tuple[slice, torch.Tensor]]:
+        """Return the blocks in a range of bytes, except those returned before: columns, memory."""
+        block = self._m * self._columns * self._partial.itemsize
+        for i in range(begin // block, ceil_div(end, block)):
+            if i in self._due:
+                self._due.remove(i)
+                first, last = i * self._columns, min((i + 1) * self._columns, self._n)
+                memory = self._partial[self._m * first : self._m * last]
+                yield slice(first, last), memory.view(self._m, last - first)
 
 
 class _Slabs:
