@@ -29,7 +29,7 @@ from flux.select.cache import look_up
 from flux.select.dispatching import predict_sparse
 from flux.select.heuristic import IN_KERNEL_ROWS, dispatching, untuned
 from flux.select.in_kernel import FewRows, reason_not_in_kernel
-from flux.select.one_shot import ALL_ROWS, ONE_SHOTS
+from flux.select.one_shot import ALL_ROWS, MOST_BLOCKS, ONE_SHOTS
 from flux.select.winners import Entry, Key, Winner, fit, most_tiles
 from flux.transport.exchange import Exchange
 from flux.transport.link_speed import measured_gbs
@@ -302,21 +302,20 @@ def modelled(
 def ways_of_rows(problem: Problem) -> list[Knobs]:
     """Return ways of a call between hosts, on CPUs, whose sizes depend on M.
 
-    An AllReduce of path one_shot may have any number of rounds, of rows or of columns. Partials of
+    An AllReduce of path one_shot may be cut into blocks of any number of columns. Partials of
     experts may leave by hosts: each slab packs the weights of all experts again, and ranks of a
     host may share cores.
     With 8 experts, M = 1024 and 2 hosts of 2 ranks, GroupedGemmRS took 0.53 of the unfused path
     with two slabs, and 0.64 with four.
     """
     ways: list[Knobs] = []
-    chunk = problem.chunk
     if problem.op.all_reduces:
-        ways += [Knobs(path="one_shot", comm_tile_rows=ceil_div(chunk, i)) for i in range(2, 7)]
-        # Whole cache lines.
-        columns = [ceil_div(problem.local[0], 64 * i) * 64 for i in range(2, 17)]
-        ways += [Knobs(path="one_shot", tile=(ALL_ROWS, each)) for each in dict.fromkeys(columns)]
+        n = problem.local[0]
+        step = ceil_div(n, 64 * MOST_BLOCKS) * 64  # whole cache lines
+        widths = range(step, n // 2 + 1, step)
+        ways += [Knobs(path="one_shot", tile=(ALL_ROWS, width)) for width in widths]
     if problem.op.reduces and problem.experts > 1 and problem.lanes > 1:
-        slab = min(problem.m, chunk * problem.lanes), problem.local[0]
+        slab = min(problem.m, problem.chunk * problem.lanes), problem.local[0]
         ways.append(Knobs(path="fused", direction="push", tile=slab))
     return ways
 

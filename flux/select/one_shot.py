@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isqrt
 
 from flux.core.knobs import SLOT_BYTES, Knobs, Op
@@ -25,6 +26,9 @@ ONE_SHOTS = (
     Knobs(path="one_shot", tile=(ALL_ROWS, ALL_ROWS)),
 )
 """Path one_shot in rounds, in one round, and with a GEMM that is not cut."""
+
+MOST_BLOCKS = 16
+"""Blocks of columns that the GEMM of an AllReduce is cut into, at most."""
 
 TWO_PHASES_BYTES = 64 << 10
 """As in csrc/cpu/collectives.cpp."""
@@ -95,21 +99,27 @@ def one_shot_exposed_ms(
     assert knobs.tile is not None and knobs.comm_tile_rows is not None
     alone = problem.world == problem.nodes
     rounds = ceil_div(problem.chunk, knobs.comm_tile_rows)
-    by_columns = False
+    columns, by_columns = problem.local[0], False
+    shares = [1 / rounds] * rounds
     if knobs.tile[0] >= problem.m:
-        by_columns = problem.op.all_reduces and knobs.tile[1] < problem.local[0]
+        by_columns = problem.op.all_reduces and knobs.tile[1] < columns
         if not by_columns:
             return comm
-        rounds = ceil_div(problem.local[0], knobs.tile[1])
+        firsts = range(0, columns, knobs.tile[1])
+        shares = [min(knobs.tile[1], columns - first) / columns for first in firsts]
     if problem.op.all_reduces:
-        slabs = rounds
+        slabs = len(shares)
     elif rounds > 1 or (alone and problem.op.reduces):
         slabs = rounds * (problem.world - 1) + 1
     else:
         slabs = 2 if problem.op.gathers else 1
-    cut = cut_ms(problem, whole, slabs, by_columns)
-    calls_us = ONE_SHOT_US + problem.experts * LAUNCH_US["cpu"]
-    cut += (slabs - 1) * cluster.device.crowding * calls_us * 1e-3
+    calls_us = cluster.device.crowding * (ONE_SHOT_US + problem.experts * LAUNCH_US["cpu"])
+    cut = cut_ms(problem, whole, slabs, by_columns) + (slabs - 1) * calls_us * 1e-3
+    busy = network_cpu_ms(problem, cluster)
+    if problem.op.all_reduces:
+        summed = comm / 2 if _has_two_phases(problem) else comm
+        slot = 1.0 if alone else SLOT_BYTES / (problem.m * problem.row_bytes)
+        return _summed_ms(shares, whole + cut + busy, summed, slot) + comm - summed - whole
     slab = (whole + cut) / slabs
     if problem.op.gathers and not alone:
         rows = min(problem.chunk, SLOT_BYTES / problem.world / problem.row_bytes)
@@ -118,17 +128,25 @@ def one_shot_exposed_ms(
     elif problem.op.gathers:
         held = rounds * SOCKETS_BYTES / (problem.chunk * problem.row_bytes)
         slab = max(slab, whole + cut - comm * min(1.0, held))
-    tail = 0.0 if alone and not problem.op.all_reduces else comm / rounds
-    busy = network_cpu_ms(problem, cluster)
-    if not problem.op.all_reduces:
-        return max(cut + busy + tail, comm + slab - whole)
-    behind = comm / 2 if _has_two_phases(problem) else 0.0
-    summed = comm - behind
-    beside = summed / rounds
-    if not alone:
-        beside = min(slab, beside, summed * SLOT_BYTES / (problem.m * problem.row_bytes))
-        return behind + cut + max(busy + tail, summed - (slabs - 1) * beside)
-    return behind + max(cut + busy + beside, summed + slab - whole)
+    tail = 0.0 if alone else comm / rounds
+    return max(cut + busy + tail, comm + slab - whole)
+
+
+def _summed_ms(shares: Sequence[float], multiply: float, comm: float, slot: float) -> float:
+    """Return when the last part of an AllReduce has been sent, each behind its multiply.
+
+    Args:
+        shares: of the parts.
+        multiply: time of all multiplies.
+        comm: time of all messages.
+        slot: largest share that is sent beside a multiply.
+    """
+    now = sent = 0.0
+    for share in shares:
+        now += multiply * share
+        sent = max(sent, now) + comm * share
+        now = max(now, sent - comm * slot)
+    return sent
 
 
 def cut_ms(problem: Problem, whole: float, slabs: int, by_columns: bool = False) -> float:
