@@ -132,10 +132,12 @@ def predict(
             behind += own_sums_ms(problem, cluster, knobs, kernel, whole)
             bands = raster_ms(problem, cluster, kernel, knobs.raster)
             return Prediction(whole, behind + bands + _results_ms(problem, cluster))
-        exposed = _fused_exposed_ms(problem, knobs, whole, comm, transfers)
-        if kind == "cpu" and problem.op.all_reduces:
+        on_cpu = kind == "cpu"
+        exposed = _fused_exposed_ms(problem, knobs, whole, comm, transfers, on_cpu)
+        if on_cpu and problem.op.all_reduces:
             # Results follow the sums of own rows, which are multiplied last.
-            exposed = comm / 2 + _fused_exposed_ms(problem, knobs, whole, comm / 2, transfers)
+            half = _fused_exposed_ms(problem, knobs, whole, comm / 2, transfers, on_cpu)
+            exposed = comm / 2 + half
         if kernel is not None:
             band = _band_exposed_ms(problem, knobs, whole, comm)
             if problem.op.gathers:
@@ -165,7 +167,7 @@ def _results_ms(problem: Problem, cluster: Cluster) -> float:
 
 
 def _fused_exposed_ms(
-    problem: Problem, knobs: Knobs, whole: float, comm: float, transfers: int
+    problem: Problem, knobs: Knobs, whole: float, comm: float, transfers: int, on_cpu: bool
 ) -> float:
     """Return the time of a fused kernel's transfers that the GEMM does not hide.
 
@@ -174,7 +176,9 @@ def _fused_exposed_ms(
                                                         first, and their last may outlast the rest
     """
     assert knobs.comm_tile_rows is not None and knobs.tile is not None
-    tile = whole * min(1.0, min(knobs.comm_tile_rows, knobs.tile[0]) / max(problem.m, 1))
+    # A slab of a CPU is sent, or multiplied, as a whole; of a GPU's tiles many run at once.
+    rows = (max if on_cpu else min)(knobs.comm_tile_rows, knobs.tile[0])
+    tile = whole * min(1.0, rows / max(problem.m, 1))
     exposed = max(0.0, comm + tile - whole)
     if problem.op.gathers:
         return exposed

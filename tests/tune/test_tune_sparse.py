@@ -234,10 +234,14 @@ def test_an_all_reduce_between_hosts_has_as_many_blocks_as_its_cuts_are_worth() 
 
 
 def test_partials_of_experts_leave_by_hosts() -> None:
-    """Measured, two ranks per host: M 1024 two slabs 0.53, four 0.64; M 512 0.65 and 0.81."""
-    for m in (512, 1024):
+    """With few rows: with many, the first of two slabs leaves late.
+
+    Measured, two ranks per host: M 512 two slabs 0.65, four 0.81, on a Zen 5 0.56 and 0.58; M 2048
+    0.45 and 0.40 there.
+    """
+    for m, tile in ((512, (256, 1024)), (2048, None)):
         knobs = chosen("grouped_gemm_rs", m, 4, between_hosts())
-        assert (knobs.path, knobs.tile) == ("fused", (m // 2, 1024))
+        assert (knobs.path, knobs.tile) == ("fused", tile)
     assert chosen("grouped_gemm_rs", 1024, 2, between_hosts()).tile is None  # one rank per host
 
 
