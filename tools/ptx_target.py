@@ -37,4 +37,5 @@ def ptx_target(checkout: Path = ROOT) -> Target:
         nvshmem_library=machine / "gpu/libemulated_gpu.so",
         loads_on_gpus=False,
         how_to_get="make emulator",
+        families=True,
     )

@@ -90,6 +90,7 @@ class Target:
         loads_on_gpus: whether a GPU can load the libraries. If not, the cache of kernels must not
             hold them.
         how_to_get: how to make ``nvshmem`` and its library, for messages.
+        families: whether ops of a family share a library: less to compile, for fewer cores.
     """
 
     flags: tuple[str, ...] = FLAGS
@@ -102,6 +103,7 @@ class Target:
     nvshmem_library: Path | None = None
     loads_on_gpus: bool = True
     how_to_get: str = ""
+    families: bool = False
 
 
 GPU = Target()
@@ -208,7 +210,8 @@ class CompileUnit:
         """Short description of its kernels, for display."""
         first = self.configs[0]
         build = " traced" if self.traced else ""
-        return f"{first.op} sm_{first.arch} {first.dtype}{build} x{len(self.configs)}"
+        ops = "+".join(dict.fromkeys(config.op for config in self.configs))
+        return f"{ops} sm_{first.arch} {first.dtype}{build} x{len(self.configs)}"
 
 
 def make_unit(configs: Sequence[GemmConfig], tools: Tools, traced: bool = False) -> CompileUnit:

@@ -79,7 +79,7 @@ def plan(
             current.update({config.name: library for config in library.configs})
     ready: dict[str, Library] = {}
     units = []
-    for group in libraries(configs):
+    for group in libraries(configs, tools.target.families):
         missing = [config for config in group if config.name not in current]
         for config in group:
             if config.name in current:

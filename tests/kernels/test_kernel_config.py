@@ -25,6 +25,7 @@ from flux.kernels.config import ARCHS, DENSE, GROUPED, OPS
 from flux.kernels.generator import (
     CONFIGS_PER_UNIT,
     config_struct,
+    family,
     libraries,
     mangled_part,
     translation_unit,
@@ -352,6 +353,10 @@ def test_libraries_hold_every_config_once_and_share_what_they_can(full: list[Gem
     partial = [group for group in groups if len(group) < CONFIGS_PER_UNIT]
     assert len(partial) <= len({(c.arch, c.op, c.dtype) for c in full})
     assert groups == libraries(config_set("full"))
+    shared = libraries(config_set("minimal"), families=True)
+    assert len(shared) == len({(c.arch, family(c)) for group in shared for c in group})
+    for group in shared:
+        assert all(f"FLUX_KERNEL({c.name}," in translation_unit(group) for c in group)
 
 
 def test_units_of_different_kinds_are_refused() -> None:
