@@ -21,8 +21,8 @@ class DispatchGroupedGemm(AGGroupedGemm):
     """AGGroupedGemm for ``ep > 1``: a rank receives only tokens of its experts.
 
     Arguments, results and order of rows: those of AGGroupedGemm. The backward keeps the received
-    tokens, where AGGroupedGemm gathers them again. There is no ``return_gathered``, and no path
-    ``one_shot``, which moves all tokens.
+    tokens, where AGGroupedGemm gathers them again. There is no ``return_gathered``. Path
+    ``one_shot``, for few rows between hosts, moves all tokens.
     """
 
     dispatches = True
@@ -45,7 +45,7 @@ class DispatchGroupedGemm(AGGroupedGemm):
 class GroupedGemmCombine(GroupedGemmRS):
     """GroupedGemmRS for ``ep > 1``: a rank sends only sums of tokens that its experts have.
 
-    Arguments and results: those of GroupedGemmRS. There is no path ``one_shot``.
+    Arguments and results: those of GroupedGemmRS. Path ``one_shot`` sends sums of all tokens.
     """
 
     dispatches = True

@@ -172,8 +172,6 @@ def check_executor(
             f"{label}: with {where} and backend {backend}, transport must be {_or(transports)}, "
             f"got {transport!r}"
         )
-    if spec.dispatches and knobs.path == "one_shot":
-        raise ValueError(f"{label}: path = one_shot moves all tokens, and is not for this op")
     # What holds for any number of nodes; ``check_mesh`` knows theirs.
     reason = spec.reason_not_on_gpus(knobs, nodes=2) if backend == "cuda" else None
     if reason is not None:

@@ -284,7 +284,7 @@ def modelled(
         problem: the op at its largest M.
         cluster: devices and links.
         apart: see ``usable``.
-        dispatches: the op moves some tokens only, which path one_shot cannot.
+        dispatches: the op moves some tokens only.
 
     Between hosts a chunk may be whole where rows travel before the GEMM.
     """
@@ -292,7 +292,7 @@ def modelled(
     direction = "push" if apart else None
     ways = tuple(Knobs(path=path, direction=direction) for path in paths)
     whole = Knobs(path="fused", direction=direction, comm_tile_rows=ALL_ROWS)
-    if apart and not dispatches:
+    if apart:
         ways += ONE_SHOTS
     if apart and (dispatches or problem.op.gathers):
         ways += (whole,)

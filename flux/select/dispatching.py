@@ -88,6 +88,8 @@ def predict_sparse(
         return predict(problem, cluster, knobs, kernel)
     if not on_gpus:
         dense = on_cpus(problem)
+        if knobs.path == "one_shot":  # which moves all tokens
+            dense = replace(dense, travels=1.0)
         if problem.dispatches and knobs.path == "unfused" and problem.world > 1:
             return Prediction(gemm_ms(dense, cluster), _sent_by_library(problem, cluster))
         return predict(dense, cluster, knobs, kernel)

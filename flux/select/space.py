@@ -376,7 +376,7 @@ def _fixed(
         if problem.op.reduces and cluster.switch_adds:
             by_switch = Knobs(path="in_kernel", reduce="in_flight")
             fixed["in_kernel_by_switch"] = resolve(problem, by_switch, tile)
-    if not on_gpus and problem.nodes > 1 and not dispatches:
+    if not on_gpus and problem.nodes > 1:
         fixed["one_shot"] = Knobs(path="one_shot")
         ways = [resolve(problem, knobs) for knobs in ONE_SHOTS]
         if ways[1] != ways[0]:

@@ -20,6 +20,7 @@ KNOBS = (
     Knobs(path="unfused"),
     Knobs(path="medium"),
     Knobs(path="one_shot"),
+    Knobs(path="one_shot", tile=(99, 2), comm_tile_rows=2),  # GemmAR: by columns, these by rows
     Knobs(store="direct", direction="push"),
     Knobs(store="staged", tile=(3, 2), comm_tile_rows=2),  # cuts columns
     Knobs(store="direct", direction="pull", tile=(2, 3), raster=2, comm_tile_rows=2),

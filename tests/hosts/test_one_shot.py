@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -192,6 +193,31 @@ def _by_size(self: Modelled, m: int) -> Knobs:
 @pytest.mark.parametrize("hosts", ["ab", "aabb", "aab"])
 def test_calls_that_differ_raise_on_all_ranks_and_leave_the_op_usable(hosts: str) -> None:
     run_ranks(len(hosts), disagreements, hosts)
+
+
+def supplied(rank: int, world: int) -> list[int]:
+    """Products of the caller make whole rows, so that blocks of columns would wait for all."""
+    x, w = torch.ones(12, 4), torch.ones(20, 4)
+    rows: list[int] = []
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        rows.append(x.shape[0])
+        return x @ w.t()
+
+    knobs = replace(BY_COLUMNS, comm_tile_rows=2)
+    with HOST.during("ab"[rank]), flux.GemmAR(max_m=12, n=20, k=8, tuning=knobs) as op:
+        right = torch.full((12, 20), 8.0)
+        assert torch.equal(op(x, None, gemm=product), right)
+        cut = rows[1:]  # behind a trial with one row
+        assert torch.equal(op(x, w), right)
+        with pytest.raises(RuntimeError, match="or only some pass gemm="):
+            op(x, w if rank else None, gemm=None if rank else product)
+        assert op.closed
+        return cut
+
+
+def test_a_supplied_product_is_cut_by_rows() -> None:
+    assert run_ranks(2, supplied) == [[4, 4, 4]] * 2
 
 
 def ends(rank: int, world: int, hosts: str, how: str, victim: int) -> dict[str, Any]:

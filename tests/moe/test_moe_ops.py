@@ -397,7 +397,6 @@ def _constructors(rank: int, world: int) -> None:
         ({"topk": 7}, "at most experts = 6"),
         ({"experts": 0}, "experts must be a positive integer, got 0"),
         ({"gated": True}, "needs an activation"),
-        ({"op": "combine", "knobs": Knobs(path="one_shot")}, "moves all tokens"),
         ({"dtype": torch.float8_e4m3fn}, "needs scaling = tensor or row"),
         ({"fast_accum": True}, "fast_accum is for float8_e4m3fn"),
     ):

@@ -260,12 +260,8 @@ def random_moe_case(rng: random.Random, op: str, world: int) -> MoeCase:
     )
     transport = rng.choice((None, None, "send_recv"))
     if transport is not None and isinstance(knobs, Knobs):
-        paths = ("unfused", "fused") if dispatches else ("unfused", "fused", "one_shot")
-        knobs = Knobs(path=rng.choice(paths))
-    if isinstance(knobs, Knobs) and knobs.path == "one_shot":
-        if dispatches:
-            knobs = replace(knobs, path="fused")
-        elif op == "reduce" and n % 2:  # blocks of columns
+        knobs = Knobs(path=rng.choice(("unfused", "fused", "one_shot")))
+        if knobs.path == "one_shot" and op == "reduce" and n % 2:  # blocks of columns
             knobs = replace(knobs, tile=(limit, max(n // 3, 1)))
     return MoeCase(
         op,

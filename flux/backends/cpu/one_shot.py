@@ -43,6 +43,8 @@ from flux.transport.placement import Placement
 if TYPE_CHECKING:
     from flux.transport.network import Network
 
+BY_ROWS = 0x5A5A
+"""What the digest of a call has where others of the same op are cut by columns, and it is not."""
 NOTICE_S = 0.3
 """Seconds to wait for the network to notice what a connection of ours has noticed."""
 
@@ -130,7 +132,7 @@ class OneShot:
             out = partial
             if not spec.op.all_reduces:
                 out = backend.empty(own, spec.n[0])
-            elif block_columns(schedule, spec):
+            elif self._block(call, schedule):
                 out = backend.empty(call.m, spec.n[0])
             self.reduce(call, schedule, partial, out, hooks.meanwhile)
             return [out]
@@ -138,7 +140,8 @@ class OneShot:
             # The ranks meet in the engine instead, where they find out what differs.
             self._engine.epoch -= 1
             backend.meet(schedule, call.digest)()
-            raise RuntimeError(f"{spec.label}: ranks chose different paths") from None
+            text = "ranks chose different paths, or only some pass gemm="
+            raise RuntimeError(f"{spec.label}: {text}") from None
         except PeerTimeoutError as error:
             culprit = getattr(error, "culprit", self._rank)
             text = f"{error}{problem_with(backend.network, culprit)}"
@@ -165,10 +168,12 @@ class OneShot:
         """
         spec, bias = self._spec, call.biases[0]
         multiply, row = Multiplier(spec, call), self._row_bytes
-        in_rounds = self._in_rounds(schedule)
-        slabs = _Slabs(schedule, spec.op.all_reduces) if in_rounds else None
-        block = block_columns(schedule, spec)
+        block, digest = self._block(call, schedule), call.digest
         blocks = _Blocks(partial, block) if block else None
+        in_rounds = self._in_rounds(schedule)
+        if not block and block_columns(schedule, spec):
+            in_rounds, digest = True, digest ^ BY_ROWS
+        slabs = _Slabs(schedule, spec.op.all_reduces) if in_rounds else None
 
         def produce(begin: int, end: int) -> None:
             assert slabs is not None
@@ -192,7 +197,7 @@ class OneShot:
             self._stamp(Work.gemm)
         self._run(
             Collective.all_reduce if spec.op.all_reduces else Collective.reduce_scatter,
-            call.digest,
+            digest,
             partial,
             out,
             schedule,
@@ -271,6 +276,10 @@ class OneShot:
             self._begin()
             multiply(0, call.m)
             self._stamp(Work.gemm)
+
+    def _block(self, call: Call, schedule: TileSchedule) -> int:
+        """Return the columns of a block; 0: the caller's product makes whole rows, or no blocks."""
+        return 0 if call.gemm is not None else block_columns(schedule, self._spec)
 
     def _in_rounds(self, schedule: TileSchedule) -> bool:
         """Return whether the GEMM is cut along the rounds of the collective."""

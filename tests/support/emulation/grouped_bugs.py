@@ -135,7 +135,7 @@ GROUPED_BUGS = {
     "flags of sums raised relaxed": _sum(r"st\.release\.sys", "st.relaxed.sys", RELEASED, SUMMED),
     "no barrier before the flags of sums": _sum(JOINED, NOT_JOINED, RELEASED, SUMMED),
     "the counter of items is not set back": _sum(
-        r"atom\.global\.exch\.b32[^;]*;", "", NEVER_COMES, POLLS, idle=True
+        r"atom\.global\.exch\.b64[^;]*;", "", NEVER_COMES, POLLS, idle=True
     ),
     # -- each rank a node, which libflux_nvshmem connects
     "signals of tokens from other nodes read relaxed": _gather(

@@ -8,6 +8,16 @@ from dataclasses import dataclass
 from flux import Knobs
 
 
+KERNELS = {"gemm_ar": "gemm_rs", "dispatch": "ag_grouped_gemm", "combine": "grouped_gemm_rs"}
+"""Kernels of ops, where they have another name."""
+
+
+def _name(part: str) -> str:
+    """Return the name of the kernel that a part of PTX begins with; empty: none."""
+    entry = re.search(r"\.entry (\w+)", part)
+    return "" if entry is None else entry.group(1)
+
+
 @dataclass(frozen=True)
 class Bug:
     """An edit of one kernel.
@@ -59,11 +69,11 @@ class Bug:
     def edit(self, text: str) -> str:
         """Return the text with the bug, where it has the kernel."""
         parts = re.split(r"(?=^\.(?:visible|weak|entry))", text, flags=re.M)
-        return "".join(self._edit(part) if self._is_in(part) else part for part in parts)
-
-    def _is_in(self, part: str) -> bool:
-        name = re.search(r"\.entry (\w+)", part)
-        return name is not None and self.kernel in name.group(1)
+        named = [part for part in parts if self.kernel in _name(part)]
+        # A library may have kernels of several ops.
+        kernel = f"flux_{KERNELS.get(self.op, self.op)}_sm"
+        own = [part for part in named if kernel in _name(part)] or named
+        return "".join(self._edit(part) if part in own else part for part in parts)
 
     def _edit(self, part: str) -> str:
         matches = list(re.finditer(self.pattern, part))

@@ -357,7 +357,7 @@ BUGS = {
         "",
         FENCED,
         TMA_ADD,
-        number=1,
+        number=2,
         rows=(131, 256, 131),
         reduce="in_flight",
     ),
@@ -409,7 +409,7 @@ BUGS = {
         r"ld\.shared",
     ),
     "the counter of tiles is not set back": _claimed(
-        "80", r"atom\.global\.exch\.b32[^;]*;", "", NEVER_COMES, POLLS, op="gemm_rs", idle=True
+        "80", r"atom\.global\.exch\.b64[^;]*;", "", NEVER_COMES, POLLS, op="gemm_rs", idle=True
     ),
     # -- kernels that end an AllReduce
     "flags of summed partials raised relaxed": _summed(
