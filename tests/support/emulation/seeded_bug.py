@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from flux import Knobs
 
-
 KERNELS = {"gemm_ar": "gemm_rs", "dispatch": "ag_grouped_gemm", "combine": "grouped_gemm_rs"}
 """Kernels of ops, where they have another name."""
 
