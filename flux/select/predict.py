@@ -176,8 +176,11 @@ def _fused_exposed_ms(
                                                         first, and their last may outlast the rest
     """
     assert knobs.comm_tile_rows is not None and knobs.tile is not None
-    # A slab of a CPU is sent, or multiplied, as a whole; of a GPU's tiles many run at once.
-    rows = (max if on_cpu else min)(knobs.comm_tile_rows, knobs.tile[0])
+    rows = min(knobs.comm_tile_rows, knobs.tile[0])  # of a GPU's tiles many run at once
+    if on_cpu:  # a slab is sent, or multiplied, as a whole
+        sent = knobs.comm_tile_rows
+        last = (problem.chunk - 1) % sent + 1 if problem.op.gathers else sent
+        rows = max(last, knobs.tile[0])
     tile = whole * min(1.0, rows / max(problem.m, 1))
     exposed = max(0.0, comm + tile - whole)
     if problem.op.gathers:
