@@ -25,6 +25,7 @@
 // thread (Mover) moves bytes between those buffers and the caller's memory every millisecond, and only
 // during a multiply: the links are under its lock then, and the caller's at all other times.
 //   sums       multiply rows of others, send them; the same for the next round; ... own rows last
+//   AllReduce  the same with rows of all, or with blocks of columns
 //   AllGather  send the own rows; multiply the own rows; multiply each round's rows as they come
 //
 // Memory ordering and reuse. Slots alternate between two, over all rounds of all completed calls. A

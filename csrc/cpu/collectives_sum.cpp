@@ -72,6 +72,10 @@ void Collectives::each_run(std::size_t at, std::size_t bytes, Visit&& visit) con
 
 // Copies a range of the vector to where its rows are in the result.
 void Collectives::to_rows(const char* from, std::size_t at, std::size_t bytes) {
+  if (call_->block_columns == 0) {
+    std::memcpy(call_->out + at, from, bytes);
+    return;
+  }
   const std::size_t begin = at;
   each_run(at, bytes, [&](std::size_t here, std::size_t length, std::size_t to, std::size_t) {
     std::memcpy(call_->out + to, from + (here - begin), length);

@@ -191,8 +191,13 @@ class OneShot:
                 multiply(call.x, target, columns=columns, scale_x=call.scale_x)
                 self._stamp(Work.gemm)
 
+        cut: Callable[[int, int], None] | None = None
+        if block:
+            cut = produce_columns
+        elif in_rounds:
+            cut = produce
         self._begin()
-        if not in_rounds and not block:
+        if cut is None:
             multiply(call.x, partial, scale_x=call.scale_x)
             self._stamp(Work.gemm)
         self._run(
@@ -204,7 +209,7 @@ class OneShot:
             bias=0 if bias is None else address_of(bias),
             scale=1.0 / self._world if spec.reduce == "avg" else 1.0,
             block=block,
-            produce=produce_columns if block else produce if in_rounds else None,
+            produce=cut,
             meanwhile=meanwhile,
         )
 
