@@ -26,6 +26,7 @@ from flux.kernels.config import GROUPED, GemmConfig
 from flux.kernels.legality import GemmProblem, reason_not_summing, reason_unsupported
 from flux.machine.cluster import Cluster
 from flux.select.all_to_all import predicted_ms
+from flux.select.choose import ways_of_rows
 from flux.select.cost import gemm_ms
 from flux.select.cycles import cost
 from flux.select.dispatching import predict_sparse
@@ -88,7 +89,7 @@ class Candidate:
 
     Attributes:
         name: short, unique among the candidates of a shape, the same in every process.
-        knobs: all fields set; open for the default, and for those of the library path.
+        knobs: all fields set; open where a name stands for whatever the op resolves.
         kernel: on a GPU.
         predicted_ms: by the model.
     """
@@ -97,14 +98,6 @@ class Candidate:
     knobs: Knobs
     kernel: GemmConfig | None = None
     predicted_ms: float = 0.0
-
-    @property
-    def chosen(self) -> Knobs:
-        """Knobs to store for a winner; of a path without tiles only the path: it has no others.
-
-        Values that an op resolves itself may change.
-        """
-        return self.knobs if self.knobs.is_tiled else Knobs(path=self.knobs.path)
 
 
 @dataclass(frozen=True)
@@ -321,6 +314,8 @@ def candidates(
     if space.backend == "cuda":
         configs, pruned = kernels(space, problem)
         best_kernel, speeds = _kernel_speeds(configs, problem, cluster)
+    if space.backend == "cpu" and problem.nodes > 1:
+        combined += [knobs for knobs in ways_of_rows(problem) if knobs.path == "fused"]
     if space.backend == "cuda" and isinstance(problem, SparseProblem):
         combined, refused = _for_experts(problem, combined)
         pruned += refused
@@ -383,6 +378,9 @@ def _fixed(
             fixed["one_round"] = ways[1]
         if ways[2] not in ways[:2]:
             fixed["one_gemm"] = ways[2]
+        for knobs in ways_of_rows(problem):
+            if knobs.path == "one_shot" and knobs.tile is not None:
+                fixed[f"columns={knobs.tile[1]}"] = resolve(problem, knobs)
     return fixed
 
 

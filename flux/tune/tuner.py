@@ -416,7 +416,7 @@ class Tuner:
         assert ms is not None
         winner = Winner(
             m=search.problem.m,
-            knobs=candidate.chosen,
+            knobs=candidate.knobs,
             ms=ms,
             unfused_ms=search.ms("unfused"),
             medium_ms=search.ms("medium"),

@@ -20,6 +20,7 @@ from flux.core.sparse_problem import SPARSE, make_problem
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.machine.cluster import load_cluster
+from flux.select.choose import ways_of_rows
 from flux.select.cost import gemm_ms, raster_ms, traffic_ms
 from flux.select.heuristic import kernels_can_push, make_schedule, raster, resolve
 from flux.select.one_shot import ONE_SHOTS
@@ -68,6 +69,7 @@ def test_candidates_can_run_and_are_all_different(op: str, world: int, nodes: in
             make_schedule(op, (m, 4096, 1024), world, rank, topology, one.knobs)
     fixed = 3  # and between hosts one_shot, of whose ways some are the same for few rows
     fixed += 0 if nodes == 1 else len({resolve(problem, knobs) for knobs in ONE_SHOTS})
+    fixed += 0 if nodes == 1 else len(ways_of_rows(problem))
     assert len(kept) + len(pruned) == fixed + len(list(combinations(space, problem)))
     assert all(one.reason for one in pruned)
     again, _ = candidates(space, problem, topology, cluster)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from flux.select.cache import Cache
 from flux.select.choose import Modelled, Tuned, modelled, threads_per_core
 from flux.select.cost import gemm_ms
 from flux.select.dispatching import needed_share, on_cpus, predict_sparse
-from flux.select.heuristic import dispatching
+from flux.select.heuristic import dispatching, resolve
 from flux.select.one_shot import network_cpu_ms
 from flux.select.predict import predict
 from flux.select.space import candidates, load_space
@@ -114,14 +114,19 @@ def test_keys_of_variants_differ_and_those_of_dense_ops_stay() -> None:
     assert pinned.name == "ag_gemm_float32_n32_k16_1x2_3e296df26681"
 
 
-def test_ops_of_experts_between_hosts_are_tried_with_path_one_shot() -> None:
-    topology, cluster = Topology(2, 1, 1), detect("cpu")
-    for name in SPARSE:
-        problem = make_problem(name, 64, 128, 128, "float32", 2)
-        kept, _ = candidates(load_space("cpu"), replace(problem, nodes=2), topology, cluster)
-        paths = {candidate.knobs.path for candidate in kept}
-        expected = "one_shot" in paths
-        assert expected == ("grouped_gemm" in name), name
+@pytest.mark.parametrize("name", [*Op.__members__, *SPARSE])
+def test_tuning_tries_what_the_model_chooses_between_hosts(name: str) -> None:
+    """Of winners the sizes are stored, also of path one_shot."""
+    cluster, space = between_hosts(), load_space("cpu")
+    for world, m in product((2, 4), (16, 512, 4096)):
+        problem = replace(make_problem(name, m, 1024, 1024, "float32", world), nodes=2)
+        kept, _ = candidates(space, problem, Topology(2, 1, world // 2), cluster)
+        assert ("one_shot" in {way.knobs.path for way in kept}) == ("all_to_all" not in name)
+        if "all_to_all" in name:
+            continue
+        choice = modelled(problem, cluster, True, problem.name in DISPATCHING).knobs(m)
+        full = resolve(problem.scheduled, choice)
+        assert full in [resolve(problem.scheduled, way.knobs) for way in kept], (world, m)
 
 
 def test_pushed_rows_are_rated_by_their_bytes_not_by_copies() -> None:
