@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations, product
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from flux.bench.config import BenchConfig
 from flux.core.env import TUNE_CACHE
 from flux.core.knobs import SLOT_BYTES, Knobs, Op, Topology
 from flux.core.problem import Problem, ceil_div
@@ -31,9 +33,10 @@ from flux.select.one_shot import network_cpu_ms
 from flux.select.predict import predict
 from flux.select.space import candidates, load_space
 from flux.select.winners import Entry, Key, Winner
+from flux.tune import worker
 from flux.tune.halving import median_ms
 from flux.tune.machine import survey
-from flux.tune.tuner import Options, Tuner, make_search
+from flux.tune.tuner import SKEWS, Options, Tuner, make_search
 from flux.ulysses import AllToAllGemm
 from harness import run_ranks
 
@@ -95,6 +98,18 @@ def test_ops_use_winners_that_are_never_slower_than_the_default(tmp_path: Path) 
     run_ranks(2, _looked_up)
     for key in keys:
         cache.remove(key)
+
+
+def test_times_are_those_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`flux tune` said 256 ms of an op that takes 128: it had timed two routings."""
+    monkeypatch.setattr(worker.dist, "all_reduce", lambda *_, **__: None)
+    one = worker._Worker.__new__(worker._Worker)
+    one._rank, one._deadline, one._numbers = 0, inf, {"default": 0}
+    for skews in ((0.0,), SKEWS):
+        problem = make_problem("grouped_gemm_rs", 8, 8, 8, "float32", 2, {"experts": 4, "topk": 2})
+        one._config = BenchConfig(problem=problem, skews=skews)
+        times, over = one._slowest({"default": SimpleNamespace(wall_ms=12.0)})
+        assert times == {"default": 12.0 / len(skews)} and not over
 
 
 def test_keys_of_variants_differ_and_those_of_dense_ops_stay() -> None:
