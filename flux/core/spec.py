@@ -106,6 +106,8 @@ class OpSpec:
                 f"{self.label}: fast_accum is for float8_e4m3fn, and must be True or False; "
                 f"got {self.fast_accum!r} with {self.dtype}"
             )
+        if self.op.exchanges:
+            self._check_heads()
         sizes = {"max_m": (self.max_m,), "n": self.n, "k": (self.k,)}
         for name, values in sizes.items():
             if not values or not all(type(v) is int and 1 <= v <= MAX_SIZE for v in values):
@@ -117,8 +119,6 @@ class OpSpec:
             raise ValueError(f"{self.label}: n must be one size, got {self.n}")
         if self.experts is not None:
             self._check_experts()
-        if self.op.exchanges:
-            self._check_heads()
         if self.reduce not in ("sum", "avg"):
             raise ValueError(f"{self.label}: reduce must be 'sum' or 'avg', got {self.reduce!r}")
         out_dtype = _RESULTS[self.dtype]
@@ -140,8 +140,15 @@ class OpSpec:
         for name in ("experts", "topk", "ep"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= MAX_SIZE:
-                raise ValueError(f"{self.label}: {name} must be a positive integer, got {value!r}")
+                raise ValueError(
+                    f"{self.label}: {name} must be a positive integer up to {MAX_SIZE}, got {value!r}"
+                )
         assert self.experts is not None
+        if self.activation != "none" and not self.op.gathers:
+            raise ValueError(
+                f"{self.label}: activation and gated are for ops that gather; got "
+                f"activation = {self.activation}"
+            )
         if self.topk > self.experts or self.ep > self.experts:
             raise ValueError(
                 f"{self.label}: topk and ep must be at most experts = {self.experts}, got "

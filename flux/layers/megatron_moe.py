@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.moe import router as megatron_router
 from megatron.core.utils import get_pg_rank, get_pg_size
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from flux.layers.eligible import has_hooks, reason_unsupported, say_once
 from flux.moe import AGGroupedGemm, DispatchGroupedGemm, GroupedGemmCombine, GroupedGemmRS
@@ -61,8 +63,11 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc, unused-ignore]
     _flux_user: User | None = None
     _routing_map: torch.Tensor | None = None  # of the call that is inside, if it is fused
 
-    def _reason_unfused(self, hidden: torch.Tensor) -> str | None:
-        """Return why Megatron's own path is used, None if it is not; the same on all ranks."""
+    def _reason_unfused(self, hidden: torch.Tensor, routing_map: torch.Tensor) -> str | None:
+        """Return why Megatron's own path is used, None if it is not; on all ranks or on none.
+
+        Collective, unless the configuration, which is the same on all ranks, rules it out.
+        """
         config, experts = self.config, self.experts
         on = config.tp_comm_overlap if self.overlap is None else self.overlap
         if not on:
@@ -78,8 +83,6 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc, unused-ignore]
             return "moe_shared_expert_overlap is not supported by flux"
         if getattr(experts, "activation_recompute", False):
             return "recompute_modules has moe_act, which flux does not support"
-        if any(has_hooks(module) for module in experts.modules()):
-            return "the experts have hooks, which a grouped product does not call"
         parts = get_pg_size(experts.tp_group)
         group = self.token_dispatcher.tp_ep_group
         rank = get_pg_rank(self.ep_group) * parts + get_pg_rank(experts.tp_group)
@@ -87,28 +90,44 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc, unused-ignore]
             return "ranks of a tensor-parallel group of experts are not neighbours"
         weight = next(experts.parameters())
         reason = reason_unsupported(group.group_name, hidden, weight)
-        if reason is None and not self._equal_shares(hidden):
+        reason = reason or _reason_own_forward(experts) or self._reason_choices(routing_map)
+        return self._agreed(hidden, reason)
+
+    def _reason_choices(self, routing_map: torch.Tensor) -> str | None:
+        """Return why a product for ``moe_router_topk`` experts of each token is not what is asked.
+
+        Megatron's router chooses so many. Others may choose more, and its dispatchers take them.
+        """
+        router, topk = self.router, self.config.moe_router_topk
+        hooked = getattr(router, "_forward_hooks", None) or _is_patched(router)
+        if type(router) is megatron_router.TopKRouter and not hooked:
+            return None
+        if bool((routing_map.sum(dim=1) > topk).any()):
+            return f"the router chose more than moe_router_topk = {topk} experts of a token"
+        return None
+
+    def _agreed(self, hidden: torch.Tensor, reason: str | None) -> str | None:
+        """Return the reason of this rank, or that another one has one. Collective.
+
+        Dispatcher allgather gathers equal shares, and Megatron does not check them.
+        """
+        group = self.token_dispatcher.tp_ep_group
+        own = torch.tensor([hidden.numel(), reason is None], device=hidden.device)
+        everybody = own.new_empty(2 * get_pg_size(group))
+        dist.all_gather_into_tensor(everybody, own, group=group)
+        counts, fused = everybody.view(-1, 2).unbind(1)
+        if reason is None and not bool(fused.all()):
+            return "another rank uses it"
+        alltoall = self.config.moe_token_dispatcher_type == "alltoall"
+        if reason is None and alltoall and bool((counts != own[0]).any()):
             return "ranks have different numbers of tokens"
         return reason
 
-    def _equal_shares(self, hidden: torch.Tensor) -> bool:
-        """Return whether all ranks have as many tokens. Collective, for dispatcher alltoall.
-
-        The other dispatcher gathers equal shares, and Megatron does not check them.
-        """
-        if self.config.moe_token_dispatcher_type == "allgather":
-            return True
-        group = self.token_dispatcher.tp_ep_group
-        own = torch.tensor([hidden.numel()], device=hidden.device)
-        counts = own.new_empty(get_pg_size(group))
-        dist.all_gather_into_tensor(counts, own, group=group)
-        return bool((counts == own).all())
-
-    def _fuses(self, hidden: torch.Tensor) -> bool:
+    def _fuses(self, hidden: torch.Tensor, routing_map: torch.Tensor) -> bool:
         """Return whether to use the fused path; log the reason once if not."""
         if get_pg_size(self.token_dispatcher.tp_ep_group) == 1:
             return False  # no communication: nothing to fuse or to log
-        reason = self._reason_unfused(hidden)
+        reason = self._reason_unfused(hidden, routing_map)
         if reason is not None:
             say_once(f"{type(self).__name__}: Megatron's own path, because {reason}")
         return reason is None
@@ -118,7 +137,7 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc, unused-ignore]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep the tokens where they are until the first product gathers them."""
         self._routing_map = None
-        if not self._fuses(hidden_states):
+        if not self._fuses(hidden_states, routing_map):
             plain: tuple[torch.Tensor, torch.Tensor]
             plain = super().preprocess(hidden_states, probs, routing_map)
             return plain
@@ -228,6 +247,36 @@ _UNSUPPORTED = (
     "overlap_dispatch_backward_with_experts_wgrad",
 )
 """Settings with which Megatron's own path is used, if they are on."""
+_LINEAR = "ColumnParallelLinear", "RowParallelLinear"
+_PLAIN = {
+    "megatron.core.transformer.mlp": ("MLP",),
+    "megatron.core.tensor_parallel.layers": _LINEAR,
+    "megatron.core.extensions.transformer_engine": tuple(f"TE{name}" for name in _LINEAR),
+    "flux.layers.megatron": _LINEAR,
+}
+"""Modules and their classes that compute no more than a product with their weight, as experts."""
+
+
+def _is_patched(module: torch.nn.Module) -> bool:
+    """Return whether an instance has a forward of its own, or a router its own way to choose."""
+    return not {"forward", "routing"}.isdisjoint(vars(module))
+
+
+def _reason_own_forward(experts: torch.nn.Module) -> str | None:
+    """Return why products of the experts' weights are not what their modules compute."""
+    for module in experts.modules():
+        if has_hooks(module):
+            return "the experts have hooks, which a grouped product does not call"
+        if _is_patched(module):
+            return f"forward of a {type(module).__name__} of the experts was replaced"
+    for expert in getattr(experts, "local_experts", ()):
+        for module in (expert, expert.linear_fc1, expert.linear_fc2):
+            kind = type_before_parametrizations(module)
+            if kind.__name__ not in _PLAIN.get(kind.__module__, ()):
+                return f"experts have a {kind.__name__}, which may compute something else"
+        if expert.activation_func is not expert.config.activation_func:
+            return "activation_func of an expert is not that of the configuration"
+    return None
 
 
 def _biases(experts: Any, name: str) -> torch.Tensor | None:

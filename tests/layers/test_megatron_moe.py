@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,7 +17,9 @@ from megatron_cases import config, megatron
 SIZES: dict[str, Any] = {"moe_ffn_hidden_size": 24, "ffn_hidden_size": 24, "num_moe_experts": 4}
 
 
-def _layers(settings: dict[str, Any], tp: int) -> tuple[Any, Any]:
+def _layers(
+    settings: dict[str, Any], tp: int, change: Callable[[Any], None] | None = None
+) -> tuple[Any, Any]:
     """Megatron's layer and ours, with equal values: the router's on all ranks, experts' on none."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -39,6 +42,8 @@ def _layers(settings: dict[str, Any], tp: int) -> tuple[Any, Any]:
     )
     spec = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=made.moe_grouped_gemm)
     theirs, ours = (MoELayer(made, spec.submodules, layer_number=1) for _ in range(2))
+    for layer in (theirs, ours) if change is not None else ():
+        change(layer)
     torch.manual_seed(3)
     for name, parameter in theirs.named_parameters():
         if "router" not in name and "shared" not in name:
@@ -69,7 +74,8 @@ def _compare(
         parallel = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
         theirs, ours = _layers({**settings, **parallel}, tp)
         if path == "fused":
-            assert ours._reason_unfused(torch.zeros(4, 2, 32, dtype=torch.float64)) is None
+            x, choices = torch.zeros(4, 2, 32, dtype=torch.float64), torch.zeros(8, 4) > 0
+            assert ours._reason_unfused(x, choices) is None
         for step in range(2):
             results = []
             for layer in (theirs, ours):
@@ -150,3 +156,98 @@ def test_what_is_not_fused_is_megatrons_own(
     tp: int, ep: int, etp: int, settings: dict[str, Any]
 ) -> None:
     run_ranks(max(tp, ep * etp), _compare, tp, ep, etp, settings, "own")
+
+
+def _no_hook(module: Any, inputs: Any, output: Any) -> None: ...
+
+
+def _subclass(layer: Any) -> None:
+    fc1 = layer.experts.local_experts[1].linear_fc1
+    kind = type(fc1)
+
+    class Scaled(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out, bias = super().forward(*args, **kwargs)
+            return 3 * out, bias
+
+    fc1.__class__ = Scaled
+
+
+class _Adapter(torch.nn.Module):
+    """A wrapper that has the weight of what it wraps, as LoRA's."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+
+    weight = property(lambda self: self.base.weight)
+    bias = property(lambda self: self.base.bias)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out, bias = self.base(x)
+        return out + x.sum(-1, keepdim=True), bias
+
+
+def _adapter(layer: Any) -> None:
+    for expert in layer.experts.local_experts:
+        expert.linear_fc1 = _Adapter(expert.linear_fc1)
+
+
+def _patched(layer: Any) -> None:
+    expert = layer.experts.local_experts[0]
+    own = expert.forward
+    expert.forward = lambda x, probs: (2 * own(x, probs)[0], None)
+
+
+def _activation(layer: Any) -> None:
+    for expert in layer.experts.local_experts:
+        expert.activation_func = torch.nn.functional.relu
+
+
+def _always_on(layer: Any) -> None:
+    def add(module: Any, inputs: Any, chosen: Any) -> Any:
+        probs, routing_map = chosen
+        routing_map = routing_map.clone()
+        routing_map[:, 0] = True
+        return probs + 0.1 * routing_map, routing_map
+
+    layer.router.register_forward_hook(add)
+
+
+def _hook_on_one_rank(layer: Any) -> None:
+    if dist.get_rank() == 0:
+        layer.experts.local_experts[0].register_forward_hook(_no_hook)
+
+
+def _plain_hook_of_router(layer: Any) -> None:
+    layer.router.register_forward_hook(_no_hook)
+
+
+CHANGES = {
+    _subclass: False,
+    _adapter: False,
+    _patched: False,
+    _activation: False,
+    _always_on: False,
+    _hook_on_one_rank: False,
+    _plain_hook_of_router: True,
+}
+"""What users change, and whether the layer is fused with it."""
+
+
+def _compare_changed(rank: int, world: int) -> None:
+    ep = {"expert_model_parallel_size": world}
+    for dispatcher in ("alltoall", "allgather"):
+        for change, fused in CHANGES.items():
+            with megatron(1, **ep):
+                settings = {"moe_token_dispatcher_type": dispatcher, **ep}
+                theirs, ours = _layers(settings, 1, change)
+                x = torch.randn(4, 2, 32, dtype=torch.float64)
+                torch.testing.assert_close(ours(x)[0], theirs(x)[0], msg=change.__name__)
+                assert (ours._flux_user is not None) == fused, change.__name__
+                ours.close()
+
+
+def test_experts_and_routers_that_users_changed_compute_what_they_do_in_megatron() -> None:
+    """The fused path left out what was not in the weights; a hook on one rank ended in an abort."""
+    run_ranks(2, _compare_changed)
