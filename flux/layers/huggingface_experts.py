@@ -94,7 +94,7 @@ class ExpertsForward:
         own, whole = self._depth(down)
         world = self._world
         # By whole sizes: of 7 rows 2 ranks have 4 and 3, and all have to come to the same answer.
-        shared, part = (up.shape[0], whole) if self._split else (whole, whole // world)
+        shared, part = (down.shape[0], whole) if self._split else (whole, whole // world)
         uneven = isinstance(down, DTensor) and shared % world != 0
         if uneven or own != part or not self._fits(up, own, x.shape[1]):
             return f"{world} ranks cannot share its weights evenly"

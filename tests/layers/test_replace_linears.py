@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 import harness
 from flux.layers import close_pools, eligible, replace_linears
+from flux.layers.huggingface_experts import ExpertsForward
 from flux.ops.pool import pool_of
 from harness import more, run_ranks
 
@@ -402,3 +404,26 @@ def _refused(rank: int, world: int) -> None:
 
 def test_invalid_plan_or_model_raises() -> None:
     run_ranks(2, _refused)
+
+
+def _uneven_experts(rank: int, world: int) -> None:
+    """Both of Transformers' ways to split experts: 7 rows of each, and 5 experts."""
+    mesh, width = init_device_mesh("cpu", (world,)), 6
+    for split, experts, depth in ((False, 4, 7), (True, 5, 8)):
+        down = torch.zeros(experts, width, depth)
+        shared = distribute_tensor(down, mesh, [Shard(0 if split else 2)])
+        local = shared.to_local()
+        up = torch.zeros(len(local), 2 * local.shape[2], width)
+        module: Any = torch.nn.Module()
+        module.gate_up_proj, module.down_proj = up, shared
+        module.has_gate, module.has_bias, module.is_transposed = True, False, False
+        module.config = SimpleNamespace(_experts_implementation="eager")
+        forward = ExpertsForward(module, None, dist.group.WORLD, split)
+        args = torch.zeros(3, width), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
+        reason = forward._reason_unfused(args, {})
+        assert reason is not None and "evenly" in reason, (split, reason)
+
+
+def test_ranks_agree_that_experts_are_not_shared_evenly() -> None:
+    """Rank 1 of 2 had 3 = 7 // 2 rows, and waited for rank 0 in an op that this never built."""
+    run_ranks(2, _uneven_experts)
