@@ -30,8 +30,9 @@ from flux.moe.product import LOADED, grouped_mm
 
 def flat(results: Any, problem: SparseProblem) -> torch.Tensor:
     """Return results of all routings, or of all packed tensors, as one matrix."""
-    width = problem.head_dim if problem.name == "gemm_all_to_all" else results[0].shape[-1]
-    return torch.cat([result.reshape(-1, width) for result in results])
+    if problem.name == "gemm_all_to_all":
+        return torch.cat([result.reshape(-1, problem.head_dim) for result in results])
+    return torch.cat([result.flatten(0, -2) for result in results])  # a rank may have no columns
 
 
 class FusedSparse(Fused):

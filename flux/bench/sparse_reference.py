@@ -244,7 +244,8 @@ def _expected(
     """Yield (expected, bound) of each routing or packed tensor, as matrices."""
     problem = layout.problem
     dense = problem.dense if problem.op.exchanges else problem.scheduled
-    deep = replace(dense, k=problem.k * max(1, problem.topk))
+    weighted = 1 if problem.op.reduces and not problem.op.exchanges else 0  # by probabilities
+    deep = replace(dense, k=problem.k * max(1, problem.topk) + weighted)
 
     def bounds(sums: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         expected, magnitude, carried = sums
@@ -260,7 +261,7 @@ def _expected(
         if problem.op.gathers:
             routing = layout.routing(case.experts)
             full = torch.cat(peers.tensors(lambda of, n=number: of.routings[n].exact))  # type: ignore[misc]
-            sums = zeros_for(routing.rows, inputs.weight[0])
+            sums = zeros_for(routing.rows, _columns(inputs.weight))
             for expert, begin, end in routing.groups(0, problem.m):
                 rows = full[routing.tokens[begin:end]]
                 part = tuple(total[begin:end] for total in sums)
@@ -271,13 +272,18 @@ def _expected(
         yield bounds(tuple(total[own] for total in peers.total(partial(_summed, number))))
 
 
+def _columns(weights: torch.Tensor) -> torch.Tensor:
+    """Return a weight of as many columns as each of [experts, N, K]; there may be no expert."""
+    return weights.new_empty(weights.shape[1], 0)
+
+
 def _summed(number: int, layout: SparseShare, inputs: SparseInputs) -> Sums:
     """Return a rank's part of the sums of all tokens, of one routing."""
     case, weight = inputs.routings[number], inputs.weight
     x = case.exact
     routing = layout.routing(case.experts)
     tokens, choices = routing.on(weight.device)
-    sums = zeros_for(layout.problem.m, weight[0])
+    sums = zeros_for(layout.problem.m, _columns(weight))
     probs = case.probs.double().reshape(-1)[choices]
     for expert, begin, end in routing.groups(0, layout.problem.m):
         part = zeros_for(end - begin, weight[0])

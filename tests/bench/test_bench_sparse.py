@@ -65,6 +65,24 @@ def test_methods_are_right_and_a_wrong_element_is_found(name: str) -> None:
         run_ranks(3, _measured, name, {"scaling": scaling, "fast_accum": scaling == "row"})
 
 
+def _small(rank: int, world: int) -> None:
+    """A rank without columns, one with one expert fewer or none, and products of few terms."""
+    for name, m, n, k, sizes in (
+        ("ag_grouped_gemm", 3, 1, 5, {"experts": 4, "topk": 2}),
+        ("dispatch_grouped_gemm", 61, 34, 18, {"experts": 5, "topk": 3, "ep": world}),
+        ("grouped_gemm_combine", 61, 34, 18, {"experts": 5, "topk": 3, "ep": world}),
+        ("grouped_gemm_rs", 500, 64, 2, {"experts": 2, "topk": 1}),
+    ):
+        problem = make_problem(name, m, n, k, "float32", world, sizes)
+        config = BenchConfig(problem=problem, repeats=1, warmup=0, backend="cpu")
+        for method in measure(config, rank).methods:
+            assert not method.complaints, (name, method.name, method.complaints)
+
+
+def test_small_sizes_are_judged_right() -> None:
+    run_ranks(4, _small)
+
+
 def test_routers_are_balanced_or_skewed() -> None:
     def most(skew: float) -> float:
         experts, probs = draw_choices(4000, 16, 2, skew, 3)
