@@ -321,6 +321,17 @@ def _gather_grads_fake(
     return grads + ([dy.new_empty(len(op.local_experts), dy.shape[1])] if needed[2] else [])
 
 
+def gather_grads_flops(dy: Any, x: Any, *args: Any, out_shape: Any) -> int:
+    """Return the operations of both products; the last arguments are which, and the handle."""
+    need_x, need_w, _ = args[-2]
+    return int(sum((need_x, need_w))) * product_flops(*dy, x[1])
+
+
+def _sum_grads_flops(dz: Any, x: Any, *args: Any, out_shape: Any) -> int:
+    need_x, need_w, need_p, _ = args[-2]
+    return int(sum((need_x or need_p, need_w))) * product_flops(*x, dz[1])
+
+
 def _sum_grads_fake(
     dz: torch.Tensor,
     x: torch.Tensor,
@@ -397,6 +408,7 @@ define(
     _gather_grads,
     _gather_grads_fake,
     ordered=True,
+    flops=gather_grads_flops,
 )
 define(
     "grouped_gemm_rs_grads(Tensor dz, Tensor x, Tensor[] weights, Tensor[] biases, Tensor experts, "
@@ -404,6 +416,7 @@ define(
     _sum_grads,
     _sum_grads_fake,
     ordered=True,
+    flops=_sum_grads_flops,
 )
 
 

@@ -16,12 +16,22 @@ import torch
 
 from flux.core.backend import OverlapHooks
 from flux.core.call import rows_of_call
-from flux.moe.autograd import _bias_grad, _columns, _each, _op, _turned, _weight_grads, _where
+from flux.moe.autograd import (
+    _bias_grad,
+    _columns,
+    _each,
+    _op,
+    _turned,
+    _weight_grads,
+    _where,
+    gather_grads_flops,
+)
 from flux.moe.checks import GroupedChecker, Operands
 from flux.moe.ops import GroupedGemmAR, Weights
 from flux.moe.product import Experts, GatherProduct
 from flux.moe.routing import Routing
 from flux.ops.autograd import Mirrors
+from flux.ops.library import product_flops
 from flux.ops.transforms import Formula, call, define
 
 Tensors = Sequence[torch.Tensor]
@@ -125,6 +135,10 @@ def _expand_fake(
     return x.new_empty(rows, _columns(_op(handle), weights))
 
 
+def _expand_flops(x: Any, *args: Any, out_shape: Any) -> int:
+    return product_flops(*out_shape, x[1])
+
+
 def _grads(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -198,6 +212,7 @@ define(
     _expand,
     _expand_fake,
     formula=Formula(_setup, _backward),
+    flops=_expand_flops,
 )
 define(
     "grouped_gemm_grads(Tensor dy, Tensor x, Tensor[] weights, Tensor experts, bool[] needed, "
@@ -205,4 +220,5 @@ define(
     _grads,
     _grads_fake,
     ordered=True,
+    flops=gather_grads_flops,
 )

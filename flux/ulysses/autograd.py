@@ -192,6 +192,18 @@ def _gather_grads_fake(
     return [*dxs, weight.new_empty(weight.shape)] if needed[1] else dxs
 
 
+def _project_grads_flops(
+    dys: Any, x: Any, weight: Any, seq_lens: Any, needed: Any, handle: int, *, out_shape: Any
+) -> int:
+    return int(sum(needed[:2])) * product_flops(*x[:-1], *weight)
+
+
+def _gather_grads_flops(
+    dz: Any, gathered: Any, weight: Any, seq_lens: Any, needed: Any, handle: int, *, out_shape: Any
+) -> int:
+    return int(sum(needed[:2])) * product_flops(*dz[:-1], *weight)
+
+
 _PACKED = "Tensor weight, SymInt[] seq_lens, bool[] needed, int handle) -> Tensor[]"
 define(
     "gemm_all_to_all(Tensor x, Tensor weight, Tensor[] biases, SymInt[] seq_lens, int handle) "
@@ -214,12 +226,14 @@ define(
     _project_grads,
     _project_grads_fake,
     ordered=True,
+    flops=_project_grads_flops,
 )
 define(
     f"all_to_all_gemm_grads(Tensor dz, Tensor gathered, {_PACKED}",
     _gather_grads,
     _gather_grads_fake,
     ordered=True,
+    flops=_gather_grads_flops,
 )
 
 

@@ -19,8 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flux
 from flux.layers import RowParallelLinear
+from flux.moe import AGGroupedGemm, GroupedGemmAR, GroupedGemmRS, expand_tokens
 from flux.ops import gradients
 from flux.runtime.domino import layers as domino_layers
+from flux.ulysses import AllToAllGemm, GemmAllToAll
 from harness import run_ranks
 
 M, N, K = 8, 16, 12
@@ -73,7 +75,9 @@ def _count(run: Callable[[], object]) -> int:
 def _counted(rank: int, world: int) -> None:
     one = FLOPS // world  # one product of this rank
 
-    def check(name: str, call: Any, x: torch.Tensor, weight: torch.Tensor) -> None:
+    def check(
+        name: str, call: Any, x: torch.Tensor, weight: torch.Tensor, one: int = one
+    ) -> None:
         for _ in range(2):  # the second is recognised as a repeated one
             assert _count(lambda: call(x.detach(), weight.detach())) == one, name
         assert _count(lambda: call(x, weight).sum().backward()) == 3 * one, name
@@ -93,6 +97,54 @@ def _counted(rank: int, world: int) -> None:
     args = ([c], [], [False], 0, group, True)
     assert _count(lambda: graph.graph_all_gather_matmul(a, *args)) == FLOPS
     flux.layers.close_pools()  # ops of graphs stay for as long as the ranks do
+    for name, call, x, weight in _sparse(world):
+        forward = _count(lambda call=call, x=x, weight=weight: call(x, weight))  # type: ignore[misc]
+        assert forward > 0, name
+        check(name, call, x, weight, forward)
+
+
+def _sparse(world: int) -> Iterator[Case]:
+    """Ops of experts and heads, with leaves for both operands."""
+    choices = torch.arange(2 * M).view(M, 2) % 4
+    of = {"max_m": M, "experts": 4, "topk": 2, "timeout_s": 20.0}
+    with (
+        AGGroupedGemm(n=N, k=K, **of) as gather,
+        GroupedGemmRS(n=N, k=K, **of) as scatter,
+        GroupedGemmAR(n=K, k=N, **of) as reduce,
+        GemmAllToAll(max_m=M, k=K, heads=4, head_dim=4, timeout_s=20.0) as project,
+        AllToAllGemm(max_m=M, n=N, heads=4, head_dim=4, timeout_s=20.0) as collect,
+    ):
+        rows = scatter.routing(choices).rows
+        yield (
+            "AGGroupedGemm",
+            lambda x, w: gather(x, w, choices),
+            torch.randn(M // world, K).requires_grad_(),
+            torch.randn(4, N // world, K).requires_grad_(),
+        )
+        yield (
+            "GroupedGemmRS",
+            lambda x, w: scatter(x, w, choices),
+            torch.randn(rows, K // world).requires_grad_(),
+            torch.randn(4, N, K // world).requires_grad_(),
+        )
+        yield (
+            "expand_tokens",
+            lambda x, w: expand_tokens(reduce, x, w, choices),
+            torch.randn(M, K).requires_grad_(),
+            torch.randn(4, N // world, K).requires_grad_(),
+        )
+        yield (
+            "GemmAllToAll",
+            project,
+            torch.randn(1, M // world, K).requires_grad_(),
+            torch.randn(16, K).requires_grad_(),
+        )
+        yield (
+            "AllToAllGemm",
+            collect,
+            torch.randn(1, 4 // world, M, 4).requires_grad_(),
+            torch.randn(N, 16).requires_grad_(),
+        )
 
 
 @pytest.mark.parametrize("world", [1, 2])
