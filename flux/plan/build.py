@@ -232,9 +232,13 @@ class _Step:
     # -- what is computed again --------------------------------------------------------------------
 
     def _whole(self, index: int) -> bool:
-        """Return whether a stage's layer of this index is computed again as a whole."""
-        asked = self.step.recompute
-        return asked == "full" or (asked.isdecimal() and index < int(asked))
+        """Return whether a stage's layer of this index is computed again as a whole.
+
+        Some of a stage's layers are spread over it: folds and chunks give them to several ranks.
+        """
+        asked, layers = self.step.recompute, self.step.stages[self.stage]
+        share = min(int(asked), layers) if asked.isdecimal() else 0
+        return asked == "full" or index * share // layers < (index + 1) * share // layers
 
     def _dropped(self, index: int, ops: Sequence[LayerOp]) -> dict[int, tuple[int, float]]:
         """Return, by place, the place of the operator whose output is not kept, and elements.

@@ -111,8 +111,10 @@ def _draw_steps(
     draw(title_of(step, cluster.name), timelines, target, sections)
 
 
-def step_of_options(options: StepOptions, default: Policies) -> tuple[TrainingStep, Policies]:
-    """Return the step of options, or of a plan's file, and the policies; exit for bad input.
+def step_of_options(
+    options: StepOptions, default: Policies
+) -> tuple[TrainingStep, Policies, StepOptions]:
+    """Return the step of options, or of a plan's file, policies, options; exit for bad input.
 
     Options on the command line replace a plan's. Without --policy they are the plan's, or else
     ``default``.
@@ -132,10 +134,11 @@ def step_of_options(options: StepOptions, default: Policies) -> tuple[TrainingSt
     except ValueError as error:
         terminal.refuse(str(error))
     if plan is None:
-        return step, policies or default
+        return step, policies or default, options
     for text in plan.notes:
         note(text)
-    return step, policies or (plan.policies if len(default) > 1 else (plan.policy,))
+    of_plan = plan.policies if len(default) > 1 else (plan.policy,)
+    return step, policies or of_plan, options
 
 
 def _with_split(step: TrainingStep, options: StepOptions) -> TrainingStep:
@@ -153,12 +156,14 @@ def note(text: str) -> None:
     print(terminal.printable(f"note: {text}"), file=sys.stderr)
 
 
-def _compare(options: StepOptions) -> tuple[TrainingStep, Cluster, Policies, list[Compared]]:
-    """Return the step, the cluster, policies and the outcome of each; exit for bad input."""
+def _compare(
+    options: StepOptions,
+) -> tuple[TrainingStep, Cluster, Policies, list[Compared], StepOptions]:
+    """Return step, cluster, policies, the outcome of each, and options; exit for bad input."""
     from flux.machine.cluster import load_cluster
     from flux.plan.compare import compared
 
-    step, policies = step_of_options(options, (("serial", {}), ("domino", {})))
+    step, policies, options = step_of_options(options, (("serial", {}), ("domino", {})))
     try:
         cluster = load_cluster(options.cluster, options.calibration, options.hosts)
         outcomes = compared(policies, step, cluster, options.memory_gb, options.headroom)
@@ -166,7 +171,7 @@ def _compare(options: StepOptions) -> tuple[TrainingStep, Cluster, Policies, lis
         terminal.refuse(str(error))
     if all(outcome.reason for outcome in outcomes):
         terminal.refuse("; ".join(f"{outcome.label}: {outcome.reason}" for outcome in outcomes))
-    return step, cluster, policies, outcomes
+    return step, cluster, policies, outcomes, options
 
 
 @plan.command("simulate")
@@ -187,7 +192,7 @@ def simulate_command(
     from flux.plan.compare import usable
 
     check_writable(trace, picture, json_target)
-    step, cluster, policies, outcomes = _compare(step_options)
+    step, cluster, policies, outcomes, step_options = _compare(step_options)
     rows = report.documents(outcomes, step, cluster)
     if json_target != "-":
         report.show(rows, title_of(step, cluster.name), terminal.open_console())
@@ -206,7 +211,7 @@ def explain_command(step_options: StepOptions) -> None:
     from flux.plan.report import explain
 
     console = terminal.open_console()
-    step, cluster, _, outcomes = _compare(step_options)
+    step, cluster, _, outcomes, _ = _compare(step_options)
     console.print(title_of(step, cluster.name), **terminal.PLAIN)
     for label, timeline, reason in outcomes:
         if timeline is None or reason:

@@ -69,7 +69,13 @@ def search_command(
     except ValueError as error:
         refuse(str(error))
     why = output.reasons(outcome, query.cluster)
-    write(output.search_document(query, outcome, why), json_target)
+    of_device = {
+        "cluster": asked.cluster,
+        "calibration": asked.calibration or "",
+        "hosts": query.cluster.hosts,
+        "memory_gb": query.memory_gb,
+    }
+    write(output.search_document(query, outcome, why) | {"device": of_device}, json_target)
     best = outcome.ranked[:3]
     if trace is not None:
         write_trace([(output.title_of(p), p.timeline(query.cluster)) for p in best], trace)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flux.core.datafile import Table
-from flux.plan.options import READERS
+from flux.plan.options import READERS, DeviceOptions
 from flux.plan.policies import Policies
+
+
+DEVICE = frozenset(field.name for field in fields(DeviceOptions))
+"""Options that belong together: with one of them on the command line a plan's are left out."""
 
 
 class FilePlan(NamedTuple):
@@ -55,7 +59,10 @@ def options_with(
     """
     model = options.model if "model" in options.given else None
     plan = read_plan(path, row, gpus, model)
-    others = {name: it for name, it in plan.options.items() if name not in options.given}
+    fixed = options.given
+    if DEVICE & fixed or not isinstance(options, DeviceOptions):
+        fixed |= DEVICE
+    others = {name: it for name, it in plan.options.items() if name not in fixed}
     if model is None and "model" not in others:
         raise ValueError(f"{path} does not say which model: give --model")
     return plan, replace(options, **others)
@@ -83,4 +90,8 @@ def _searched(file: Path, number: int) -> FilePlan:
         "model": top.text("model"),
         "sequence": top.integer("sequence"),
     }
+    if "device" in top.keys:
+        of = top.table("device")
+        options |= {"cluster": of.text("cluster"), "calibration": of.text("calibration") or None}
+        options |= {"hosts": of.integer("hosts"), "memory_gb": of.number("memory_gb")}
     return FilePlan(options, (name, policy), [])

@@ -23,6 +23,7 @@ from math import lcm
 from typing import Any, NamedTuple
 
 from flux.core.collector import paused_collector
+from flux.core.problem import SCALED
 from flux.machine.cluster import Cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
@@ -87,6 +88,10 @@ class StepLayout:
     def __init__(
         self, cluster: Cluster, step: TrainingStep, cost: type[AnalyticCost] = AnalyticCost
     ) -> None:
+        device = cluster.device
+        has_scaled = device.kind == "cpu" or SCALED in device.tflops
+        if SCALED in (step.dtype, step.gemm_dtype) and not has_scaled:
+            raise ValueError(f"{cluster.name} states no speed of {SCALED}: its devices have none")
         self.step = step
         self.fabric = Fabric(cluster, step.parallel)
         eager = EAGER_FUNCTIONS[step.layer.gated] if step.eager else {}

@@ -26,7 +26,7 @@ def export_command(
     from flux.trainers.common import RELEASES, Planned
     from flux.trainers.files import exported
 
-    step, policies = step_of_options(step_options, (("serial", {}),))
+    step, policies, _ = step_of_options(step_options, (("serial", {}),))
     try:
         ((name, chosen),) = policies
     except ValueError:

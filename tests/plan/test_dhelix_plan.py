@@ -355,7 +355,7 @@ def test_dhelix_gains_where_the_paper_says() -> None:
         ("wavelet", {"longest": 2}, {}, "no option 'longest'"),
         ("intra_batch", {}, {}, "tp is 1"),
         ("intra_batch", {"chunks": 1}, {}, "chunks must be an integer of at least 2"),
-        ("interleaved", {"chunks": 1}, {}, "chunks must be an integer of at least 2"),
+        ("interleaved", {"chunks": 1}, {}, r"chunks must be an integer in \[2, 65\)"),
         ("dualpipev", {"paired": 1}, {"pp": 2}, "paired must be true or false, got 1"),
         ("dualpipev", {}, {"pp": 2, "micro_batches": 2}, "DualPipeV: 2 micro-batches on 2 ranks"),
     ],
@@ -384,3 +384,14 @@ def test_strands_without_a_pipeline_are_whole_passes() -> None:
     assert schedule.rows() == [["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]]
     first, second, third = one_f_one_b(0, 1, 2)
     assert (first, third) == ((Action(0, "F", 0),), (Action(0, "B", 1),)) and len(second) == 2
+
+
+def test_recomputed_layers_of_a_stage_are_spread_over_the_ranks_of_its_chunks() -> None:
+    """All were on rank 0: twice as many took more time, and no less memory."""
+    step = replace(step_with(pp=2), recompute="2")
+    fabric = Fabric(load_cluster("dhelix-a40"), step.parallel)
+    cost, graph = AnalyticCost(fabric, step.dtype, step.itemsize), build_step(step, fabric)
+    for name in ("serial", "interleaved", "zbv"):
+        placed = policy_of(name).rewrite(graph, fabric, cost)
+        ranks = [op.stage for op in placed.ops if op.role == "recompute"]
+        assert ranks.count(0) == ranks.count(1) > 0, name

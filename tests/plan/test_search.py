@@ -318,7 +318,7 @@ def test_all_installed_policies_are_tried() -> None:
 def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     run = CliRunner().invoke
     out, trace, page = (tmp_path / name for name in ("plans.json", "trace.json", "page.html"))
-    words = ["plan", "search", "--model", "gpt-6.7b", "--cluster", "flux-h800", "--gpus", "2"]
+    words = ["plan", "search", "--model", "gpt-6.7b", "--cluster", "llama3-h100", "--gpus", "2"]
     words += ["--batch", "4", "--sequence", "256", "--beam", "1", "--policy", "domino:slices=2"]
     words += ["--memory", "200", "--json", str(out), "--trace", str(trace), "--html", str(page)]
     result = run(app, words)
@@ -350,6 +350,11 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     _, best = json.loads(ran.stdout)
     assert best["policy"].startswith("domino slices=2") and best["tp"] == first["tp"]
+    simulate = ["plan", "simulate", "--plan", str(out), "--policy", "domino:slices=2", "--json", "-"]
+    again = run(app, simulate)  # on the cluster of the search, and in its memory
+    assert json.loads(again.stdout)["iteration_ms"] == first["iteration_ms"], again.output
+    other = run(app, [*simulate, "--cluster", "flux-a100-pcie", "--memory-gb", "200"])
+    assert json.loads(other.stdout)["iteration_ms"] > first["iteration_ms"], other.output
     bad = run(app, ["plan", "run", "--plan", str(trace)])
     assert bad.exit_code == 2 and "is not an outcome of flux plan search" in bad.output
     # All degrees are taken over, and checked.

@@ -68,7 +68,7 @@ class Interleaved1F1B(_TorchPipeline):
     uneven = True
 
     def __init__(self, chunks: int = 2) -> None:
-        self.chunks = checked_integer("interleaved: chunks", chunks, 2)
+        self.chunks = checked_integer("interleaved: chunks", chunks, 2, 65)
 
     def _stages(self, graph: Graph, ranks: int) -> int:
         return self.chunks * ranks
