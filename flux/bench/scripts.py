@@ -29,10 +29,12 @@ class CommandOptions(dict[str, str]):
         where: they are from, for errors.
         program: the first word that ends in ``.py``, or "".
         changing: variables of the text that are set to several numbers; the last one counts.
+        conditional: options that are first set in a branch: no condition is evaluated.
     """
 
     program = ""
     changing: tuple[str, ...] = ()
+    conditional: tuple[str, ...] = ()
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -61,27 +63,35 @@ def options_in(file: Path) -> CommandOptions:
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
     variables: dict[str, str] = {}
-    words, changing, before = list[str](), dict[str, None](), ""
+    words, changing, before = list[tuple[str, bool]](), dict[str, None](), ""
+    depth = 0  # of branches
     for word in quoted:
         word = _VARIABLE.sub(lambda it: variables.get(it[1], it[2] or it[0]), word).rstrip(";")
         word = _PRODUCT.sub(lambda it: _product(it, variables), word)
         name, equals, value = word.partition("=")
         several = before != "echo" and bool(_SEVERAL.search(word))
+        depth = max(depth + (word in ("if", "case")) - (word in ("fi", "esac")), 0)
+        branch = depth > 0 or before in ("&&", "||")
         before = word
         if equals and name.removesuffix("+").isidentifier():
-            if several := bool(_SEVERAL.search(value)):
-                word = f"{value} )"  # read where it is set, as Bash's lists are
+            listed = value.removeprefix("(")
+            if several := bool(_SEVERAL.search(listed)):
+                word = f"{listed} )"  # read where it is set, as Bash's lists are
             elif variables.get(name, value) != value and value.isdecimal():
                 changing[name] = None
             if len(value) < 100:
                 variables[name] = value
-        words += word.split() if several else [word]
+        words += [(one, branch) for one in (word.split() if several else [word])]
     values: dict[str, list[str]] = {}
+    in_branches = list[str]()
     last = ""  # the option whose value may follow
-    for word in words:
+    for word, branch in words:
         if word.startswith("--"):
+            word = word if "(" in word else word.removesuffix(")")  # the last of a list
             name, equals, value = word[2:].partition("=")
             name = name.replace("_", "-")
+            if branch and name not in values:  # a variable may bring it again behind the branch
+                in_branches.append(name)
             values[name], last = [value] if equals else [], "" if equals else name
         elif word.startswith((")", *_CHECKPOINTS)):
             last = ""
@@ -92,7 +102,8 @@ def options_in(file: Path) -> CommandOptions:
             last = last if last in LISTS else ""
     options = CommandOptions(str(file))
     options.changing = tuple(changing)
-    options.program = next((word for word in words if word.endswith(".py")), "")
+    options.conditional = tuple(in_branches)
+    options.program = next((word for word, _ in words if word.endswith(".py")), "")
     options.update((name, " ".join(words)) for name, words in values.items())
     return options
 

@@ -141,7 +141,8 @@ class OpSpec:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= MAX_SIZE:
                 raise ValueError(
-                    f"{self.label}: {name} must be a positive integer up to {MAX_SIZE}, got {value!r}"
+                    f"{self.label}: {name} must be a positive integer up to {MAX_SIZE}, got "
+                    f"{value!r}"
                 )
         assert self.experts is not None
         if self.activation != "none" and not self.op.gathers:

@@ -11,7 +11,6 @@ from flux.core.datafile import Table
 from flux.plan.options import READERS, DeviceOptions
 from flux.plan.policies import Policies
 
-
 DEVICE = frozenset(field.name for field in fields(DeviceOptions))
 """Options that belong together: with one of them on the command line a plan's are left out."""
 

@@ -283,6 +283,9 @@ def imported(options: CommandOptions, model: str, gpus: int | None) -> FilePlan:
     if options.changing:
         names = ", ".join(options.changing)
         notes.append(f"{names} in the script: set several times, the last value counts")
+    if options.conditional:
+        names = ", ".join(f"--{name}" for name in options.conditional)
+        notes.append(f"{names}: taken, as if the condition in the script held")
     if taken["ep"] > 1 and options.get("moe-token-dispatcher-type", "allgather") == "allgather":
         notes.append("--moe-token-dispatcher-type allgather: planned as AllToAll")
     taken |= {"model": model, "sequence": described.sequence}

@@ -75,9 +75,7 @@ def _count(run: Callable[[], object]) -> int:
 def _counted(rank: int, world: int) -> None:
     one = FLOPS // world  # one product of this rank
 
-    def check(
-        name: str, call: Any, x: torch.Tensor, weight: torch.Tensor, one: int = one
-    ) -> None:
+    def check(name: str, call: Any, x: torch.Tensor, weight: torch.Tensor, one: int = one) -> None:
         for _ in range(2):  # the second is recognised as a repeated one
             assert _count(lambda: call(x.detach(), weight.detach())) == one, name
         assert _count(lambda: call(x, weight).sum().backward()) == 3 * one, name

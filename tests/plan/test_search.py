@@ -350,7 +350,16 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     _, best = json.loads(ran.stdout)
     assert best["policy"].startswith("domino slices=2") and best["tp"] == first["tp"]
-    simulate = ["plan", "simulate", "--plan", str(out), "--policy", "domino:slices=2", "--json", "-"]
+    simulate = [
+        "plan",
+        "simulate",
+        "--plan",
+        str(out),
+        "--policy",
+        "domino:slices=2",
+        "--json",
+        "-",
+    ]
     again = run(app, simulate)  # on the cluster of the search, and in its memory
     assert json.loads(again.stdout)["iteration_ms"] == first["iteration_ms"], again.output
     other = run(app, [*simulate, "--cluster", "flux-a100-pcie", "--memory-gb", "200"])

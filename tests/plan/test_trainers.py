@@ -656,3 +656,22 @@ def test_every_setting_of_a_torchtitan_job_is_planned_or_named(tmp_path: Path) -
     (tmp_path / "ds.json").write_text(sizes + '"train_batch_size": 16}')
     with pytest.raises(ValueError, match="does not say which model: give --model"):
         options_with(StepOptions(), str(tmp_path / "ds.json"))
+
+
+def test_options_of_branches_are_named(tmp_path: Path) -> None:
+    """No condition is evaluated: a script for bfloat16 was planned in float8 without a word."""
+    file = tmp_path / "train.sh"
+    lines = [
+        "DTYPE=bf16",
+        "ARGS=(--bf16)",
+        'if [[ "$DTYPE" == fp8 ]]; then',
+        '  ARGS+=("--fp8-format hybrid" "--fp8-param-gather")',
+        "fi",
+        '[ "$BIG" = 1 ] && MORE="--recompute-granularity full"',
+        "torchrun pretrain_gpt.py ${ARGS[@]} $MORE --num-layers 4",
+    ]
+    file.write_text("\n".join(lines))
+    options = options_in(file)
+    branches = ("fp8-format", "fp8-param-gather", "recompute-granularity")
+    assert options.conditional == branches
+    assert options["num-layers"] == "4" and options["fp8-format"] == "hybrid"
