@@ -395,7 +395,9 @@ def _constructors(rank: int, world: int) -> None:
     for change, text in (
         ({"ep": 2}, "ep must divide the world of 3"),
         ({"topk": 7}, "at most experts = 6"),
-        ({"experts": 0}, "experts must be a positive integer, got 0"),
+        ({"experts": 0}, "experts must be a positive integer up to .*, got 0"),
+        ({"experts": 1 << 31}, "experts must be a positive integer up to "),
+        ({"op": "scatter", "activation": "silu"}, "activation and gated are for ops that gather"),
         ({"gated": True}, "needs an activation"),
         ({"dtype": torch.float8_e4m3fn}, "needs scaling = tensor or row"),
         ({"fast_accum": True}, "fast_accum is for float8_e4m3fn"),
