@@ -28,7 +28,7 @@ def mismatch_text(spec: OpSpec, rank: int, f: _C.FailureDict) -> str:
         return f"{label}: ranks disagree: {text}"
     shared = spec.op.gathers and spec.scaling == "tensor"
     if spec.experts or shared:
-        what = "tokens, routing or biases" if spec.experts else "M"
+        what = "tokens, routing, probs or biases" if spec.experts else "M"
         what += " or scale_x" if shared else ""
         text = f"rank {peer} and rank {rank} passed different {what}"
         return f"{label}: ranks disagree: {text}"
