@@ -169,7 +169,9 @@ def _gather_apart(rank: int, world: int, path: str) -> None:
     sizes: Any = {"max_m": 4 * world, "n": 6, "k": 4, "experts": 2, "topk": 1}
     with moe.AGGroupedGemm(**sizes, dtype=FP8, scaling="tensor", timeout_s=30) as grouped:
         own = torch.full((1,), 0.5 + rank)
-        with pytest.raises(ValueError, match="different tokens, routing, probs or biases or scale_x"):
+        with pytest.raises(
+            ValueError, match="different tokens, routing, probs or biases or scale_x"
+        ):
             grouped(rows, weights, choices, scale_x=own, scale_weight=torch.ones(2))
 
 
