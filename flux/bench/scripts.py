@@ -64,13 +64,15 @@ def options_in(file: Path) -> CommandOptions:
         raise ValueError(f"{file}: {error}") from error
     variables: dict[str, str] = {}
     words, changing, before = list[tuple[str, bool]](), dict[str, None](), ""
-    depth = 0  # of branches
+    depth, opener = 0, ""  # of branches, which Bash opens by if ... then; Python has no "then"
     for word in quoted:
         word = _VARIABLE.sub(lambda it: variables.get(it[1], it[2] or it[0]), word).rstrip(";")
         word = _PRODUCT.sub(lambda it: _product(it, variables), word)
         name, equals, value = word.partition("=")
         several = before != "echo" and bool(_SEVERAL.search(word))
-        depth = max(depth + (word in ("if", "case")) - (word in ("fi", "esac")), 0)
+        opener = word if word in ("if", "elif") else opener
+        opens = word == "case" or (word == "then" and opener == "if")
+        depth = max(depth + opens - (word in ("fi", "esac")), 0)
         branch = depth > 0 or before in ("&&", "||")
         before = word
         if equals and name.removesuffix("+").isidentifier():

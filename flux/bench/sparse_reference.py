@@ -244,7 +244,7 @@ def _expected(
     """Yield (expected, bound) of each routing or packed tensor, as matrices."""
     problem = layout.problem
     dense = problem.dense if problem.op.exchanges else problem.scheduled
-    weighted = 1 if problem.op.reduces and not problem.op.exchanges else 0  # by probabilities
+    weighted = problem.op.reduces  # by probabilities: a rounding more
     deep = replace(dense, k=problem.k * max(1, problem.topk) + weighted)
 
     def bounds(sums: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -90,7 +90,9 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc, unused-ignore]
             return "ranks of a tensor-parallel group of experts are not neighbours"
         weight = next(experts.parameters())
         reason = reason_unsupported(group.group_name, hidden, weight)
-        reason = reason or _reason_own_forward(experts) or self._reason_choices(routing_map)
+        if reason is not None:  # the same on all ranks, and their group may have no collective
+            return reason
+        reason = _reason_own_forward(experts) or self._reason_choices(routing_map)
         return self._agreed(hidden, reason)
 
     def _reason_choices(self, routing_map: torch.Tensor) -> str | None:

@@ -12,7 +12,7 @@ from flux.plan.options import READERS, DeviceOptions
 from flux.plan.policies import Policies
 
 DEVICE = frozenset(field.name for field in fields(DeviceOptions))
-"""Options that belong together: with one of them on the command line a plan's are left out."""
+"""Options of a cluster: with another cluster on the command line a plan's are left out."""
 
 
 class FilePlan(NamedTuple):
@@ -59,8 +59,10 @@ def options_with(
     model = options.model if "model" in options.given else None
     plan = read_plan(path, row, gpus, model)
     fixed = options.given
-    if DEVICE & fixed or not isinstance(options, DeviceOptions):
+    if "cluster" in fixed or not isinstance(options, DeviceOptions):
         fixed |= DEVICE
+    if "headroom" in fixed:  # of the memory that the cluster has
+        fixed |= {"memory_gb"}
     others = {name: it for name, it in plan.options.items() if name not in fixed}
     if model is None and "model" not in others:
         raise ValueError(f"{path} does not say which model: give --model")

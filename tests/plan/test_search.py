@@ -350,18 +350,14 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     _, best = json.loads(ran.stdout)
     assert best["policy"].startswith("domino slices=2") and best["tp"] == first["tp"]
-    simulate = [
-        "plan",
-        "simulate",
-        "--plan",
-        str(out),
-        "--policy",
-        "domino:slices=2",
-        "--json",
-        "-",
-    ]
+    simulate = ["plan", "simulate", "--plan", str(out), "--policy", "domino:slices=2"]
+    simulate += ["--json", "-"]
     again = run(app, simulate)  # on the cluster of the search, and in its memory
     assert json.loads(again.stdout)["iteration_ms"] == first["iteration_ms"], again.output
+    for one in ("--memory-gb=300", "--headroom=0.01", "--hosts=2"):  # replaces its own alone
+        same = run(app, [*simulate, one])
+        taken = re.search(r"a device needs", same.output)  # 80 GB with the headroom
+        assert taken or json.loads(same.stdout)["cluster"] == first["cluster"], same.output
     other = run(app, [*simulate, "--cluster", "flux-a100-pcie", "--memory-gb", "200"])
     assert json.loads(other.stdout)["iteration_ms"] > first["iteration_ms"], other.output
     bad = run(app, ["plan", "run", "--plan", str(trace)])

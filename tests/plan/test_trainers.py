@@ -668,6 +668,9 @@ def test_options_of_branches_are_named(tmp_path: Path) -> None:
         '  ARGS+=("--fp8-format hybrid" "--fp8-param-gather")',
         "fi",
         '[ "$BIG" = 1 ] && MORE="--recompute-granularity full"',
+        "python <<EOF",
+        "if True: print()",
+        "EOF",
         "torchrun pretrain_gpt.py ${ARGS[@]} $MORE --num-layers 4",
     ]
     file.write_text("\n".join(lines))

@@ -131,7 +131,6 @@ def test_keys_of_variants_differ_and_those_of_dense_ops_stay() -> None:
 
 @pytest.mark.parametrize("name", [*Op.__members__, *SPARSE])
 def test_tuning_tries_what_the_model_chooses_between_hosts(name: str) -> None:
-    """Of winners the sizes are stored, also of path one_shot."""
     cluster, space = between_hosts(), load_space("cpu")
     for world, m in product((2, 4), (16, 512, 4096)):
         problem = replace(make_problem(name, m, 1024, 1024, "float32", world), nodes=2)
@@ -142,6 +141,23 @@ def test_tuning_tries_what_the_model_chooses_between_hosts(name: str) -> None:
         choice = modelled(problem, cluster, True, problem.name in DISPATCHING).knobs(m)
         full = resolve(problem.scheduled, choice)
         assert full in [resolve(problem.scheduled, way.knobs) for way in kept], (world, m)
+
+
+def test_a_winner_of_path_one_shot_keeps_its_sizes() -> None:
+    """Only its path was stored: an op of a winner with one GEMM cut it into rounds."""
+    problem = replace(make_problem("grouped_gemm_ar", 512, 1024, 1024, "float32", 2), nodes=2)
+    kept, _ = candidates(load_space("cpu"), problem, Topology(2, 1, 1), between_hosts())
+    stored: list[Entry] = []
+    one = Tuner.__new__(Tuner)
+    one._machine = SimpleNamespace(shape="2x1", parts={}, backend="cpu")  # type: ignore[assignment]
+    one._cache = SimpleNamespace(store=stored.append)  # type: ignore[assignment]
+    for name in ("one_gemm", "columns=256"):
+        best = SimpleNamespace(best=lambda name=name: name, ms=lambda name: 1.0, winner=None)
+        best.candidates, best.problem, best.samples = kept, problem, {name: [(1.0, 1.0)]}
+        one._crown(best, settled=False)  # type: ignore[arg-type]
+        (winner,) = stored.pop().winners
+        (candidate,) = (way for way in kept if way.name == name)
+        assert winner.knobs == candidate.knobs and winner.knobs.tile is not None
 
 
 def test_pushed_rows_are_rated_by_their_bytes_not_by_copies() -> None:
