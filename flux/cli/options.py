@@ -82,6 +82,12 @@ JsonTarget = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="Write results as JSON to FILE; - is stdout."),
 ]
+ClusterName = Annotated[
+    str, typer.Option(help="Name of a cluster in tuning/clusters, or a file in that format.")
+]
+TraceFile = Annotated[
+    str | None, typer.Option("--trace", metavar="FILE", help="Write timelines for ui.perfetto.dev.")
+]
 QuietTable = Annotated[bool, typer.Option("--quiet", help="Print no table and no progress bar.")]
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h)?")

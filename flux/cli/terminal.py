@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -19,6 +20,7 @@ from flux.core.datafile import one_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
+    from rich.table import Table
 
 PLAIN: dict[str, Any] = {"highlight": False, "soft_wrap": True}  # one line stays one line
 
@@ -104,6 +106,27 @@ def write_file(target: str | Path, text: str) -> None:
 
     with writing(target):
         write_output(Path(target), text)
+
+
+def write_json(content: Any, target: str | None) -> None:
+    """Write JSON to a file, or to stdout if it is "-"."""
+    if target == "-":
+        print(json.dumps(content, indent=1))
+    elif target is not None:
+        write_file(target, json.dumps(content, indent=1) + "\n")
+
+
+def new_table(title: str, left: Iterable[str], right: Iterable[str], caption: str = "") -> Table:
+    """Return an empty table whose first columns are words, which fold, and the others numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, caption=caption or None, title_justify="left")
+    table.caption_justify = "left"
+    for head in left:
+        table.add_column(head, overflow="fold", min_width=9)
+    for head in right:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
 
 
 def command_line() -> list[str]:

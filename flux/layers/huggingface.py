@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,18 @@ def fuse_sharded(model: Any, mesh: Any) -> None:
         fused += is_experts(module) and _fuse_sharded_experts(key, module, plan, model)
     if not fused:
         raise ValueError("the model, which is sharded already, has no linear layer to replace")
+    model.__deepcopy__ = _refuse_copy
+
+
+def _refuse_copy(memo: object) -> NoReturn:
+    """Raise: forwards that Transformers has made for a sharded model read the original's weights.
+
+    A copy of it would, too, and train others.
+    """
+    raise NotImplementedError(
+        "a model that Transformers has sharded cannot be copied: load it once more, or load it "
+        "whole and split it with replace_linears(model, mesh=...)"
+    )
 
 
 def _fuse_sharded_linear(key: str, module: nn.Linear, style: Any) -> bool:

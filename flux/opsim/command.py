@@ -51,9 +51,7 @@ def simulate_op(
         int | None,
         typer.Option(help="Number of hosts, filled evenly (default: as few as hold the ranks)."),
     ] = None,
-    cluster: Annotated[
-        str, typer.Option(help="Name of a cluster in tuning/clusters, or a file in that format.")
-    ] = "flux-h800",
+    cluster: options.ClusterName = "flux-h800",
     gemm_ms: Annotated[
         float | None,
         typer.Option(help="Measured time of a rank's whole GEMM in ms, instead of the roofline's."),
@@ -67,12 +65,9 @@ def simulate_op(
         str | None, typer.Option(help="Knob tile_scheduler: static | dynamic.")
     ] = None,
     taken: Annotated[int, typer.Option(min=0, help="Multiprocessors that other kernels hold.")] = 0,
-    trace: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write a Chrome trace of the three methods to FILE."),
-    ] = None,
+    trace: options.TraceFile = None,
     json_target: options.JsonTarget = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print no table.")] = False,
+    quiet: options.QuietTable = False,
 ) -> None:
     """Simulate unfused, medium, in_kernel and flux, the last with every order and direction.
 
@@ -80,6 +75,7 @@ def simulate_op(
     starts no ranks. docs/use/simulator.md says what is modelled.
     """
     check_writable(trace, json_target)
+    from flux.bench.config import dtype_name
     from flux.core.knobs import Knobs
     from flux.core.sparse_problem import simulated_problem
     from flux.machine.cluster import load_cluster
@@ -90,7 +86,7 @@ def simulate_op(
         nodes = hosts if hosts is not None else -(-nproc // described.devices)
         of_op: dict[str, Any] = {"experts": experts, "topk": topk, "ep": ep, "head_dim": head_dim}
         of_op["heads"] = heads and options.sizes_of(f"heads={heads}")["heads"]
-        problem = simulated_problem(op, m, n, k, _dtype(dtype), nproc, of_op, max(nodes, 1))
+        problem = simulated_problem(op, m, n, k, dtype_name(dtype), nproc, of_op, max(nodes, 1))
         if hosts is not None and hosts < 1:
             raise ValueError(f"hosts must be at least 1, got {hosts}")
         if path in ("unfused", "in_kernel"):
@@ -117,13 +113,6 @@ def simulate_op(
 
         with writing(json_target):
             write_json(content, json_target)
-
-
-def _dtype(text: str) -> str:
-    """Return the canonical name of a dtype, given that or the short one."""
-    from flux.core.problem import BY_SHORT
-
-    return BY_SHORT[text].name if text in BY_SHORT else text
 
 
 def compared(

@@ -74,10 +74,6 @@ def _figures(comparison: OrderComparison, call: Simulated) -> dict[str, Any]:
     return {name: getattr(metrics, name) for name in FIGURES}
 
 
-def _knobs(call: Simulated) -> dict[str, Any]:
-    return {name: value for name, value in asdict(call.knobs).items() if value is not None}
-
-
 def document(comparison: OrderComparison, command: list[str] | None = None) -> dict[str, Any]:
     """Return the object of `flux bench op --json` with "simulated": true.
 
@@ -90,7 +86,10 @@ def document(comparison: OrderComparison, command: list[str] | None = None) -> d
     methods = {
         call.method: _figures(comparison, call)
         | dict.fromkeys(unknown)
-        | {"repeats_ms": [call.total_ms], "knobs": _knobs(call)}
+        | {
+            "repeats_ms": [call.total_ms],
+            "knobs": {name: it for name, it in asdict(call.knobs).items() if it is not None},
+        }
         for call in comparison.calls
     }
     schedules = [

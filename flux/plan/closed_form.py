@@ -8,7 +8,7 @@ stage holds P micro-batches, and the last one logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
@@ -48,12 +48,11 @@ class StageForm(NamedTuple):
         return StageForm(*(a + b * times for a, b in zip(self, other, strict=True)))
 
 
-class _Line(NamedTuple):
-    besides: float
-    each: float
+_Line = Callable[[int], float]
 
-    def __call__(self, layers: int) -> float:
-        return self.besides + self.each * layers
+
+def _line(besides: float, each: float) -> _Line:
+    return lambda layers: besides + each * layers
 
 
 class ClosedForm:
@@ -158,8 +157,8 @@ class ClosedForm:
         for stage, layers in enumerate(self.step.stages):
             layer, outer = self.forms[stage]
             held, tables = self._held(stage), resident[stage] - layers * weights
-            times.append(_Line(outer.serial_ms, layer.serial_ms))
+            times.append(_line(outer.serial_ms, layer.serial_ms))
             needs.append(
-                _Line(tables + held * outer.kept + outer.more, weights + held * layer.kept)
+                _line(tables + held * outer.kept + outer.more, weights + held * layer.kept)
             )
         return times, needs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -20,7 +19,6 @@ from flux.plan.options import (
     PictureFile,
     ServeOptions,
     StepOptions,
-    TraceFile,
     parse_policy,
     step_with,
 )
@@ -49,14 +47,6 @@ def title_of(step: TrainingStep, cluster: str) -> str:
     where = f"{p.world} ranks of {cluster}{', ' + degrees if degrees else ''}"
     size = f"{step.model.size}, " if step.vocabulary else ""  # else layers alone
     return f"{step.name}, {size}{step.layers} layers, {batch}; {where}"
-
-
-def write(content: Any, target: str | None) -> None:
-    """Write JSON to a file, or to stdout if it is "-"."""
-    if target == "-":
-        print(json.dumps(content, indent=1))
-    elif target is not None:
-        terminal.write_file(target, json.dumps(content, indent=1) + "\n")
 
 
 def write_trace(timelines: list[tuple[str, Timeline]], target: str) -> None:
@@ -126,9 +116,16 @@ def step_of_options(
             from flux.plan.files import options_with
 
             plan, options = options_with(options, options.plan, options.row, options.gpus)
-        searched = options.split == "search"
-        step = step_with(replace(options, split="") if searched else options)
-        step = _with_split(step, options) if searched else step
+        if options.split == "search":
+            from flux.machine.cluster import load_cluster
+            from flux.plan.compare import usable_gb
+            from flux.plan.search import with_split
+
+            cluster = load_cluster(options.cluster, options.calibration, options.hosts)
+            limit = usable_gb(cluster, options.memory_gb, options.headroom)
+            step = with_split(step_with(replace(options, split="")), cluster, limit)
+        else:
+            step = step_with(options)
     except OSError as error:
         terminal.refuse(f"{options.plan}: {error.strerror}")
     except ValueError as error:
@@ -139,16 +136,6 @@ def step_of_options(
         note(text)
     of_plan = plan.policies if len(default) > 1 else (plan.policy,)
     return step, policies or of_plan, options
-
-
-def _with_split(step: TrainingStep, options: StepOptions) -> TrainingStep:
-    """Return the step with the layers of each stage that are fastest on the cluster."""
-    from flux.machine.cluster import load_cluster
-    from flux.plan.compare import usable_gb
-    from flux.plan.search import with_split
-
-    cluster = load_cluster(options.cluster, options.calibration, options.hosts)
-    return with_split(step, cluster, usable_gb(cluster, options.memory_gb, options.headroom))
 
 
 def note(text: str) -> None:
@@ -178,7 +165,7 @@ def _compare(
 @with_options
 def simulate_command(
     step_options: StepOptions,
-    trace: TraceFile = None,
+    trace: options.TraceFile = None,
     picture: PictureFile = None,
     json_target: options.JsonTarget = None,
 ) -> None:
@@ -196,7 +183,7 @@ def simulate_command(
     rows = report.documents(outcomes, step, cluster)
     if json_target != "-":
         report.show(rows, title_of(step, cluster.name), terminal.open_console())
-    write(rows[0] if len(rows) == 1 else rows, json_target)
+    terminal.write_json(rows[0] if len(rows) == 1 else rows, json_target)
     if trace is not None:
         write_trace(usable(outcomes), trace)
     if picture is not None:
@@ -218,8 +205,7 @@ def explain_command(step_options: StepOptions) -> None:
             console.print(f"\n[bold]{label}[/]: {escape(reason)}", **terminal.PLAIN)
             continue
         console.print(f"\n[bold]{label}[/]: {timeline.iteration_ms:.2f} ms", **terminal.PLAIN)
-        for line in explain(timeline):
-            console.print(line, **terminal.PLAIN)
+        console.print("\n".join(explain(timeline)), **terminal.PLAIN)
     _fail_if((label, reason) for label, _, reason in outcomes if reason)
 
 
@@ -254,7 +240,7 @@ def serve_command(asked: ServeOptions, json_target: options.JsonTarget = None) -
         terminal.refuse(str(error))
     if json_target != "-":
         serve.show(rows, served.title(cluster), terminal.open_console())
-    write(rows, json_target)
+    terminal.write_json(rows, json_target)
     _fail_if((row["policy"], row["error"]) for row in rows if "error" in row)
 
 

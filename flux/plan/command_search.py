@@ -11,9 +11,9 @@ import typer
 from flux.cli import options
 from flux.cli.options import with_options
 from flux.cli.ranks import check_writable, progress_bar
-from flux.cli.terminal import open_console, refuse
+from flux.cli.terminal import open_console, refuse, write_json
 from flux.plan import options as plan_options
-from flux.plan.command import draw, write, write_trace
+from flux.plan.command import draw, write_trace
 
 if TYPE_CHECKING:
     from flux.plan.search import Query
@@ -26,7 +26,7 @@ class SearchOptions:
     gpus: Annotated[int, typer.Option(help="Ranks of the step.")]
     policy: plan_options.Policy = None
     model: plan_options.Model = "gpt3-175b"
-    cluster: plan_options.ClusterName = "flux-h800"
+    cluster: options.ClusterName = "flux-h800"
     calibration: plan_options.CalibrationFile = None
     hosts: plan_options.Hosts = None
     memory: Annotated[
@@ -46,7 +46,7 @@ def search_command(
     asked: SearchOptions,
     *,
     top: Annotated[int, typer.Option(help="Plans to print.")] = 10,
-    trace: plan_options.TraceFile = None,
+    trace: options.TraceFile = None,
     picture: plan_options.PictureFile = None,
     json_target: options.JsonTarget = None,
     quiet: options.QuietTable = False,
@@ -75,7 +75,7 @@ def search_command(
         "hosts": query.cluster.hosts,
         "memory_gb": query.memory_gb,
     }
-    write(output.search_document(query, outcome, why) | {"device": of_device}, json_target)
+    write_json(output.search_document(query, outcome, why) | {"device": of_device}, json_target)
     best = outcome.ranked[:3]
     if trace is not None:
         write_trace([(output.title_of(p), p.timeline(query.cluster)) for p in best], trace)

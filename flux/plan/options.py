@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from flux.cli import options
 
 if TYPE_CHECKING:
     from flux.plan.model import TrainingStep
@@ -28,9 +31,6 @@ Policy = Annotated[
         "compare. Default: serial and domino; of search: all.",
     ),
 ]
-ClusterName = Annotated[
-    str, typer.Option(help="Name of a cluster in tuning/clusters, or a file in that format.")
-]
 CalibrationFile = Annotated[
     str | None, typer.Option("--calibration", metavar="FILE", help="Times of flux plan calibrate.")
 ]
@@ -42,9 +42,6 @@ Layers = Annotated[
     int | None, typer.Option(help="So many layers alone, without embedding and head.")
 ]
 Sequence = Annotated[int | None, typer.Option(help="Tokens of a sequence.")]
-TraceFile = Annotated[
-    str | None, typer.Option("--trace", metavar="FILE", help="Write timelines for ui.perfetto.dev.")
-]
 PictureFile = Annotated[
     str | None,
     typer.Option(
@@ -82,7 +79,7 @@ class SharedModelOptions:
 class DeviceOptions:
     """A cluster, and the memory of its devices."""
 
-    cluster: ClusterName = "flux-h800"
+    cluster: options.ClusterName = "flux-h800"
     calibration: CalibrationFile = None
     hosts: Hosts = None
     memory_gb: Annotated[
@@ -166,10 +163,6 @@ def step_with(options: Any, dtype: str | None = None) -> TrainingStep:
     return step_of(
         options.model,
         Parallel(**degrees, sequence=options.sequence_parallel),
-        sequence=options.sequence,
-        micro_batch=options.micro_batch,
-        micro_batches=options.micro_batches,
-        layers=options.layers,
         dtype=dtype,
         split=_sizes(options.split) if options.split else (),
         **{name: getattr(options, name) for name in _AS_THEY_ARE},
@@ -177,6 +170,7 @@ def step_with(options: Any, dtype: str | None = None) -> TrainingStep:
 
 
 _AS_THEY_ARE = (
+    *("sequence", "micro_batch", "micro_batches", "layers"),
     *("zero", "regather", "shard", "recompute", "optimizer", "fp32_gradients", "eager"),
     *("unfused_attention", "gemm_dtype", "cp_kind", "reduce_every"),
 )
@@ -209,8 +203,6 @@ def _value(text: str) -> bool | int | float | str:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
+from flux.cli.terminal import new_table
 from flux.plan.model import TrainingStep
 from flux.plan.simulate import Timeline
 
@@ -87,17 +87,15 @@ def show(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
     caption = "ms; ratio: to the first; exposed: communication beside which nothing is computed"
     if not ran:
         caption += "; tok/s: of a device; idle: share of the bubble"
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    table.add_column("policy", overflow="fold", min_width=9)
     heads = ["step", *(["predicted"] if ran else []), "ratio"]
     # A run predicts memory, and does not measure it; and no peak of a CPU core says much.
     middle, memory = (["compute", "comm"], []) if ran else (["tok/s", "MFU", "idle"], ["GB"])
-    for head in (*heads, *middle, "exposed", "hidden", *memory):
-        table.add_column(head, justify="right", no_wrap=True)
+    heads += [*middle, "exposed", "hidden", *memory]
+    table = new_table(title, ["policy"], heads, caption)
     first = next((row["iteration_ms"] for row in rows if "error" not in row), None)
     for row in rows:
         if "error" in row:
-            table.add_row(f"{row['policy']}: {row['error']}", *["-"] * (len(table.columns) - 1))
+            table.add_row(f"{row['policy']}: {row['error']}", *["-"] * len(heads))
             continue
         comm, exposed = row["comm_ms"], row["exposed_comm_ms"]
         hidden = f"{max(0.0, 100 * (1 - exposed / comm)):.0f}%" if comm else "-"

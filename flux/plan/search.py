@@ -183,7 +183,7 @@ def search(
         fitting = [(rating, step) for rating, step in rated if rating.memory_bytes <= limit]
         others = sorted((pair for _, *more in found for pair in more), key=lambda pair: pair[0])
         more = [step for _, step in others[:MOST_SPLITS]]
-        kept = [*_with_splits(_best(fitting, query.beam), more, query)]
+        kept = [*_variants(_best(fitting, query.beam), more, query)]
         if not kept:
             least = min(rating.memory_bytes for rating, _ in rated) / 1e9
             raise ValueError(
@@ -318,17 +318,24 @@ def _rated(cluster: Cluster, limit: float, step: TrainingStep) -> list[tuple[Rat
     return [(ClosedForm(again, cluster).rating(), again), *others]
 
 
-def _with_splits(
+def _variants(
     steps: Sequence[TrainingStep], others: Sequence[TrainingStep], query: Query
 ) -> Iterator[tuple[TrainingStep, Policies]]:
-    """Yield steps, also with other stages that are faster, and ``others``; with their policies."""
+    """Yield steps with their policies; also with ZeRO-2 in place of 3, and faster other stages.
+
+    ZeRO-2 is slower in closed forms, of which none hides the gradients alone. And ``others``.
+    """
+    limit = 1e9 * query.memory_gb
+    half = (replace(step, zero=2) for step in steps if step.zero == 3)
+    fits = (step for step in half if ClosedForm(step, query.cluster).rating()[3] <= limit)
+    steps = [*steps, *fits]
     made = [(one, policy_of(*one)) for one in query.policies]
     keep = tuple(one for one, policy in made if not getattr(policy, "cuts_stages", False))
     yield from ((step, query.policies) for step in steps)
     if keep:
         yield from ((step, keep) for step in others)
         for step in steps:
-            for split in splits(ClosedForm(step, query.cluster), query.memory_gb * 1e9):
+            for split in splits(ClosedForm(step, query.cluster), limit):
                 yield replace(step, split=split), keep
 
 
@@ -395,7 +402,7 @@ def usual(pairs: Iterable[tuple[TrainingStep, T]]) -> list[T]:
     """
     first: dict[tuple[bool, bool], T] = {}
     for step, its in pairs:
-        if step.parallel.dp == step.parallel.world or step.parallel.pp > 1:
+        if step.zero != 2 and (step.parallel.dp == step.parallel.world or step.parallel.pp > 1):
             first.setdefault((step.parallel.pp > 1, step.parallel.pp == 1 and step.zero == 3), its)
     return list(first.values())
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as PrintedTable
 
-from flux.cli.terminal import PLAIN
+from flux.cli.terminal import PLAIN, new_table
 from flux.machine.cluster import Cluster
 from flux.plan import page
 from flux.plan.model import TrainingStep
@@ -18,6 +17,7 @@ _DEGREES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep
 _MEANINGS = {
     "sequence parallel": "norms are split over tensor parallel ranks too",
     "regather": "backward gathers inputs again in place of keeping them",
+    "zero=2": "gradients and optimizer are sharded",
     "zero=3": "weights, gradients and optimizer are sharded (FSDP)",
     "split": "layers of each stage, else as even as possible",
 }
@@ -31,8 +31,8 @@ def layout_of(step: TrainingStep) -> str:
     words.append(f"{step.micro_batches} x {step.micro_batch}")
     if p.sequence:
         words.append("sequence parallel" + (", regather" if step.regather else ""))
-    if step.zero == 3:
-        words.append("zero=3")
+    if step.zero > 1:
+        words.append(f"zero={step.zero}")
     if step.recompute != "none":
         words.append(f"recompute={step.recompute}")
     if step.split:
@@ -157,11 +157,8 @@ def show(query: Query, outcome: SearchOutcome, top: int, why: list[str], console
         f"{query.model} on {query.gpus} GPUs of {query.cluster.name}: {query.batch} sequences of "
         f"{query.sequence}, {query.memory_gb:g} GB"
     )
-    table = PrintedTable(title=title, title_justify="left")
-    table.add_column("policy", overflow="fold")
-    table.add_column("layout", overflow="fold")
-    for head in ("step\nms", "ratio", "exposed\nms", "MFU\n%", "GB"):
-        table.add_column(head, justify="right", no_wrap=True)
+    heads = ("step\nms", "ratio", "exposed\nms", "MFU\n%", "GB")
+    table = new_table(title, ["policy", "layout"], heads)
     for plan in shown:
         share = mfu(plan.step, query.cluster, plan.iteration_ms)
         table.add_row(
@@ -176,8 +173,7 @@ def show(query: Query, outcome: SearchOutcome, top: int, why: list[str], console
     console.print(table)
     if shown:
         console.print(legend(shown), **PLAIN)
-    for line in why:
-        console.print(line, **PLAIN)
+    console.print("\n".join(why), **PLAIN)
     short = sum(plan.scaled for plan in outcome.ranked)
     console.print(
         f"{outcome.layouts} layouts fit; {outcome.simulated} candidates were simulated with few "

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from flux.cli.terminal import new_table
 from flux.core.collector import paused_collector
 from flux.core.problem import checked_integer
 from flux.machine.cluster import Cluster
@@ -202,13 +202,11 @@ def _slowest_ms(timeline: Timeline) -> float:
 def show(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
     """Print a table of policies, and what is in memory."""
     caption = "ms; exposed: of a prefill and of a decode; tok/s: output tokens of a device"
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    table.add_column("policy", overflow="fold", min_width=9)
-    for head in ("first token", "MFU", "exposed", "per token", "exposed", "tok/s"):
-        table.add_column(head, justify="right", no_wrap=True)
+    heads = ("first token", "MFU", "exposed", "per token", "exposed", "tok/s")
+    table = new_table(title, ["policy"], heads, caption)
     for row in rows:
         if "error" in row:
-            table.add_row(f"{row['policy']}: {row['error']}", *["-"] * 6)
+            table.add_row(f"{row['policy']}: {row['error']}", *["-"] * len(heads))
             continue
         share = row["prefill_mfu"]
         table.add_row(

@@ -10,9 +10,9 @@ import typer
 from flux.cli import options
 from flux.cli.options import with_options
 from flux.cli.ranks import check_writable, speaks, torchrun_or_own, watched_ranks
-from flux.cli.terminal import open_console, refuse
+from flux.cli.terminal import open_console, refuse, write_json
 from flux.plan import options as plan_options
-from flux.plan.command import draw, title_of, write, write_trace
+from flux.plan.command import draw, title_of, write_trace
 
 if TYPE_CHECKING:
     from flux.plan.policies import Policies
@@ -42,7 +42,7 @@ def run_command(
     threads: options.Threads = 1,
     seed: options.Seed = 0,
     timeout: options.Timeout = 60.0,
-    trace: plan_options.TraceFile = None,
+    trace: options.TraceFile = None,
     picture: plan_options.PictureFile = None,
     json_target: options.JsonTarget = None,
     quiet: options.QuietTable = False,
@@ -83,7 +83,7 @@ def run_command(
     title = title_of(config.step, config.cluster.name)
     if not silent:
         report.show(rows, title, open_console())
-    write(rows[0] if len(rows) == 1 else rows, json_target)
+    write_json(rows[0] if len(rows) == 1 else rows, json_target)
     if trace is not None:
         write_trace(timelines, trace)
     if picture is not None:

@@ -49,10 +49,10 @@ class _Value(NamedTuple):
     write: Callable[[Any], object]
 
 
-def _pair(name: str) -> _Value | None:
+def _pair(name: str, setter: str = "") -> _Value | None:
     """Return a value of torch._C that has a getter and a setter; None if this torch has not."""
     read = getattr(_C, f"_get_{name}", None) or getattr(_C, f"_is_{name}", None)
-    write = getattr(_C, f"_set_{name}", None)
+    write = getattr(_C, f"_set_{setter or name}", None)
     return None if read is None or write is None else _Value(read, write)
 
 
@@ -179,12 +179,6 @@ def _write_filters(state: tuple[int, Any]) -> None:
         mutated()  # else Python goes on by what it has looked up before
 
 
-def _sdp(name: str) -> _Value | None:
-    read = getattr(_C, f"_get_{name}_sdp_enabled", None)
-    write = getattr(_C, f"_set_sdp_use_{name}", None)
-    return None if read is None or write is None else _Value(read, write)
-
-
 _DISPATCH = "torch.utils._python_dispatch"
 
 
@@ -207,7 +201,10 @@ def _of_process() -> list[_Value]:
             lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
             lambda state: torch.autograd.set_detect_anomaly(*state),
         ),
-        *map(_sdp, ("flash", "mem_efficient", "math", "cudnn", "overrideable")),
+        *(
+            _pair(f"{kernel}_sdp_enabled", f"sdp_use_{kernel}")
+            for kernel in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+        ),
         _pair("sdp_priority_order"),
         _pair("cudnn_enabled"),
         _pair("cudnn_benchmark"),

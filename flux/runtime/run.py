@@ -26,6 +26,8 @@ from flux.plan.simulate import Timeline, simulate
 from flux.runtime.execute import Executor, OperatorWork, coordinates, measured
 from flux.runtime.profile import Profile, ProfiledCost, Profiler, key_of
 
+_Step = tuple[float, dict[int, tuple[float, float]]]
+"""The end of a step on a rank, and begin and end of its operators by number, in ms."""
 ROUNDS = 4
 """In which policies choose, and what they chose is measured."""
 
@@ -136,9 +138,7 @@ def _run(config: PlanRun, work: OperatorWork, progress: Progress) -> list[Ran]:
         label: Executor(schedule, config.step.parallel, work, config.timeout_s)
         for label, schedule in schedules.items()
     }
-    results: dict[str, list[tuple[float, dict[int, tuple[float, float]]]]] = {
-        label: [] for label in executors
-    }
+    results: dict[str, list[_Step]] = {label: [] for label in executors}
     rounds = config.warmup + config.repeats
     for index in range(rounds):
         for label, executor in executors.items():  # interleaved: drift meets all alike
@@ -167,12 +167,7 @@ def _chosen(
     return profile, schedules
 
 
-def _gathered(
-    label: str,
-    predicted: Timeline,
-    config: PlanRun,
-    runs: list[tuple[float, dict[int, tuple[float, float]]]],
-) -> Ran:
+def _gathered(label: str, predicted: Timeline, config: PlanRun, runs: list[_Step]) -> Ran:
     """Return what all ranks did; of a stage, the timeline is that of its first rank. Collective."""
     everywhere: list[Any] = [None] * config.ranks
     dist.all_gather_object(everywhere, runs)

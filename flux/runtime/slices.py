@@ -153,10 +153,8 @@ class Slices:
         copy = torch.Generator()
         copy.set_state(torch.default_generator.get_state())
         drawn = int(torch.randint(2**62, (), generator=copy, device="cpu", dtype=torch.int64))
-        cut = [
-            (drawn * self.count + number) * 1_000_003 + self.size for number in range(self.count)
-        ]
-        return [seed % 2**63 for seed in cut]
+        count, size = self.count, self.size
+        return [((drawn * count + n) * 1_000_003 + size) % 2**63 for n in range(count)]
 
     def _take_turns(self, waiting: dict[int, _Slice], results: list[Any]) -> None:
         """Switch to the slices by turns until all have ended; keep their results."""

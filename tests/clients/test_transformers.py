@@ -219,6 +219,8 @@ def _sharded(rank: int, world: int, path: str) -> None:
         assert torch.equal(tokens_of(model, tokens), tokens_of(expected, tokens))
         with pytest.raises(ValueError, match="no linear layer to replace"):
             replace_linears(model)
+        with pytest.raises(NotImplementedError, match="load it once more"):
+            copy.deepcopy(model)
     close_pools()
 
 

@@ -385,6 +385,22 @@ def test_partitions_are_chosen_from_both_ends() -> None:
             {"layers": 3, "sequence": 2048, "micro_batches": 3},
             {"link": (2.029, 2.665)},
         ),
+        # 2.8% slower with no partitions for links of long latency.
+        (
+            "centauri-a",
+            "phi-moe",
+            Parallel(tp=8, pp=4, sequence=True),
+            {"layers": 8, "micro_batches": 2, "zero": 0},
+            {"link": (2.0, 2.0), "latency": (1.0, 0.5)},
+        ),
+        # 0.7% slower with no orders for links that hardly differ.
+        (
+            "flux-a100-pcie",
+            "llama3-70b",
+            Parallel(tp=4),
+            {"micro_batch": 2, "micro_batches": 4, "zero": 0},
+            {"latency": (1.0, 0.5)},
+        ),
     ],
     ids=str,
 )
@@ -401,8 +417,10 @@ def test_a_better_link_makes_no_plan_slower(
     chunks, times = sizes.pop("chunks", 1), []
     step = step_of(model, parallel, **sizes)
     for at in (0, 1):
-        factors = {"link": 1.0, "network": 1.0} | {kind: of[at] for kind, of in speeds.items()}
-        link = replace(cluster.link, gbs=cluster.link.gbs * factors["link"])
+        factors = dict.fromkeys(("link", "network", "latency"), 1.0)
+        factors |= {kind: of[at] for kind, of in speeds.items()}
+        latency = cluster.link.latency_us * factors["latency"]
+        link = replace(cluster.link, gbs=cluster.link.gbs * factors["link"], latency_us=latency)
         network = replace(cluster.network, gbits=cluster.network.gbits * factors["network"])
         layout = StepLayout(replace(cluster, link=link, network=network), step)
         times.append(layout.timeline(Centauri(chunks=chunks)).iteration_ms)

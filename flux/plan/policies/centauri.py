@@ -32,7 +32,7 @@ from flux.plan.policies.centauri_graph import (
     substituted,
     window,
 )
-from flux.plan.policies.centauri_order import OCTAVES, ListSchedule, blocks, chunks_of, slower_links
+from flux.plan.policies.centauri_order import OCTAVES, ListSchedule, blocks, chunks_of, other_links
 from flux.plan.policies.centauri_space import (
     CommPiece,
     even,
@@ -159,7 +159,7 @@ class Centauri:
             if ranks == 1:
                 raise ValueError(f"centauri: chunks = {chunks} needs a pipeline, and pp is 1")
             graph = placed(graph, chunks * ranks, lambda stage: stage % ranks)
-        links, finer = slower_links(window(graph), cost)
+        links, finer = other_links(window(graph), cost)
         plans: list[_Plan] = []
         substitutes = self.substitute and any(map(is_substituted, graph.ops))
         for less in (True, False) if substitutes else (False,):

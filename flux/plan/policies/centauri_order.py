@@ -8,6 +8,7 @@ first operator that waits for it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, product
 from math import ceil, log2
 
@@ -18,7 +19,9 @@ from flux.plan.policies.passes import Action, Block, one_f_one_b
 from flux.plan.schedule import StepSchedule
 
 OCTAVES = range(4)
-"""Numbers of the links (``slower_links``) for which partitions are chosen."""
+"""Numbers of the links (``other_links``) for which partitions are chosen."""
+_NEAR = (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25)
+"""Times on links that hardly differ, in those on the links."""
 
 
 def blocks(
@@ -157,42 +160,60 @@ class ListSchedule:
         return order
 
 
-class Slower:
-    """Times on links so slow that communication takes 2**k of the time of compute, or octaves more.
+@dataclass
+class OtherLinks:
+    """Times on links on which everything takes ``longer``, by resource, and ``late_ms`` besides."""
 
-    What is planned for such links is the same for all links between two of them. With times of the
-    links themselves, partitions for a better link could make a slower step. Links of ``None``
-    octaves stay as they are. ``shares`` are times of resources as shares of that of compute.
-    """
+    cost: CostModel
+    longer: Mapping[str, float]
+    late_ms: float = 0.0
 
-    def __init__(self, cost: CostModel, shares: Mapping[str, float], *by: float | None) -> None:
-        self.cost, self.oef, self.by_kind = cost, cost.oef, getattr(cost, "by_kind", False)
-        self.longer = {
-            name: 2.0 ** (ceil(log2(share)) + octaves) / share
-            for name, octaves in zip(("intra", "inter"), by, strict=True)
-            if octaves is not None and (share := shares.get(name))
-        }
+    def __post_init__(self) -> None:
+        self.oef, self.by_kind = self.cost.oef, getattr(self.cost, "by_kind", False)
 
     def solo(self, op: Operator) -> float:
         """Return the time of an operator by itself."""
-        return float(self.cost.solo(op) * self.longer.get(op.resource, 1.0))
+        time, longer = self.cost.solo(op), self.longer.get(op.resource, 1.0)
+        return float(time if op.resource == "comp" else time * longer + self.late_ms)
 
 
-def slower_links(graph: Graph, cost: CostModel) -> tuple[list[CostModel], list[CostModel]]:
-    """Return the links, and links slower by octaves, until all take 4 times the time of compute.
+def other_links(graph: Graph, cost: CostModel) -> tuple[list[CostModel], list[CostModel]]:
+    """Return the links and others: for partitions, and for the order of the best plans.
 
-    First those in hosts and between hosts alike; then also one kind more than the other.
+    Links so slow that communication takes 2**k of the time of compute, up to 4 times it: plans for
+    them are equal for all links between two of them. With times of the links themselves, partitions
+    for a better link could make a slower step. Some have a long latency. For the order also one
+    kind slower than the other, and links that hardly differ: small changes make other orders.
     """
     sums = dict.fromkeys(RESOURCES, 0.0)
     for op in graph.ops:
         sums[op.resource] += cost.solo(op)
     compute = sums.pop("comp")
     shares = {name: time / compute for name, time in sums.items() if compute and time}
+    each = compute / max(1, sum(graph.communicates))
     least = min((ceil(log2(share)) for share in shares.values()), default=0)
     most = min(max(OCTAVES[-1] - 1, 2 - least), 6)
+
+    def slower(*by: float | None, late: float = 0.0) -> OtherLinks:
+        """Return links that are slower by octaves; those of None stay as they are.
+
+        ``late``: latencies of all that the graph moves, in times of its compute.
+        """
+        longer = {
+            name: 2.0 ** (ceil(log2(shares[name])) + octave) / shares[name]
+            for name, octave in zip(("intra", "inter"), by, strict=True)
+            if octave is not None and name in shares
+        }
+        return OtherLinks(cost, longer, late * each)
+
     pairs: list[tuple[float | None, ...]] = [*product(range(most + 1), repeat=2)]
     for by in (half / 2 for half in range(2 * most + 1)):
         pairs += [(by, by), (by, None), (None, by)]
-    unlike = {str(link.longer): link for link in (Slower(cost, shares, *by) for by in pairs)}
-    alike = (Slower(cost, shares, by, by) for by in range(most + 1))
-    return [cost, *alike], [cost, *unlike.values()]
+    unlike = {str(link.longer): link for link in map(slower, *zip(*pairs, strict=True))}
+    alike = [slower(by, by) for by in range(most + 1)]
+    alike += [slower(0, 0, late=1.0), slower(most, most, late=4.0)]
+    near = [
+        OtherLinks(cost, dict.fromkeys(shares, longer), late * each)
+        for longer, late in product(_NEAR, (0.0, 1 / 64, 1 / 16))
+    ]
+    return [cost, *alike], [cost, *unlike.values(), *near]

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,14 +85,6 @@ class ThreadLane:
             del task, after, done, entry  # tensors of a task end with it
 
 
-class _StreamDone:
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
-
 class StreamLane:
     """A lane that is a CUDA stream. NCCL's watchdog ends collectives that take too long."""
 
@@ -107,7 +98,8 @@ class StreamLane:
             for other in after:
                 other.wait()
             task()
-            return _StreamDone(self._stream.record_event())
+            event: torch.cuda.Event = self._stream.record_event()
+            return event  # on which the current stream waits
 
     def close(self) -> None:
         """Nothing to end: streams belong to torch's pool."""
@@ -228,7 +220,7 @@ class Group:
 
 
 Lane = ThreadLane | StreamLane
-Done = _ThreadDone | _StreamDone
+Done = _ThreadDone | torch.cuda.Event
 
 
 def make_lane(device: torch.device, timeout: timedelta) -> Lane:

@@ -61,10 +61,7 @@ def _registered(value: Any) -> _Node:
 
 def _name(key: Any) -> Any:
     """Return the name in a key of torch.utils._pytree."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return str(key)
+    return next((getattr(key, a) for a in ("key", "name", "idx") if hasattr(key, a)), str(key))
 
 
 def _items_and_fields(value: Any) -> _Node:
