@@ -385,13 +385,14 @@ def test_partitions_are_chosen_from_both_ends() -> None:
             {"layers": 3, "sequence": 2048, "micro_batches": 3},
             {"link": (2.029, 2.665)},
         ),
-        # 2.8% slower with no partitions for links of long latency.
+        # 1% slower where gradients of experts are not tried in as many chunks as their weights,
+        # and 1.4% with no partitions for links of long latency.
         (
-            "centauri-a",
+            "flux-a100-nvlink",
             "phi-moe",
-            Parallel(tp=8, pp=4, sequence=True),
-            {"layers": 8, "micro_batches": 2, "zero": 0},
-            {"link": (2.0, 2.0), "latency": (1.0, 0.5)},
+            Parallel(tp=4, pp=2, sequence=True),
+            {"layers": 4, "micro_batches": 2, "zero": 0},
+            {"latency": (1.0, 0.5)},
         ),
         # 0.7% slower with no orders for links that hardly differ.
         (

@@ -200,6 +200,8 @@ class Centauri:
             moved = {(op.part, op.role) for op in best.base.ops if op.moves_weights}
             keys, before = {key for plan in plans for key in plan.how}, None
             seen = {(key, plan.how.get(key, Partition())) for plan, key in product(plans, keys)}
+            alike = {Partition(of.pieces) for key, of in best.how.items() if key in moved}
+            seen |= {*product(moved, (of for of in alike if of.pieces == even(len(of.pieces))))}
             seen |= {(key, replace(of, by_gemm=not of.by_gemm)) for key, of in seen if key in moved}
             while best is not before:
                 before = best
