@@ -65,6 +65,7 @@ def options_in(file: Path) -> CommandOptions:
     variables: dict[str, str] = {}
     words, changing, before = list[tuple[str, bool]](), dict[str, None](), ""
     depth, opener = 0, ""  # of branches, which Bash opens by if ... then; Python has no "then"
+    inside = 0  # parentheses that a list of Bash has opened
     for word in quoted:
         word = _VARIABLE.sub(lambda it: variables.get(it[1], it[2] or it[0]), word).rstrip(";")
         word = _PRODUCT.sub(lambda it: _product(it, variables), word)
@@ -74,16 +75,22 @@ def options_in(file: Path) -> CommandOptions:
         opens = word == "case" or (word == "then" and opener == "if")
         depth = max(depth + opens - (word in ("fi", "esac")), 0)
         branch = depth > 0 or before in ("&&", "||")
-        before = word
-        if equals and name.removesuffix("+").isidentifier():
+        before, parts = word, word.split() if several else [word]
+        if inside > 0:
+            inside += word.count("(") - word.count(")")
+            if inside <= 0:
+                parts = [*parts[:-1], parts[-1].removesuffix(")"), ")"]
+        elif equals and name.removesuffix("+").isidentifier():
             listed = value.removeprefix("(")
-            if several := bool(_SEVERAL.search(listed)):
-                word = f"{listed} )"  # read where it is set, as Bash's lists are
+            inside = value.count("(") - value.count(")") if listed != value else 0
+            parts = [listed] if inside > 0 else parts
+            if _SEVERAL.search(listed):  # read where it is set, as Bash's lists are
+                parts = listed.split() if inside > 0 else [*listed.split(), ")"]
             elif variables.get(name, value) != value and value.isdecimal():
                 changing[name] = None
             if len(value) < 100:
                 variables[name] = value
-        words += [(one, branch) for one in (word.split() if several else [word])]
+        words += [(one, branch) for one in parts if one]
     values: dict[str, list[str]] = {}
     in_branches = list[str]()
     last = ""  # the option whose value may follow

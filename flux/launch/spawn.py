@@ -94,6 +94,16 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
+def begin_worker() -> None:
+    """Begin a process of a pool: it ends with its parent, and leaves Ctrl-C to it.
+
+    Ctrl-C reaches every process of the terminal. A worker that it ends while it reads the queue of
+    jobs leaves the others, and the parent, waiting for its lock.
+    """
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def _rank_main(
     rank: int,
     world: int,

@@ -238,8 +238,8 @@ def load_cluster(
         kind=table.text("kind", choices=DEVICE_KINDS),
         arch=table.text("arch"),
         units=table.integer("units"),
-        memory_gb=table.number("memory_gb", 0.0),
-        memory_gbs=table.number("memory_gbs", least=0.001),
+        memory_gb=table.number("memory_gb", 0.0, most=1e6),  # more are bytes
+        memory_gbs=table.number("memory_gbs", least=0.001, most=1e6),
         tflops={dtype: speeds.number(dtype, least=1e-6) for dtype in speeds.keys},
         name=table.text("name"),
         gemm_share=table.number("gemm_share", 0.0, most=1.0),

@@ -253,6 +253,8 @@ class _Step:
             before = next((p for p in reversed(range(place)) if ops[p].group != "tp"), None)
             if before is None or ops[before].part not in parts or op.part.startswith("bda"):
                 continue
+            if self.step.recompute == "selective" and op.part not in parts:
+                continue  # Megatron's checkpoint keeps what attention returns
             dropped[place] = before, op.keeps * self._share(ops[before])
         return dropped
 

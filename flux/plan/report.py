@@ -57,9 +57,9 @@ def document(
         most = max(range(parallel.pp), key=lambda stage: sum(step.resident(stage).values()))
         kinds = step.resident(most)
         held = sum(kinds.values())
-        if step.zero == 0:  # policies may share the optimizer's states among ranks
+        if step.zero == 0 and figures.resident_bytes < held:  # ranks share the optimizer's states
             kinds["optimizer"] += figures.resident_bytes - held
-        else:  # or have cut the model into other stages
+        else:  # or a policy has cut the model into other stages
             kinds = {kind: it * figures.resident_bytes / held for kind, it in kinds.items()}
         row["memory_bytes"] = kinds | {
             "activations": figures.peak_memory_bytes - figures.resident_bytes

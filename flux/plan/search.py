@@ -19,7 +19,6 @@ A step has a given number of sequences, so steps of all candidates do the same w
 from __future__ import annotations
 
 import multiprocessing
-import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -31,7 +30,7 @@ from operator import le
 from typing import Any, NamedTuple, TypeVar
 
 from flux.bench.model_files import model_of
-from flux.launch.spawn import use_short_socket_paths
+from flux.launch.spawn import begin_worker, use_short_socket_paths
 from flux.machine.cluster import Cluster
 from flux.plan import sample
 from flux.plan.closed_form import ClosedForm, Rating
@@ -239,13 +238,10 @@ def _pool(workers: int) -> Executor:
         return _Here()
     use_short_socket_paths()
     context = multiprocessing.get_context("forkserver")
-    # Ctrl-C reaches every process of the terminal. A worker that it ends while it reads the queue
-    # of jobs leaves the others, and the search, waiting for its lock.
     return ProcessPoolExecutor(
         workers,
         mp_context=context,
-        initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),
+        initializer=begin_worker,
     )
 
 

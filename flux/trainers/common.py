@@ -66,6 +66,11 @@ class Planned(NamedTuple):
             notes.append(
                 "fused linear layers are Flux's (docs/use/layers.md); else the trainer's own"
             )
+        stages, layers = plan.chunks * plan.step.parallel.pp, plan.step.layers
+        uneven = plan.policy == "interleaved" and layers + 2 >= stages
+        if plan.chunks > 1 and layers % stages and not uneven:
+            problem = f"{plan.policy}: {stages} stages must divide {layers} layers"
+            raise ValueError(f"{trainer} cannot run {problem}")
         every = plan.step.reduce_every
         if every > 1:
             notes.append(

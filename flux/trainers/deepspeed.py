@@ -114,7 +114,7 @@ def _differences(plan: Planned) -> list[str]:
 _BATCHES = (*("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),)
 _IGNORED = (
     *("zero_quantized_weights", "zero_quantized_gradients", "zeropp_loco_param"),
-    "mics_shard_size",
+    *("mics_shard_size", "zero_hpz_partition_size"),  # hpZ: a second copy of weights, for backward
 )
 """Settings of ZeRO that a plan does not have."""
 _CHECKPOINTS = ("partition_activations", "cpu_checkpointing")
@@ -127,6 +127,9 @@ def imported(file: Path, gpus: int | None) -> FilePlan:
     top = Table.of_json(file, _given(content, "", automatic), "a configuration of DeepSpeed")
     if sizes := [key for key in _BATCHES if key in automatic]:
         notes.append(f"{', '.join(sizes)}: auto, the script's; --micro-batch says it")
+
+    if "zero_optimization.stage" in automatic:
+        notes.append("zero_optimization.stage: auto: planned as 0; --zero says it")
 
     def table(key: str) -> Table:
         return top.table(key) if key in top.keys else Table(top.file, {})
@@ -150,9 +153,6 @@ def imported(file: Path, gpus: int | None) -> FilePlan:
     taken |= _batches(top, ranks) | {"sequence_parallel": False}
     taken["zero"] = stage = zero.integer("stage", 0, least=0, most=3)
     overlaps = zero.flag("overlap_comm") if "overlap_comm" in zero.keys else stage == 3
-    shard = zero.integer("zero_hpz_partition_size", 1) if stage == 3 else 1
-    shard = quotient(shard, "zero_hpz_partition_size", cp, "cp", where) if shard > 1 else 0
-    taken["shard"] = shard
     taken["fp32_gradients"] = table("data_types").text("grad_accum_dtype", "") == "fp32"
     whole = pipeline.integer("activation_checkpoint_interval", 0, least=0)
     whole = whole or "number_checkpoints" in checkpoints.keys
@@ -167,7 +167,7 @@ def imported(file: Path, gpus: int | None) -> FilePlan:
 
 
 def _given(content: Any, prefix: str, automatic: list[str]) -> Any:
-    """Return content without values that Transformers fills in, whose names it adds to a list."""
+    """Return content without null and what Transformers fills in, whose names go into a list."""
     if not isinstance(content, dict):
         return content
     names = [key for key, value in content.items() if value == "auto"]
@@ -175,7 +175,7 @@ def _given(content: Any, prefix: str, automatic: list[str]) -> Any:
     return {
         key: _given(value, f"{prefix}{key}.", automatic)
         for key, value in content.items()
-        if key not in names
+        if key not in names and value is not None
     }
 
 

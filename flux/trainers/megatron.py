@@ -55,6 +55,7 @@ _REFUSED = {
     "yaml-cfg": "options in another file",
 }
 _IGNORED = {
+    "rampup-batch-size": "smaller batches at first",
     "mtp-num-layers": "layers for multi-token prediction",
     "cpu-offloading-num-layers": "offloading of activations",
     "fine-grained-activation-offloading": "offloading of activations",
@@ -275,7 +276,7 @@ def imported(options: CommandOptions, model: str, gpus: int | None) -> FilePlan:
         notes.append("neither --bf16 nor --fp16: planned in bfloat16, not float32")
     if "num-experts" in options and size("expert-tensor-parallel-size", taken["tp"]) > 1:
         notes.append("experts are split over tensor parallel ranks: planned whole")
-    taken |= _sharding(options, dp, where)
+    taken |= _sharding(options, dp, where, notes)
     taken["optimizer"] = _optimizer(options, notes)
     described = model_of(model)
     if not described.vocabulary:
@@ -306,14 +307,17 @@ def imported(options: CommandOptions, model: str, gpus: int | None) -> FilePlan:
     return FilePlan(taken, policy, notes)
 
 
-def _sharding(options: CommandOptions, dp: int, where: str) -> dict[str, int]:
+def _sharding(options: CommandOptions, dp: int, where: str, notes: list[str]) -> dict[str, int]:
     zero = 1 if "use-distributed-optimizer" in options else 0
     if "use-torch-fsdp2" in options:
         zero = 2 if "torch-fsdp2-no-reshard-after-forward" in options else 3
     if "use-megatron-fsdp" in options:
         strategies = {"no_shard": 0, "optim": 1} | {name: zero for zero, name in _FSDP.items()}
         zero = strategies.get(options.get("data-parallel-sharding-strategy", _FSDP[3]), 3)
-    instances = options.size("num-distributed-optimizer-instances", 1) if zero == 3 else 1
+    instances = options.size("num-distributed-optimizer-instances", 1)
+    if instances > 1 and zero != 3:
+        notes.append("--num-distributed-optimizer-instances: planned with one")
+        instances = 1
     shard = quotient(dp, "dp", instances, "num-distributed-optimizer-instances", where)
     return {"zero": zero, "shard": shard if instances > 1 else 0}
 
@@ -341,6 +345,9 @@ def _recomputed(options: CommandOptions, chunks: int, notes: list[str]) -> str:
         notes.append(f"--recompute-modules {shown(modules)}: planned as recompute = ops")
         return "ops"
     each = options.size("recompute-num-layers", 1)
+    if granularity == "none" and "recompute-method" in options:
+        notes.append("--recompute-method without --recompute-granularity: nothing is recomputed")
+        return granularity
     if options.get("recompute-method") == "block":
         return str(options.size("recompute-num-layers") * chunks)
     if granularity == "full" and each > 1:

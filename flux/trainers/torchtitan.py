@@ -16,6 +16,7 @@ from flux.bench.scripts import CommandOptions
 from flux.core.datafile import Table, shown
 from flux.plan.files import FilePlan
 from flux.plan.model import TrainingStep
+from flux.plan.policies.torch_rows import blocks_of
 from flux.trainers.common import Exported, Planned, gpus_in, quotient, serial_policy, split_of
 
 _DEGREES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
@@ -160,6 +161,13 @@ def _check(plan: Planned) -> None:
         problem = "unfused_attention"
     elif p.ep > 1 and not step.zero and p.cp * p.tp % p.ep:
         problem = f"ep = {p.ep} with zero = 0: it spreads experts over ranks that share weights"
+    elif plan.chunks == 1 and step.micro_batches < p.pp:
+        problem = f"micro_batches = {step.micro_batches} on pp = {p.pp} stages: too few for 1F1B"
+    elif plan.chunks > 1 and p.pp > 1:
+        try:
+            blocks_of(_SCHEDULES[plan.policy], p.pp, plan.chunks * p.pp, step.micro_batches)
+        except ValueError as error:
+            problem = str(error)
     if problem:
         raise ValueError(f"torchtitan cannot run {problem}")
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,6 +204,25 @@ def test_a_search_splits_stages_and_is_never_slower(monkeypatch: pytest.MonkeyPa
         ("zbv", True),
         ("serial", True),
     }
+
+
+def test_workers_end_with_a_search_that_is_terminated() -> None:
+    """Four processes of 500 MB each stayed behind."""
+    lines = [
+        "import os, signal",
+        "from flux.plan.search import _pool",
+        "with _pool(2) as pool:",
+        "    print(pool.submit(os.getpid).result(), flush=True)",
+        "    os.kill(os.getpid(), signal.SIGTERM)",
+        "    signal.pause()",
+    ]
+    script = [sys.executable, "-c", "\n".join(lines)]
+    ended = subprocess.run(script, stdout=subprocess.PIPE, timeout=60)
+    assert ended.returncode == -signal.SIGTERM
+    worker, until = Path(f"/proc/{int(ended.stdout)}"), time.monotonic() + 20
+    while worker.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not worker.exists()
 
 
 def test_a_step_is_not_shorter_than_its_compute() -> None:

@@ -113,7 +113,7 @@ def possible(trainer: str, plan: Planned) -> TrainingStep:
         changes["shard"] = step.shard if p.dp > 1 else 0
         changes |= {} if step.recompute in ("none", "ops", "full") else {"recompute": "full"}
     elif trainer == "deepspeed":
-        changes |= {"split": (), "unfused_attention": False}
+        changes |= {"split": (), "unfused_attention": False, "shard": 0}
         changes |= {} if step.recompute == "full" else {"recompute": "none"}
     if trainer != "megatron" or (p.cp == 1 and not step.unfused_attention):
         compiled = trainer == "torchtitan" and p.cp > 1 and not step.eager
@@ -507,6 +507,18 @@ def test_experts_of_megatron_may_be_spread_over_tensor_parallel_ranks(tmp_path: 
             "inputs of every 4 layers are kept: planned with those of each layer",
         ),
         (
+            "--recompute-method block --recompute-num-layers 8",
+            "--recompute-method without --recompute-granularity: nothing is recomputed",
+        ),
+        (
+            "--use-distributed-optimizer --num-distributed-optimizer-instances 4",
+            "--num-distributed-optimizer-instances: planned with one",
+        ),
+        (
+            "--rampup-batch-size 16 16 1000",
+            "--rampup-batch-size: smaller batches at first: not planned",
+        ),
+        (
             "--num-experts 8 --expert-model-parallel-size 8",
             "--moe-token-dispatcher-type allgather: planned as AllToAll",
         ),
@@ -656,6 +668,45 @@ def test_every_setting_of_a_torchtitan_job_is_planned_or_named(tmp_path: Path) -
     (tmp_path / "ds.json").write_text(sizes + '"train_batch_size": 16}')
     with pytest.raises(ValueError, match="does not say which model: give --model"):
         options_with(StepOptions(), str(tmp_path / "ds.json"))
+
+
+@pytest.mark.parametrize(
+    "text, options",
+    [
+        ("A=(--a 1 --b 2)\nrun x", {"a": "1", "b": "2"}),
+        ("A=( --a 1\n --c\n)\nrun 3", {"a": "1", "c": ""}),
+        ("A=(--a $(cat f) --b 2)\nrun 3", {"a": "$(cat", "b": "2"}),
+        ('A+=(--a --lay "(tt|)*3L" --b v)\nrun 3', {"a": "", "lay": "(tt|)*3L", "b": "v"}),
+        ('M="--a 1"\nA=(--b 2 $M)\nrun 3', {"a": "1", "b": "2"}),
+        ("A=(--a)\nB=()\nrun 3 --b 4", {"a": "", "b": "4"}),
+    ],
+)
+def test_lists_of_a_script_may_be_on_one_line(
+    text: str, options: dict[str, str], tmp_path: Path
+) -> None:
+    """The first value was lost, and the last one had a parenthesis."""
+    (tmp_path / "train.sh").write_text(text)
+    assert dict(options_in(tmp_path / "train.sh")) == options
+
+
+@pytest.mark.parametrize(
+    "trainer, parallel, options, problem",
+    [
+        ("torchtitan", {"pp": 8, "micro": 4}, "serial", "too few for 1F1B"),
+        ("torchtitan", {"pp": 4, "micro": 9}, "interleaved", "multiple of the number of rounds"),
+        ("torchtitan", {"pp": 4, "micro": 4}, "dualpipev", "4 micro-batches on 4 ranks"),
+        ("megatron", {"pp": 8, "micro": 8, "chunks": 5}, "interleaved", "40 stages must divide 32"),
+    ],
+)
+def test_pipelines_that_a_trainer_refuses_are_not_written(
+    trainer: str, parallel: dict[str, int], options: str, problem: str
+) -> None:
+    sizes = dict(parallel)
+    micro_batches, chunks = sizes.pop("micro"), sizes.pop("chunks", 2)
+    step = step_of("llama3-8b", Parallel(dp=2, **sizes), micro_batches=micro_batches, zero=3)
+    chosen = {"chunks": chunks} if options == "interleaved" else {}
+    with pytest.raises(ValueError, match=f"(?i){trainer} cannot run .*{problem}"):
+        exported(trainer, Planned(step, options, chosen))
 
 
 def test_options_of_branches_are_named(tmp_path: Path) -> None:
