@@ -76,11 +76,7 @@ def options_in(file: Path) -> CommandOptions:
         depth = max(depth + opens - (word in ("fi", "esac")), 0)
         branch = depth > 0 or before in ("&&", "||")
         before, parts = word, word.split() if several else [word]
-        if inside > 0:
-            inside += word.count("(") - word.count(")")
-            if inside <= 0:
-                parts = [*parts[:-1], parts[-1].removesuffix(")"), ")"]
-        elif equals and name.removesuffix("+").isidentifier():
+        if equals and name.removesuffix("+").isidentifier():
             listed = value.removeprefix("(")
             inside = value.count("(") - value.count(")") if listed != value else 0
             parts = [listed] if inside > 0 else parts
@@ -90,6 +86,10 @@ def options_in(file: Path) -> CommandOptions:
                 changing[name] = None
             if len(value) < 100:
                 variables[name] = value
+        elif inside > 0:
+            inside += word.count("(") - word.count(")")
+            if inside <= 0:
+                parts = [*parts[:-1], parts[-1].removesuffix(")"), ")"]
         words += [(one, branch) for one in parts if one]
     values: dict[str, list[str]] = {}
     in_branches = list[str]()
