@@ -76,7 +76,8 @@ def options_in(file: Path) -> CommandOptions:
         depth = max(depth + opens - (word in ("fi", "esac")), 0)
         branch = depth > 0 or before in ("&&", "||")
         before, parts = word, word.split() if several else [word]
-        if equals and name.removesuffix("+").isidentifier():
+        sets = equals and name.removesuffix("+").isidentifier()
+        if sets and (inside <= 0 or value.startswith("(")):
             listed = value.removeprefix("(")
             inside = value.count("(") - value.count(")") if listed != value else 0
             parts = [listed] if inside > 0 else parts
@@ -90,6 +91,8 @@ def options_in(file: Path) -> CommandOptions:
             inside += word.count("(") - word.count(")")
             if inside <= 0:
                 parts = [*parts[:-1], parts[-1].removesuffix(")"), ")"]
+            if sets:  # an element; or an assignment behind a list whose parenthesis was quoted
+                variables.setdefault(name, value)
         words += [(one, branch) for one in parts if one]
     values: dict[str, list[str]] = {}
     in_branches = list[str]()

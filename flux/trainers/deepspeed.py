@@ -127,7 +127,6 @@ def imported(file: Path, gpus: int | None) -> FilePlan:
     top = Table.of_json(file, _given(content, "", automatic), "a configuration of DeepSpeed")
     if sizes := [key for key in _BATCHES if key in automatic]:
         notes.append(f"{', '.join(sizes)}: auto, the script's; --micro-batch says it")
-
     if "zero_optimization.stage" in automatic:
         notes.append("zero_optimization.stage: auto: planned as 0; --zero says it")
 

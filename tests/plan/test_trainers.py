@@ -679,6 +679,8 @@ def test_every_setting_of_a_torchtitan_job_is_planned_or_named(tmp_path: Path) -
         ('A+=(--a --lay "(tt|)*3L" --b v)\nrun 3', {"a": "", "lay": "(tt|)*3L", "b": "v"}),
         ('M="--a 1"\nA=(--b 2 $M)\nrun 3', {"a": "1", "b": "2"}),
         ("A=(--a)\nB=()\nrun 3 --b 4", {"a": "", "b": "4"}),
+        ("A=(--a timeout=9 --b 2)\nrun 3", {"a": "timeout=9", "b": "2"}),
+        ('A=(--a "(" x)\nN=2\nrun --b $N', {"a": "(", "b": "2"}),
     ],
 )
 def test_lists_of_a_script_may_be_on_one_line(
